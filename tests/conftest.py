@@ -1,0 +1,21 @@
+"""Strict by default: eight virtual CPU devices, no rank promotion, checked annotations.
+
+Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the order here.
+"""
+
+import os
+
+if "gpu" not in os.environ.get("FP8JAX_TEST_PLATFORM", "cpu"):
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+
+from jaxtyping import install_import_hook
+
+# Every annotated signature of the library is checked at each call, in tests only.
+install_import_hook("fp8jax", "beartype.beartype")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
