@@ -1,0 +1,1 @@
+"""fp8jax: training and running transformers in FP8 and FP4."""

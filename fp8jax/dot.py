@@ -1,0 +1,407 @@
+"""The quantised matrix product, and its one derivative.
+
+Any `dot_general` is brought to
+
+    y[..., M, N] = x[..., M, K] w[..., K, N]
+
+with at most one leading batch axis. There sits the only custom VJP of matrix products:
+
+    forward    y  = Q(x) Q(w)       scales are constant along K or multiplied block by block
+    backward   dx = Q(g) Q(w)^T
+               dw = Q(x)^T Q(g)
+
+each Q as the recipe says (recipe.py). Kept from forward to backward are
+
+    x    quantised along the tokens, as wgrad reads it: one byte an element. The high-precision
+         x itself only if the recipe leaves wgrad_x in high precision.
+    w    the operand as it came, in practice the float32 parameter, which exists anyway; it is
+         quantised again in the backward. So no gathered or cast weight is ever kept, under any
+         rematerialisation policy.
+    the amax histories, already updated.
+
+Results: y and dx have x's dtype, dw has w's: with bfloat16 activations and a float32 master
+weight, the weight's gradient comes out of the accumulator in float32.
+
+State. A delayed cast takes its amax from a history. The new history comes back as the *cotangent*
+of the old one, which is how flax's `_overwrite_with_gradient` collection wants it. Cotangents of
+a leaf that is used twice are added by JAX; a maximum is what is right. Hence inside a model the
+leaf has flax's max-combining dtype (nn.max_combining); this file only gives back the dtype it got.
+
+Backends. `emulated` quantises, dequantises and multiplies exactly, on every device and for every
+recipe: it defines what a recipe means. `xla` hands the float8 codes to `lax.dot_general` and
+multiplies the scales afterwards. The spelling that suggests itself, dequantise and then multiply,
+was rejected for `xla`: where XLA does not recognise the pattern it runs a BF16 GEMM, and on a GPU
+even drops the rounding, without a word.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax import runtime
+from fp8jax.formats import unknown
+from fp8jax.recipe import Cast, Recipe, as_recipe
+from fp8jax.scaling import Quantized, dequantize, quantize, record_amax, tensor_amax
+
+State = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
+# Order of the casts' keys: fold_in(key, index). Part of what makes a run reproducible.
+KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
+
+
+class Operand(NamedTuple):
+    """One side of a product: codes and the cast that made them, or a high-precision array."""
+
+    array: jax.Array | Quantized
+    cast: Cast | None
+
+
+# Backends -----------------------------------------------------------------------------------------
+
+
+def _product(a: jax.Array, b: jax.Array, ca: int, cb: int, dtype) -> jax.Array:
+    """sum over axis ca of a and cb of b (-1 or -2), a leading axis being a batch."""
+    batch = tuple(range(a.ndim - 2))
+    dimension_numbers = (((a.ndim + ca,), (b.ndim + cb,)), (batch, batch))
+    # For float32 operands the default would be TF32 on a GPU.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, dimension_numbers, precision, preferred_element_type=dtype)
+
+
+def _scale_of_result(a: Quantized, b: Quantized, ca: int, cb: int) -> jax.Array:
+    """The product of two separable scales, broadcastable to [..., M, N]."""
+    rows, columns = a.float_scale(), b.float_scale()
+    rows = rows if ca == -1 else jnp.swapaxes(rows, -1, -2)
+    columns = columns if cb == -2 else jnp.swapaxes(columns, -1, -2)
+    return rows * columns
+
+
+def _exact(operand: Operand) -> jax.Array:
+    """The operand's numbers: in bfloat16 where that is exact, else in float32."""
+    if operand.cast is None:
+        return operand.array
+    # A code has at most four significant bits; a power of two changes none of them.
+    exact_in_bf16 = operand.cast.scale.power_of_two
+    return dequantize(operand.array, jnp.bfloat16 if exact_in_bf16 else jnp.float32)
+
+
+def _emulated(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
+    """Exact products of the dequantised operands, accumulated in float32."""
+    if a.cast is not None and b.cast is not None and a.cast.separable and b.cast.separable:
+        # Codes alone are exact in bfloat16. The barrier keeps XLA from undoing the rounding.
+        codes = lax.optimization_barrier((a.array.values, b.array.values))
+        left, right = (values.astype(jnp.bfloat16) for values in codes)
+        y = _product(left, right, ca, cb, jnp.float32)
+        return (y * _scale_of_result(a.array, b.array, ca, cb)).astype(dtype)
+    left, right = _exact(a), _exact(b)
+    if left.dtype != right.dtype:
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    return _product(left, right, ca, cb, jnp.float32).astype(dtype)
+
+
+def _xla(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
+    """float8 codes into the matrix unit, scales multiplied into its result."""
+    y = _product(a.array.values, b.array.values, ca, cb, dtype)
+    # In float32: a scale rounded to bfloat16 would be off by up to 2^-9 for the whole tensor.
+    scale = _scale_of_result(a.array, b.array, ca, cb)
+    return (y.astype(jnp.float32) * scale).astype(dtype)
+
+
+def _emulated_refuses(recipe: Recipe) -> str | None:
+    return None
+
+
+def _xla_refuses(recipe: Recipe) -> str | None:
+    """Why `xla` cannot run a recipe on this machine, or None."""
+    for name, (lhs, rhs) in recipe.products.items():
+        if lhs is None and rhs is None:
+            continue
+        if lhs is None or rhs is None:
+            return f"{name} has one quantised and one high-precision operand"
+        for cast in (lhs, rhs):
+            if cast.format.bits != 8:
+                return f"{name} has an operand in {cast.format.name}: XLA has no 4-bit product here"
+            if not cast.separable:
+                return (
+                    f"{name} has scales that change along the contraction ({cast.tile}): XLA "
+                    "multiplies scales only after the product"
+                )
+        if lhs.format.name == rhs.format.name == "e5m2":
+            return f"{name} multiplies e5m2 by e5m2: no GPU does"
+    if recipe.casts and runtime.platform() != "cpu" and not runtime.has_fp8_matmul():
+        return f"{runtime.device_kind()} has no FP8 matrix unit: XLA would widen to 16 bits"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How a product of two `Operand`s is computed.
+
+    Attributes:
+      name: key in `BACKENDS`.
+      matmul: (a, b, contracting axis of a, of b, dtype) -> [..., M, N]; at least one operand is
+        quantised.
+      refuses: recipe -> why this backend cannot run it here, or None.
+    """
+
+    name: str
+    matmul: Callable[[Operand, Operand, int, int, jnp.dtype], jax.Array]
+    refuses: Callable[[Recipe], str | None]
+
+
+BACKENDS: dict[str, Backend] = {
+    "emulated": Backend(name="emulated", matmul=_emulated, refuses=_emulated_refuses),
+    "xla": Backend(name="xla", matmul=_xla, refuses=_xla_refuses),
+}
+
+
+@functools.cache  # once a recipe and backend: the log says what runs, not how often
+def _log_choice(recipe: Recipe, backend: str, why: str) -> None:
+    logging.info("recipe %s: backend %s (%s)", recipe.name, backend, why)
+
+
+def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
+    """The backend of that name, or for None the fastest that can run `recipe` on this machine.
+
+    Raises:
+      ValueError: unknown name.
+      NotImplementedError: a named backend that cannot run the recipe; says why.
+    """
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise unknown("backend", backend, BACKENDS)
+        reason = BACKENDS[backend].refuses(recipe)
+        if reason is not None:
+            raise NotImplementedError(
+                f"backend {backend!r} cannot run recipe {recipe.name!r}: {reason}"
+            )
+        return BACKENDS[backend]
+    if not recipe.casts:
+        return BACKENDS["emulated"]  # nothing to quantise: every backend is the same
+    if not runtime.has_fp8_matmul():
+        reason = f"{runtime.device_kind()} has no FP8 matrix unit"
+    else:
+        reason = BACKENDS["xla"].refuses(recipe)
+    choice = "xla" if reason is None else "emulated"
+    _log_choice(recipe, choice, reason or "float8 operands into the matrix unit")
+    return BACKENDS[choice]
+
+
+# The product and its derivative -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """What is static about a product."""
+
+    recipe: Recipe
+    backend: Backend
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array | Quantized  # as wgrad reads it
+    w: jax.Array
+    state: State
+    recorded: State  # the new histories of x and w; g's amax is not known yet
+    key: jax.Array | None
+
+
+def _operand(
+    context: _Context, name: str, x: jax.Array, axis: int, histories: State, key
+) -> Operand:
+    """`x` as cast `name` of the recipe has it, `axis` being contracted."""
+    cast: Cast | None = getattr(context.recipe, name)
+    if cast is None:
+        return Operand(x, None)
+    amax = jnp.max(histories[name[-1]]) if cast.timing == "delayed" else None
+    if cast.rounding == "stochastic":
+        key = jax.random.fold_in(key, KEY_ORDER.index(name))
+    else:
+        key = None
+    q = quantize(
+        x, cast.format, cast.tile, contract_axis=axis, scale=cast.scale, amax=amax,
+        rounding=cast.rounding, key=key,
+    )  # fmt: skip
+    return Operand(q, cast)
+
+
+def _same_codes(one: Cast | None, other: Cast | None) -> bool:
+    """Whether two casts of a tensor along different axes are one and the same."""
+    whole = one is not None and one.tile.free is None and one.tile.contract is None
+    return whole and one == other and one.rounding == "nearest"
+
+
+def _multiply(context: _Context, a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
+    if a.cast is None and b.cast is None:
+        return _product(a.array, b.array, ca, cb, dtype)
+    return context.backend.matmul(a, b, ca, cb, dtype)
+
+
+def _record(histories: State, operand: str, x: jax.Array) -> State:
+    if operand not in histories:
+        return {}
+    return {operand: record_amax(histories[operand], tensor_amax(x))}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(context: _Context, x: jax.Array, w: jax.Array, state: State, key) -> jax.Array:
+    """[..., M, K] x [..., K, N] -> [..., M, N] in x's dtype."""
+    return _forward(context, x, w, _to_float32(state), key)[0]
+
+
+def _to_float32(state: State) -> State:
+    return {k: lax.convert_element_type(v, jnp.float32) for k, v in state.items()}
+
+
+def _forward(context: _Context, x, w, histories: State, key) -> tuple[jax.Array, Operand]:
+    """y, and x quantised for it."""
+    qx = _operand(context, "fwd_x", x, -1, histories, key)
+    qw = _operand(context, "fwd_w", _compute(w, x.dtype, context.recipe.fwd_w), -2, histories, key)
+    return _multiply(context, qx, qw, -1, -2, x.dtype), qx
+
+
+def _compute(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
+    """A weight that is not quantised is multiplied in the activations' dtype; one that is, is
+    quantised from its master."""
+    return w.astype(dtype) if cast is None else w
+
+
+def _dot_fwd(context: _Context, x, w, state: State, key):
+    recipe, histories = context.recipe, _to_float32(state)
+    y, qx = _forward(context, x, w, histories, key)
+    if not _same_codes(recipe.fwd_x, recipe.wgrad_x):
+        qx = _operand(context, "wgrad_x", x, -2, histories, key)
+    recorded = _record(histories, "x", x) | _record(histories, "w", w)
+    return y, _Residuals(qx.array, w, state, recorded, key)
+
+
+def _dot_bwd(context: _Context, kept: _Residuals, g: jax.Array):
+    recipe, histories = context.recipe, _to_float32(kept.state)
+    w = _compute(kept.w, g.dtype, recipe.dgrad_w)
+    qw = _operand(context, "dgrad_w", w, -1, histories, kept.key)
+    qg = _operand(context, "dgrad_g", g, -1, histories, kept.key)
+    dx = _multiply(context, qg, qw, -1, -1, g.dtype)
+    if not _same_codes(recipe.dgrad_g, recipe.wgrad_g):
+        qg = _operand(context, "wgrad_g", g, -2, histories, kept.key)
+    dw = _multiply(context, Operand(kept.x, recipe.wgrad_x), qg, -2, -2, kept.w.dtype)
+    new = kept.recorded | _record(histories, "g", g)
+    new_state = {k: lax.convert_element_type(new[k], v.dtype) for k, v in kept.state.items()}
+    return dx, dw, new_state, None
+
+
+_dot.defvjp(_dot_fwd, _dot_bwd)
+
+
+# Public -------------------------------------------------------------------------------------------
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    backend: str | None = None,
+) -> Float[Array, "..."]:
+    """`lax.dot_general` with its operands, and those of its gradients, quantised.
+
+    Pure: with delayed scaling, the cotangent of `state` is the new state. Equivalent, but for the
+    quantisation, to::
+
+        lax.dot_general(lhs, rhs.astype(lhs.dtype), dimension_numbers)
+
+    Args:
+      lhs: the activations, x of the recipe.
+      rhs: the weights, w of the recipe; any float dtype, its gradient has the same.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      recipe: a key of `RECIPES` or a `Recipe`.
+      state: operand -> float32 [H], exactly `recipe.histories`; see `init_state`.
+      key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
+      backend: a key of `BACKENDS`; None takes the fastest that can.
+
+    Returns:
+      batch, lhs free and rhs free dimensions in that order, in lhs's dtype.
+
+    Raises:
+      ValueError: unknown names; a state that does not fit the recipe; a key that is missing.
+      NotImplementedError: the named backend cannot run the recipe; says why.
+    """
+    recipe = as_recipe(recipe)
+    context = _Context(recipe, choose_backend(backend, recipe))
+    expected = recipe.histories
+    given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
+    if given != expected:
+        raise ValueError(
+            f"recipe {recipe.name!r} keeps amax histories {expected} (operand: length), got {given}"
+        )
+    if recipe.stochastic and key is None:
+        raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
+    x = _merge_axes(lhs, lhs_batch, lhs_free, lhs_contract)
+    w = _merge_axes(rhs, rhs_batch, rhs_contract, rhs_free)
+    y = _dot(context, x, w, {} if state is None else state, key)
+    batch = [lhs.shape[a] for a in lhs_batch]
+    return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
+
+
+def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:
+    """[batch, rows, columns], each group of axes merged into one; no batch axis if none."""
+    x = x.transpose(*batch, *rows, *columns)
+    sizes = [math.prod(x.shape[i] for i in group) for group in _groups(batch, rows, columns)]
+    return x.reshape(sizes if batch else sizes[1:])
+
+
+def _groups(*groups) -> list[range]:
+    """Positions of consecutive groups of axes."""
+    ends = [sum(len(g) for g in groups[: i + 1]) for i in range(len(groups))]
+    return [range(end - len(g), end) for end, g in zip(ends, groups, strict=True)]
+
+
+def einsum(
+    equation: str,
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    backend: str | None = None,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands through `dot_general`; explicit letters only, such as
+    "bsd,dhk->bshk". Raises ValueError for an equation that is not one product of two arrays."""
+    operands, arrow, out = equation.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    letters = [set(term) for term in terms]
+    if not arrow or len(terms) != 2 or not (operands + out).replace(",", "").isalpha():
+        raise ValueError(f"expected an equation such as 'bsd,dhk->bshk', got {equation!r}")
+    a, b = terms
+    contract = [c for c in a if c in letters[1] and c not in out]
+    batch = [c for c in a if c in letters[1] and c in out]
+    result = batch + [c for c in a if c not in b] + [c for c in b if c not in a]
+    distinct = all(len(set(term)) == len(term) for term in (a, b, out))
+    if not distinct or sorted(result) != sorted(out):
+        raise ValueError(f"{equation!r} repeats, sums out or invents a letter")
+    dimension_numbers = (
+        ([a.index(c) for c in contract], [b.index(c) for c in contract]),
+        ([a.index(c) for c in batch], [b.index(c) for c in batch]),
+    )
+    y = dot_general(
+        lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend
+    )
+    return y.transpose([result.index(c) for c in out])
+
+
+def init_state(recipe: str | Recipe) -> State:
+    """Empty histories for `dot_general`: operand -> float32 zeros [H]."""
+    return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}

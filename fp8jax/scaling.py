@@ -1,0 +1,332 @@
+"""Scales: how a tensor is brought into the range of a narrow format, and back.
+
+One convention throughout:
+
+    x ≈ values * scale,      values = cast(x * (1 / scale)),      scale = rule(amax, format)
+
+where amax = max|x| over the elements that share a scale. (Some libraries store the reciprocal
+and call it by the same name; nothing here does.) The reciprocal is taken once a tile, on purpose:
+XLA rewrites x / scale into that product for some shapes and not for others, and the codes would
+depend on it.
+
+Granularity is two numbers. `Tile(free, contract)` says how many elements along the
+non-contracting and along the contracting dimension of a product share a scale; None is the whole
+axis:
+
+    TENSOR   (None, None)  one scale for all            BLOCK128 (128, 128)  weights, DeepSeek-V3
+    ROW      (1, None)     one a token or channel       MX32     (1, 32)     OCP Microscaling
+    TILE128  (1, 128)      activations, DeepSeek-V3     NV16     (1, 16)     NVFP4
+                                                        NV16x16  (16, 16)    NVFP4 weights
+
+The scale has the rank of the values and ceil(dim / tile) entries an axis. A tile at the edge is
+padded with zeros, which never raise an amax.
+
+Scale rules turn an amax into that scale, M being the largest number of the format:
+
+    fp32      amax / M
+    pow2      2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
+    Pow2(m)   2^(ceil(log2(amax / M)) + m): Graphcore's bias is b = -log2(scale), m their margin
+    e8m0      pow2, stored in one byte as float8_e8m0fnu (UE8M0)
+    nvfp4     an e4m3 scale a tile under a float32 scale for the tensor
+    Constant  a given number
+
+An amax of zero gives scale 1. Powers of two are found on the bits of the float32, not with
+log2 and exp2, which are off by one binade at exact powers on some backends.
+
+The scale of a delayed tensor comes from a history of amaxes instead of the tensor itself, so
+that the cast need not wait for a reduction over all of it. A value above every amax in the
+history saturates, silently; an infinity or a NaN must not. So `quantize` looks at the tensor's own
+amax too, beside the cast and not before it, and makes the returned scale NaN where that is not
+finite: the product becomes NaN and the non-finite gate sees it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.formats import FORMATS, Format, as_format, cast, unknown
+
+# Scales and their reciprocals stay normal float32 numbers: XLA flushes subnormals to zero on some
+# backends, and a scale of zero would turn a tiny tensor into infinities.
+MIN_SCALE = 2.0**-126
+MAX_SCALE = 2.0**126
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How many elements along the free and the contracting axis share a scale (None: all)."""
+
+    free: int | None
+    contract: int | None
+
+    def __post_init__(self):
+        for size in (self.free, self.contract):
+            if size is not None and size < 1:
+                raise ValueError(f"a tile has at least one element, got {self}")
+
+    def per_axis(self, ndim: int, contract_axis: int) -> tuple[int | None, ...]:
+        """One entry an axis. The free axis is the last one that does not contract; every other
+        axis has one scale for all if `free` is None, else one each."""
+        if not -ndim <= contract_axis < ndim:
+            raise ValueError(f"{contract_axis=} is out of range for {ndim=}")
+        contract_axis %= ndim
+        sizes = [None if self.free is None else 1] * ndim
+        sizes[contract_axis] = self.contract
+        others = [axis for axis in range(ndim) if axis != contract_axis]
+        if others:
+            sizes[others[-1]] = self.free
+        return tuple(sizes)
+
+
+TENSOR = Tile(None, None)
+ROW = Tile(1, None)
+TILE128 = Tile(1, 128)
+BLOCK128 = Tile(128, 128)
+MX32 = Tile(1, 32)
+NV16 = Tile(1, 16)
+NV16x16 = Tile(16, 16)
+
+
+def _grid(shape: tuple[int, ...], tile: tuple[int | None, ...]) -> list[tuple[int, int]]:
+    """(number of tiles, elements a tile) for each axis."""
+    return [(1, d) if t is None else (-(-d // t), t) for d, t in zip(shape, tile, strict=True)]
+
+
+def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Array, "..."]:
+    """float32 max|x| of each tile, with the rank of `x`; NaN where a tile holds a NaN.
+
+    The maximum is taken over bit patterns, which order like the numbers, NaN above infinity above
+    all else: XLA's floating-point maximum loses a NaN on CPUs (`xla_cpu_enable_fast_min_max`).
+    """
+    grid = _grid(x.shape, tile)
+    padding = [(0, n * t - d) for d, (n, t) in zip(x.shape, grid, strict=True)]
+    if any(after for _, after in padding):
+        x = jnp.pad(x, padding)
+    magnitude = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & 0x7FFFFFFF
+    tiles = magnitude.reshape([size for pair in grid for size in pair])
+    largest = jnp.max(tiles, axis=tuple(range(1, 2 * x.ndim, 2)), initial=0)
+    return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def tensor_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """float32 max|x|; NaN if there is a NaN."""
+    return tile_amax(x, (None,) * x.ndim).reshape(())
+
+
+def _expand(scale: jax.Array, tile: tuple[int | None, ...], shape: tuple[int, ...]) -> jax.Array:
+    """One entry a tile spread to one entry an element, or left at 1 where it broadcasts."""
+    for axis, (n, t) in enumerate(_grid(shape, tile)):
+        if n > 1 and t > 1:
+            repeated = jnp.repeat(scale, t, axis=axis, total_repeat_length=n * t)
+            scale = lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
+    return scale
+
+
+# Scale rules --------------------------------------------------------------------------------------
+
+
+def _divide(amax: jax.Array, constant: float) -> jax.Array:
+    """amax / constant, rounded once. Without the barrier XLA turns the division by a broadcast
+    scalar into a product with its rounded reciprocal, and 448 * 2^k / 448 need not be 2^k."""
+    return amax / lax.optimization_barrier(jnp.full_like(amax, constant))
+
+
+def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.where(amax == 0, 1.0, jnp.maximum(scale, MIN_SCALE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp32:
+    """scale = amax / max: the whole range of the format is used."""
+
+    power_of_two = False
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        return _nonzero(amax, _divide(amax, fmt.max)), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pow2:
+    """scale = 2^(ceil(log2(amax / max)) + margin), exactly."""
+
+    margin: int = 0
+    power_of_two = True
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        # As integers, float32 bit patterns are 2^23 * exponent + mantissa. So the difference of
+        # two, divided by 2^23 and rounded up, is the exponent difference, plus one if the mantissa
+        # of amax is the larger: the ceiling wanted.
+        bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
+        of_max = int(np.float32(fmt.max).view(np.int32))
+        exponent = ((bits - of_max + (1 << 23) - 1) >> 23) + self.margin
+        exponent = jnp.clip(exponent, -126, 126)  # its reciprocal has to be normal, too
+        scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+        return _nonzero(amax, scale), None
+
+
+@dataclasses.dataclass(frozen=True)
+class E8M0:
+    """`Pow2()` stored as float8_e8m0fnu."""
+
+    power_of_two = True
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        return cast(Pow2()(amax, fmt)[0], "e8m0"), None
+
+
+@dataclasses.dataclass(frozen=True)
+class NvFp4:
+    """Two levels: tensor = amax / (448 * max), tile = e4m3(amax of the tile / max / tensor).
+
+    The tile's scale is clamped to the smallest e4m3 number instead of rounding to zero: a tile far
+    below the tensor's amax then flushes to zero through its values, and nothing divides by zero.
+    """
+
+    power_of_two = False
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+        e4m3 = FORMATS["e4m3"]
+        tensor_amax = jnp.max(amax, initial=0)
+        tensor = _nonzero(tensor_amax, _divide(tensor_amax, fmt.max * e4m3.max))
+        tile = jnp.maximum(_divide(amax, fmt.max) / tensor, e4m3.tiny)
+        return cast(jnp.where(amax == 0, 1.0, tile), e4m3), tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """scale = value, whatever the tensor (Graphcore's FP8-CSCALE: value = 2^-bias)."""
+
+    value: float
+
+    def __post_init__(self):
+        if not MIN_SCALE <= self.value <= MAX_SCALE:
+            raise ValueError(f"a constant scale is between 2^-126 and 2^126, got {self.value}")
+
+    @property
+    def power_of_two(self) -> bool:
+        return bool(np.frexp(self.value)[0] == 0.5)
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        return jnp.full_like(amax, self.value), None
+
+
+ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
+SCALES: dict[str, ScaleRule] = {"fp32": Fp32(), "pow2": Pow2(), "e8m0": E8M0(), "nvfp4": NvFp4()}
+
+
+def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
+    """`rule`, resolved if it is a name. Raises ValueError for an unknown one."""
+    if not isinstance(rule, str):
+        return rule
+    if rule not in SCALES:
+        raise unknown("scale rule", rule, [*SCALES, "Pow2(margin)", "Constant(value)"])
+    return SCALES[rule]
+
+
+# Quantised arrays ---------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """x ≈ values * scale, spread over its tiles (* tensor_scale where there is one).
+
+    The following hold:
+      * values has x's shape and the format's dtype;
+      * scale has x's rank and ceil(dim / tile) entries an axis (1 where the tile is None);
+      * scale is float32, or float8_e8m0fnu for "e8m0", or float8_e4m3fn for "nvfp4";
+      * tensor_scale is a float32 scalar for "nvfp4", else None;
+      * tile is static and has one entry an axis: shapes alone do not determine it.
+    """
+
+    values: Shaped[Array, "..."]
+    scale: Shaped[Array, "..."]
+    tensor_scale: Float[Array, ""] | None
+    tile: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+
+    def float_scale(self) -> Float[Array, "..."]:
+        """The whole scale, one float32 a tile."""
+        scale = self.scale.astype(jnp.float32)
+        return scale if self.tensor_scale is None else scale * self.tensor_scale
+
+
+def quantize(
+    x: Float[Array, "..."],
+    fmt: str | Format,
+    tile: Tile,
+    *,
+    contract_axis: int = -1,
+    scale: str | ScaleRule = "fp32",
+    amax: Float[Array, "..."] | None = None,
+    rounding: str = "nearest",
+    key: Shaped[Array, "..."] | None = None,
+) -> Quantized:
+    """`x` in format `fmt`, one scale a tile.
+
+    Args:
+      x: an array of any shape with at least one axis, in a float dtype.
+      fmt: a key of `FORMATS`, or a `Format`, for the values.
+      tile: how many elements share a scale.
+      contract_axis: the axis that the product will contract.
+      scale: a key of `SCALES`, `Pow2(margin)` or `Constant(value)`.
+      amax: where the scale comes from instead of x's own amaxes, broadcast to the scale's shape
+        (delayed scaling: the maximum of a history).
+      rounding, key: as in `cast`.
+
+    Returns:
+      A `Quantized`. A scale is NaN where the tile's own amax, or the given one, is not finite.
+
+    Raises:
+      ValueError: unknown names, an axis out of range, a key that is missing or not used.
+    """
+    fmt, rule = as_format(fmt), as_scale_rule(scale)
+    axes = tile.per_axis(x.ndim, contract_axis)
+    own = tile_amax(x, axes)
+    source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
+    clean, tensor_scale = rule(source, fmt)
+    # The values are cast with the scale as the rule gave it; the check of x's own amax joins
+    # only afterwards, so that a delayed cast does not wait for that reduction.
+    finite = jnp.isfinite(own) & jnp.isfinite(source)
+    reciprocal = 1.0 / Quantized(clean, clean, tensor_scale, axes).float_scale()
+    scaled = x.astype(jnp.float32) * _expand(reciprocal, axes, x.shape)
+    values = cast(scaled, fmt, rounding=rounding, key=key)
+    checked = jnp.where(finite, clean, jnp.array(jnp.nan, clean.dtype))
+    return Quantized(values, checked, tensor_scale, axes)
+
+
+def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
+    """values * scale in `dtype`, with the shape of the values.
+
+    The barrier keeps the rounding: XLA may otherwise collapse float32 -> float8 -> bfloat16 into
+    float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and the emulation
+    of a format would silently not happen.
+    """
+    values = lax.optimization_barrier(q.values).astype(jnp.float32)
+    return (values * _expand(q.float_scale(), q.tile, q.values.shape)).astype(dtype)
+
+
+# Amax histories -----------------------------------------------------------------------------------
+
+
+def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
+    """The next history: rolled by one, slot 0 this step's amax, or the old slot 0 where that is
+    not finite."""
+    newest = jnp.where(jnp.isfinite(amax), amax, history[0])
+    return jnp.roll(history, 1).at[0].set(newest)
+
+
+def merge_history(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Float[Array, "*L H"]:
+    """`new` where it recorded anything, else `old`, each history (last axis) by itself.
+
+    A product that did not run leaves a cotangent of zeros (never traced) or of -inf (the branch
+    not taken, under a max-combining dtype): neither is a history. A history that would become all
+    zeros is kept as well, since a tensor of zeros is served by any scale.
+    """
+    received = jnp.any(new > 0, axis=-1, keepdims=True) & jnp.all(
+        jnp.isfinite(new), axis=-1, keepdims=True
+    )
+    return jnp.where(received, new, old)
