@@ -1,1 +1,37 @@
-"""fp8jax: training and running transformers in FP8 and FP4."""
+"""fp8jax: training and running transformers in FP8 and FP4, in JAX and Flax.
+
+`import fp8jax` adds the one XLA flag that FP8 needs (runtime.py); nothing else happens.
+"""
+
+from fp8jax import runtime
+
+runtime.set_xla_flags()
+
+from fp8jax import nn  # noqa: E402
+from fp8jax.dot import dot_general, einsum, init_state  # noqa: E402
+from fp8jax.formats import FORMATS, cast  # noqa: E402
+from fp8jax.model import MODELS, ModelConfig, Transformer  # noqa: E402
+from fp8jax.recipe import POLICIES, RECIPES, Cast, Policy, Recipe  # noqa: E402
+from fp8jax.scaling import (  # noqa: E402
+    BLOCK128,
+    MX32,
+    NV16,
+    ROW,
+    TENSOR,
+    TILE128,
+    Constant,
+    NV16x16,
+    Pow2,
+    Quantized,
+    Tile,
+    dequantize,
+    quantize,
+)
+from fp8jax.train import train_and_evaluate  # noqa: E402
+
+__all__ = [
+    "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
+    "POLICIES", "Policy", "Pow2", "Quantized", "RECIPES", "ROW", "Recipe", "TENSOR", "TILE128",
+    "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum", "init_state", "nn",
+    "quantize", "train_and_evaluate",
+]  # fmt: skip

@@ -258,9 +258,7 @@ class Checkpointer:
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            restored = reader.restore(
-                self._directory / str(step), args=ocp.args.Composite(**items)
-            )
+            restored = reader.restore(self._directory / str(step), args=ocp.args.Composite(**items))
         return {name: restored[name] for name in items}
 
     def _prepare(self) -> ocp.CheckpointManager:

@@ -58,7 +58,8 @@ from absl import logging
 from jaxtyping import Int64, UInt
 from tqdm import tqdm
 
-from fp8jax.text import Tokenizer, unknown
+from fp8jax.names import lookup
+from fp8jax.text import Tokenizer
 
 MIN_DOCUMENT_BYTES = 16  # shorter ones (empty files, stubs) are skipped and counted
 FORMAT_VERSION = 1  # of the cached files; raise it whenever the same text would give other streams
@@ -140,8 +141,7 @@ def _parse_source(spec: str) -> Source:
     """One `[NAME=]KIND[:ARGUMENT]`."""
     head, _, argument = spec.partition(":")
     name, equals, kind = head.rpartition("=")
-    if kind not in SOURCES:
-        raise unknown("source", kind, SOURCES)
+    source_kind = lookup("source", kind, SOURCES)
     if not equals:
         stem = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(argument).stem).strip("_.-")
         name = f"{kind}-{stem}" if stem else kind
@@ -150,7 +150,7 @@ def _parse_source(spec: str) -> Source:
             f"source name {name!r} in {spec!r}: only letters, digits, '_', '-' and '.', since it "
             "names files and metrics"
         )
-    files = SOURCES[kind].files(argument)
+    files = source_kind.files(argument)
     if not files:
         raise ValueError(f"no file matches {argument!r}, the argument of the source {spec!r}")
     return Source(name=name, kind=kind, files=files)

@@ -19,8 +19,8 @@ each Q as the recipe says (recipe.py). Kept from forward to backward are
          rematerialisation policy.
     the amax histories, already updated.
 
-Results: y and dx have x's dtype, dw has w's: with bfloat16 activations and a float32 master
-weight, the weight's gradient comes out of the accumulator in float32.
+Results: y and dx have x's dtype (y another one on request), dw has w's: with bfloat16 activations
+and a float32 master weight, the weight's gradient leaves the accumulator in float32.
 
 State. A delayed cast takes its amax from a history. The new history comes back as the *cotangent*
 of the old one, which is how flax's `_overwrite_with_gradient` collection wants it. Cotangents of
@@ -47,7 +47,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax import runtime
-from fp8jax.formats import unknown
+from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe, as_recipe
 from fp8jax.scaling import Quantized, dequantize, quantize, record_amax, tensor_amax
 
@@ -175,14 +175,13 @@ def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
       NotImplementedError: a named backend that cannot run the recipe; says why.
     """
     if backend is not None:
-        if backend not in BACKENDS:
-            raise unknown("backend", backend, BACKENDS)
-        reason = BACKENDS[backend].refuses(recipe)
+        chosen = lookup("backend", backend, BACKENDS)
+        reason = chosen.refuses(recipe)
         if reason is not None:
             raise NotImplementedError(
                 f"backend {backend!r} cannot run recipe {recipe.name!r}: {reason}"
             )
-        return BACKENDS[backend]
+        return chosen
     if not recipe.casts:
         return BACKENDS["emulated"]  # nothing to quantise: every backend is the same
     if not runtime.has_fp8_matmul():
@@ -199,10 +198,12 @@ def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What is static about a product."""
+    """What is static about a product: `dtype` is that of x and dx, `out_dtype` that of y."""
 
     recipe: Recipe
     backend: Backend
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
 
 
 class _Residuals(NamedTuple):
@@ -252,7 +253,7 @@ def _record(histories: State, operand: str, x: jax.Array) -> State:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(context: _Context, x: jax.Array, w: jax.Array, state: State, key) -> jax.Array:
-    """[..., M, K] x [..., K, N] -> [..., M, N] in x's dtype."""
+    """[..., M, K] x [..., K, N] -> [..., M, N]."""
     return _forward(context, x, w, _to_float32(state), key)[0]
 
 
@@ -264,7 +265,7 @@ def _forward(context: _Context, x, w, histories: State, key) -> tuple[jax.Array,
     """y, and x quantised for it."""
     qx = _operand(context, "fwd_x", x, -1, histories, key)
     qw = _operand(context, "fwd_w", _compute(w, x.dtype, context.recipe.fwd_w), -2, histories, key)
-    return _multiply(context, qx, qw, -1, -2, x.dtype), qx
+    return _multiply(context, qx, qw, -1, -2, context.out_dtype), qx
 
 
 def _compute(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
@@ -284,6 +285,7 @@ def _dot_fwd(context: _Context, x, w, state: State, key):
 
 def _dot_bwd(context: _Context, kept: _Residuals, g: jax.Array):
     recipe, histories = context.recipe, _to_float32(kept.state)
+    g = g.astype(context.dtype)
     w = _compute(kept.w, g.dtype, recipe.dgrad_w)
     qw = _operand(context, "dgrad_w", w, -1, histories, kept.key)
     qg = _operand(context, "dgrad_g", g, -1, histories, kept.key)
@@ -311,13 +313,17 @@ def dot_general(
     state: State | None = None,
     key: Shaped[Array, "..."] | None = None,
     backend: str | None = None,
+    preferred_element_type=None,
 ) -> Float[Array, "..."]:
     """`lax.dot_general` with its operands, and those of its gradients, quantised.
 
     Pure: with delayed scaling, the cotangent of `state` is the new state. Equivalent, but for the
     quantisation, to::
 
-        lax.dot_general(lhs, rhs.astype(lhs.dtype), dimension_numbers)
+        lax.dot_general(
+            lhs, rhs.astype(lhs.dtype), dimension_numbers,
+            preferred_element_type=preferred_element_type,
+        )
 
     Args:
       lhs: the activations, x of the recipe.
@@ -327,16 +333,19 @@ def dot_general(
       state: operand -> float32 [H], exactly `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None takes the fastest that can.
+      preferred_element_type: dtype of the result; None for lhs's. The gradient that comes back
+        is rounded to lhs's dtype.
 
     Returns:
-      batch, lhs free and rhs free dimensions in that order, in lhs's dtype.
+      batch, lhs free and rhs free dimensions in that order.
 
     Raises:
       ValueError: unknown names; a state that does not fit the recipe; a key that is missing.
       NotImplementedError: the named backend cannot run the recipe; says why.
     """
     recipe = as_recipe(recipe)
-    context = _Context(recipe, choose_backend(backend, recipe))
+    out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    context = _Context(recipe, choose_backend(backend, recipe), lhs.dtype, out_dtype)
     expected = recipe.histories
     given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
     if given != expected:

@@ -30,12 +30,13 @@ no longer a fixed number of bits.
 """
 
 import dataclasses
-import difflib
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
+
+from fp8jax.names import lookup, unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,20 +102,9 @@ FORMATS = {
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def unknown(kind: str, name: object, known) -> ValueError:
-    """The error for a name that does not exist: names the near ones, and all there are."""
-    near = difflib.get_close_matches(str(name), [str(k) for k in known], n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-    return ValueError(f"unknown {kind} {name!r}{hint} There are: {', '.join(map(str, known))}")
-
-
 def as_format(fmt: str | Format) -> Format:
     """`fmt`, resolved if it is a name. Raises ValueError for an unknown one."""
-    if isinstance(fmt, Format):
-        return fmt
-    if fmt not in FORMATS:
-        raise unknown("format", fmt, FORMATS)
-    return FORMATS[fmt]
+    return fmt if isinstance(fmt, Format) else lookup("format", fmt, FORMATS)
 
 
 def cast(

@@ -66,16 +66,14 @@ class Fp8DotGeneral(nn.Module):
         self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None
     ) -> Array:
         """[...] x [...] -> [...] in lhs's dtype; lhs holds the activations, rhs the weights."""
-        if precision is not None or preferred_element_type is not None:
-            raise ValueError(
-                "the recipe decides the precision of a quantised product, got "
-                f"{precision=}, {preferred_element_type=}"
-            )
+        if precision is not None:
+            raise ValueError(f"the recipe decides how a product is computed, got {precision=}")
         recipe = as_recipe(self.recipe)
         state = _histories(self, recipe)
         return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, state=state, backend=self.backend
-        )
+            lhs, rhs, dimension_numbers, recipe=recipe, state=state, backend=self.backend,
+            preferred_element_type=preferred_element_type,
+        )  # fmt: skip
 
 
 class Dense(nn.Module):
@@ -87,6 +85,7 @@ class Dense(nn.Module):
       use_bias: adds a bias, in x's dtype.
       kernel_init: initialiser of the float32 kernel.
       kernel_axes: logical axis names of the kernel for sharding, () for none.
+      preferred_element_type: dtype of y, None for x's.
     """
 
     features: int
@@ -95,12 +94,13 @@ class Dense(nn.Module):
     use_bias: bool = False
     kernel_init: Callable[..., Any] = _INIT
     kernel_axes: tuple[str | None, ...] = ()
+    preferred_element_type: Any = None
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "... K"], key: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "... N"]:
-        """x's dtype in and out; `key` is for recipes that round stochastically."""
+        """`key` is for recipes that round stochastically."""
         kernel = self.param(
             "kernel", _named(self.kernel_init, self.kernel_axes), (x.shape[-1], self.features)
         )
@@ -108,12 +108,13 @@ class Dense(nn.Module):
         y = dot_general(
             x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
             recipe=recipe, state=_histories(self, recipe), key=key, backend=self.backend,
+            preferred_element_type=self.preferred_element_type,
         )  # fmt: skip
         if not self.use_bias:
             return y
         axes = self.kernel_axes[-1:]
         bias = self.param("bias", _named(nn.initializers.zeros, axes), (self.features,))
-        return y + bias.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Einsum(nn.Module):

@@ -35,7 +35,8 @@ import fnmatch
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fp8jax.formats import FORMATS, ROUNDINGS, Format, unknown
+from fp8jax.formats import FORMATS, ROUNDINGS, Format
+from fp8jax.names import lookup, unknown
 from fp8jax.scaling import (
     BLOCK128,
     SCALES,
@@ -222,11 +223,7 @@ HIGH_PRECISION = RECIPES["bf16"]
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
     """`recipe`, resolved if it is a name. Raises ValueError for an unknown one."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise unknown("recipe", recipe, RECIPES)
-    return RECIPES[recipe]
+    return recipe if isinstance(recipe, Recipe) else lookup("recipe", recipe, RECIPES)
 
 
 # Policies -----------------------------------------------------------------------------------------
@@ -279,6 +276,11 @@ class Policy:
         """Whether any module keeps amax histories, so that a first step has to seed them."""
         return any(recipe.histories for _, recipe in self.rules)
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether any module needs a key."""
+        return any(recipe.stochastic for _, recipe in self.rules)
+
     def seeding(self) -> "Policy":
         """The policy of the first step after initialisation or after a switch to this policy."""
         rules = tuple((pattern, recipe.seeding()) for pattern, recipe in self.rules)
@@ -301,8 +303,4 @@ POLICIES: dict[str, Policy] = {
 
 def as_policy(policy: str | Policy) -> Policy:
     """`policy`, resolved if it is a name. Raises ValueError for an unknown one."""
-    if isinstance(policy, Policy):
-        return policy
-    if policy not in POLICIES:
-        raise unknown("policy", policy, POLICIES)
-    return POLICIES[policy]
+    return policy if isinstance(policy, Policy) else lookup("policy", policy, POLICIES)

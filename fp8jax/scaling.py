@@ -48,7 +48,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.formats import FORMATS, Format, as_format, cast, unknown
+from fp8jax.formats import FORMATS, Format, as_format, cast
+from fp8jax.names import unknown
 
 # Scales and their reciprocals stay normal float32 numbers: XLA flushes subnormals to zero on some
 # backends, and a scale of zero would turn a tiny tensor into infinities.

@@ -6,12 +6,13 @@ ends is the packing's affair (data.py), not the text's.
 """
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer
+
+from fp8jax.names import lookup
 
 
 @runtime_checkable
@@ -105,16 +106,6 @@ class ByteTokenizer:
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer()}
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that does not exist: names the near ones, and all there are."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-    return ValueError(f"unknown {kind} {name!r}{hint} There are: {', '.join(known)}")
-
-
 def tokenizer(name: str) -> Tokenizer:
     """The tokenizer of that name. Raises ValueError for an unknown one."""
-    if name not in TOKENIZERS:
-        raise unknown("tokenizer", name, TOKENIZERS)
-    return TOKENIZERS[name]
+    return lookup("tokenizer", name, TOKENIZERS)

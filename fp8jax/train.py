@@ -1,0 +1,500 @@
+"""The training loop, from a config to a directory.
+
+`train_and_evaluate` reads top to bottom: resolve the config, data, model and shardings, state,
+resume, loop. A step is one compiled program:
+
+    for each microbatch: loss, gradients, new amax histories     (a scan; histories by maximum)
+    clip, AdamW, weight decay                                    (parameters only)
+    the gate: if loss or gradient norm is not finite, nothing of it is kept
+
+The loop dispatches step n and then reads the metrics of step n - 1, so that the device never
+waits for the host. A non-finite step is therefore noticed one step late; by then the gate has
+already kept it out of the state, and nothing is saved before its metrics were read.
+
+The first step after the start of a delayed policy runs a second program, made with
+`policy.seeding()` (recipe.py).
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from fp8jax import runtime
+from fp8jax.checkpoint import Checkpointer, Restored, config_difference
+from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
+from fp8jax.metrics import Metrics
+from fp8jax.model import MODELS, Transformer, count_params, flops_per_token
+from fp8jax.names import lookup
+from fp8jax.nn import HISTORIES
+from fp8jax.optim import OptimizerConfig, make_optimizer
+from fp8jax.recipe import as_policy
+from fp8jax.scaling import merge_history
+from fp8jax.sharding import check_batch, constrain, make_mesh, mesh_axes, spec, tree_shardings
+from fp8jax.stability import gate, is_finite
+from fp8jax.text import Tokenizer, tokenizer
+
+Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not finite; nothing of that step was kept or saved."""
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a run carries from step to step.
+
+    Attributes:
+      step: int32 [], finished steps.
+      params: float32 master weights.
+      histories: float32 amax histories, {} if the policy delays nothing.
+      opt_state: the optimizer's.
+      key: the run's PRNG key; never changes, steps fold their number into it.
+    """
+
+    step: Array
+    params: Any
+    histories: Any
+    opt_state: Any
+    key: Array
+
+
+# One step -----------------------------------------------------------------------------------------
+
+
+def loss_sum(
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None
+) -> Float[Array, ""]:
+    """Sum of the weighted tokens' negative log-likelihoods, nats."""
+    variables = {"params": params} | ({HISTORIES: histories} if histories else {})
+    logits_BLV = model.apply(
+        variables, batch["tokens"], batch["segments"], batch["positions"], key
+    )  # fmt: skip
+    nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
+    return jnp.sum(nll_BL * batch["weights"])
+
+
+def accumulate(
+    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
+) -> tuple[Float[Array, ""], Any, Any]:
+    """Mean loss, its gradients and the new histories, over `grad_accum` microbatches.
+
+    Microbatch j holds the rows j, j + grad_accum, …, so that a batch sharded over devices need not
+    move. The loss is divided by the weights of the whole batch: gradients simply add up.
+    Histories combine by maximum.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+
+    def microbatch_loss(params, histories, micro, index):
+        key = None
+        if as_policy(model.policy).stochastic:
+            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
+        return loss_sum(model, params, histories, micro, key) / total
+
+    grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+    if grad_accum == 1:
+        loss, (grads, histories) = grad(state.params, state.histories, batch, 0)
+        return loss, grads, histories
+
+    def split(x):
+        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "batch", "length")
+
+    def body(carry, scanned):
+        loss, grads, histories = carry
+        micro_loss, (micro_grads, micro_histories) = grad(state.params, state.histories, *scanned)
+        grads = jax.tree.map(jnp.add, grads, micro_grads)
+        histories = jax.tree.map(jnp.maximum, histories, micro_histories)
+        return (loss + micro_loss, grads, histories), None
+
+    start = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(jnp.zeros_like, state.params),
+        jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), state.histories),
+    )
+    scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
+    return lax.scan(body, start, scanned)[0]
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    grad_accum: int,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate."""
+    loss, grads, histories = accumulate(model, state, batch, grad_accum)
+    grad_norm = optax.global_norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    new = TrainState(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        histories=jax.tree.map(merge_history, state.histories, histories),
+        opt_state=opt_state,
+        key=state.key,
+    )
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
+    return gate(is_finite(loss, grad_norm), new, state), metrics
+
+
+def eval_step(
+    state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
+) -> dict[str, Array]:
+    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for."""
+    size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
+    key = state.key if as_policy(model.policy).stochastic else None
+    nats = loss_sum(model, state.params, state.histories, batch, key)
+    return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
+
+
+# Putting a run together ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A config resolved to objects; the config itself goes no further."""
+
+    model: Transformer
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    tokenizer: Tokenizer
+    state: TrainState  # abstract, with shardings
+    initialise: Callable[[], TrainState]
+    seed_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+    eval_step: Callable[[TrainState, Batch], dict[str, Array]]
+    batch_sharding: NamedSharding
+
+
+def _given(overrides: ConfigDict) -> dict[str, Any]:
+    return {key: value for key, value in overrides.items() if value is not None}
+
+
+def build(config: ConfigDict) -> Run:
+    """Resolves every name of the config; allocates nothing.
+
+    Raises:
+      ValueError: unknown names, and sizes that do not fit together, with the numbers.
+      NotImplementedError: a backend that cannot run the policy.
+    """
+    mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)))
+    check_batch(config.batch_size, config.grad_accum, mesh)
+    tokens = tokenizer(config.tokenizer)
+    shape = lookup("model", config.model, MODELS)
+    shape = dataclasses.replace(shape, **_given(config.model_overrides))
+    shape.check_mesh(mesh.shape["tensor"])
+    if shape.vocab_size < tokens.vocab_size:
+        raise ValueError(f"{shape.vocab_size=} is less than the tokenizer's {tokens.vocab_size}")
+    policy = as_policy(config.precision)
+    model = Transformer(
+        shape, policy, config.backend, remat=config.remat, unroll=config.unroll
+    )  # fmt: skip
+    optimizer, schedule = make_optimizer(
+        OptimizerConfig(
+            name=config.optimizer,
+            **{
+                field.name: config[field.name]
+                for field in dataclasses.fields(OptimizerConfig)
+                if field.name != "name"
+            },
+        )
+    )
+    initial = _initial_state(model, optimizer, config.seed)
+    boxed = jax.eval_shape(initial)
+    shardings = tree_shardings(boxed, mesh)
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        linen.meta.unbox(boxed), shardings,
+    )  # fmt: skip
+
+    def compiled(model: Transformer):
+        def step(state, batch):
+            return train_step(
+                state, batch, model=model, optimizer=optimizer, schedule=schedule,
+                grad_accum=config.grad_accum,
+            )  # fmt: skip
+
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+    bytes_V = np.zeros(shape.vocab_size, np.float32)
+    bytes_V[: tokens.vocab_size] = tokens.token_bytes
+    return Run(
+        model=model, mesh=mesh, optimizer=optimizer, schedule=schedule, tokenizer=tokens,
+        state=state,
+        initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
+        seed_step=compiled(model.clone(policy=policy.seeding())), step=compiled(model),
+        eval_step=jax.jit(
+            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V))
+        ),
+        batch_sharding=NamedSharding(mesh, spec("batch", "length")),
+    )  # fmt: skip
+
+
+def _initial_state(
+    model: Transformer, optimizer: optax.GradientTransformation, seed: int
+) -> Callable[[], TrainState]:
+    """A function that makes the state of step 0, boxed with logical axis names."""
+    key = jax.random.key(seed)
+
+    def initial() -> TrainState:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens)
+        params = variables["params"]
+        histories = variables[HISTORIES] if HISTORIES in variables else {}
+        return TrainState(
+            step=jnp.zeros((), jnp.int32), params=params, histories=histories,
+            opt_state=optimizer.init(params), key=jax.random.fold_in(key, 1),
+        )  # fmt: skip
+
+    return initial
+
+
+def to_devices(batch: Row, sharding: NamedSharding) -> Batch:
+    """This process's rows as its part of the global batch."""
+    return {
+        name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
+    }
+
+
+def validate(run: Run, state: TrainState, corpus: Corpus, config: ConfigDict) -> dict[str, float]:
+    """valid_loss (nats a token) and valid_bits_per_byte over all sources, and for each of them."""
+    sums: dict[str, dict[str, float]] = {}
+    for source, rows in corpus.valid.items():
+        batches = valid_batches(
+            rows, batch_size=config.batch_size // config.grad_accum,
+            max_batches=config.valid_batches, process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )  # fmt: skip
+        outs = [run.eval_step(state, to_devices(batch, run.batch_sharding)) for batch in batches]
+        host = jax.device_get(outs)
+        sums[source] = {k: float(sum(float(out[k]) for out in host)) for k in host[0]}
+    total = {k: sum(s[k] for s in sums.values()) for k in ("nats", "tokens", "bytes")}
+    scalars = {}
+    for suffix, s in [("", total), *((f"/{name}", s) for name, s in sums.items())]:
+        scalars[f"valid_loss{suffix}"] = s["nats"] / s["tokens"]
+        scalars[f"valid_bits_per_byte{suffix}"] = s["nats"] / s["bytes"] / math.log(2)
+    return scalars
+
+
+class _StopRequest(contextlib.AbstractContextManager):
+    """SIGTERM and the first Ctrl-C ask the loop to save and end; the second Ctrl-C ends at once."""
+
+    def __init__(self):
+        self.signal: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, frame):
+        self.signal = signal.Signals(number).name
+        signal.signal(number, self._previous[number])
+
+
+def _resume(
+    checkpointer: Checkpointer, run: Run, config: dict[str, Any], corpus: Corpus
+) -> Restored | None:
+    """The newest sound checkpoint, if it belongs to this config, or if a change was asked for.
+
+    Under another precision the amax histories are left out: they start anew.
+
+    Raises:
+      ValueError: it comes from another config or other data; the message shows the difference.
+    """
+    found = checkpointer.read_meta()
+    if found is None:
+        return None
+    step, meta = found
+    differences = config_difference(meta["config"], config)
+    differences = [line for line in differences if not line.startswith("resume_with_changes:")]
+    if meta["data"] != corpus.fingerprint:
+        differences.append(
+            f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}"
+        )
+    if differences and not config["resume_with_changes"]:
+        raise ValueError(
+            f"the checkpoint of step {step} in this workdir comes from another config:\n  "
+            + "\n  ".join(differences)
+            + "\nTake another --workdir, or ask for it with --config.resume_with_changes=True"
+        )
+    for line in differences:
+        logging.warning("resuming with a change: %s", line)
+    abstract = _as_items(run.state)
+    if meta["config"]["precision"] != config["precision"]:
+        abstract.pop("fp8")
+    return checkpointer.restore(abstract)
+
+
+def _as_items(state: TrainState) -> dict[str, Any]:
+    """The state as checkpoint items: histories apart, since a change of precision drops them."""
+    return {
+        "state": {
+            "step": state.step, "params": state.params, "opt_state": state.opt_state,
+            "key": state.key,
+        },
+        "fp8": state.histories,
+    }  # fmt: skip
+
+
+def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
+    devices = run.mesh.devices
+    logging.info("data:\n%s", corpus.summary())
+    logging.info(
+        "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
+        config.model, f"{count_params(run.model.config):,}", config.precision, devices.size,
+        runtime.device_kind(), dict(run.mesh.shape),
+        f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
+    )  # fmt: skip
+
+
+def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> None:
+    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])]
+    if bad:
+        values = ", ".join(f"{name}={scalars[name]}" for name in bad)
+        metrics.event(step, "non_finite", quantities=bad)
+        raise NonFiniteError(
+            f"step {step}: {values} is not finite. The update was not applied and nothing of it "
+            "was saved; the last checkpoint is good. Try a lower learning rate or precision=bf16."
+        )
+
+
+def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | None]:
+    """Trains as `config` (configs/base.py) says; resumes by itself from what `workdir` holds.
+
+    Args:
+      config: all keys of configs/base.py.
+      workdir: the run's directory: config.json, metrics.jsonl, events.jsonl, checkpoints/,
+        tensorboard/.
+
+    Returns:
+      The scalars of the last step written, validation included.
+
+    Raises:
+      ValueError, NotImplementedError: a config that cannot be honoured; before anything is trained.
+      NonFiniteError: a loss or gradient norm was not finite.
+    """
+    # The config, resolved ----------------------------------------------------------------------
+    runtime.set_compilation_cache()
+    run = build(config)
+    settings = json.loads(config.to_json())
+    for key in ("valid_every", "checkpoint_every", "checkpoint_keep"):
+        if config[key] < 1:
+            raise ValueError(f"{key}={config[key]} must be at least 1")
+
+    # Data --------------------------------------------------------------------------------------
+    corpus = build_corpus(
+        config.data, run.tokenizer, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
+        cache_dir=config.cache_dir,
+    )  # fmt: skip
+    _startup_report(run, corpus, config)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(run.mesh))
+        stop = stack.enter_context(_StopRequest())
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                os.path.join(workdir, "checkpoints"), every=config.checkpoint_every,
+                keep=config.checkpoint_keep,
+            )
+        )  # fmt: skip
+
+        # Resume or begin -----------------------------------------------------------------------
+        restored = _resume(checkpointer, run, settings, corpus)
+        start = 0 if restored is None else restored.step
+        metrics = stack.enter_context(
+            Metrics(workdir, num_steps=max(config.num_steps, start), start_step=start)
+        )
+        with open(os.path.join(workdir, "config.json"), "w") as file:
+            json.dump(settings, file, indent=2, sort_keys=True)
+        for step, reason in checkpointer.rejected:
+            metrics.event(step, "damaged_checkpoint", reason=reason)
+        if restored is None or "fp8" not in restored.arrays:
+            state = run.initialise()
+            seeding = as_policy(config.precision).delayed
+        else:
+            state, seeding = run.state, False
+        if restored is not None:
+            state = state.replace(**restored.arrays["state"])
+            if "fp8" in restored.arrays:
+                state = state.replace(histories=restored.arrays["fp8"])
+            metrics.event(start, "resume", seeding=seeding)
+        batches = train_batches(
+            corpus.train, seed=config.seed, batch_size=config.batch_size,
+            start_row=start * config.batch_size, process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )  # fmt: skip
+        stack.callback(batches.close)
+
+        # The loop ------------------------------------------------------------------------------
+        tokens = config.batch_size * config.seq_len
+        peak = runtime.peak_flops(runtime.device_kind())
+        flops = tokens * flops_per_token(run.model.config, config.seq_len) / run.mesh.devices.size
+        clock = time.perf_counter()
+
+        def read(step: int, out: dict[str, Array]) -> dict[str, float | None]:
+            """Waits for a step and returns its scalars; raises where they are not finite."""
+            nonlocal clock
+            scalars = {name: float(value) for name, value in jax.device_get(out).items()}
+            now = time.perf_counter()
+            step_s, clock = now - clock, now
+            _require_finite(step, scalars, metrics)
+            mfu = None if peak is None else flops / step_s / peak
+            return {**scalars, "step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
+
+        pending: tuple[int, dict[str, Array]] | None = None
+        written: dict[str, float | None] = {}
+        for step in range(start + 1, config.num_steps + 1):
+            batch = to_devices(next(batches), run.batch_sharding)
+            state, out = (run.seed_step if seeding else run.step)(state, batch)
+            seeding = False
+            if pending is not None:
+                metrics.write(pending[0], read(*pending))
+            pending = (step, out)
+            stopping = stop.signal is not None
+            ending = stopping or step == config.num_steps
+            valid_due = step % config.valid_every == 0 or step == config.num_steps
+            save_due = checkpointer.should_save(step) or ending
+            if not (valid_due or save_due):
+                continue
+            written, pending = read(step, out), None
+            if valid_due:
+                written |= validate(run, state, corpus, config)
+            metrics.write(step, written)
+            if save_due:
+                meta = {"config": settings, "data": corpus.fingerprint}
+                checkpointer.save(step, _as_items(state), meta)
+            clock = time.perf_counter()  # neither validation nor saving is part of a step
+            if stopping:
+                metrics.event(step, "stopped", signal=stop.signal)
+                break
+    return written
