@@ -38,7 +38,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,18 +49,21 @@ from jaxtyping import Array, Float, Shaped
 from fp8jax import runtime
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe, as_recipe
-from fp8jax.scaling import Quantized, dequantize, quantize, record_amax, tensor_amax
+from fp8jax.scaling import TENSOR, Quantized, dequantize, quantize, record_amax, tensor_amax
 
 State = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 # Order of the casts' keys: fold_in(key, index). Part of what makes a run reproducible.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
 
 
-class Operand(NamedTuple):
-    """One side of a product: codes and the cast that made them, or a high-precision array."""
+class Coded(NamedTuple):
+    """A quantised operand: the codes and the cast that made them."""
 
-    array: jax.Array | Quantized
-    cast: Cast | None
+    q: Quantized
+    cast: Cast
+
+
+Operand = Coded | jax.Array  # one side of a product; an array is left in high precision
 
 
 # Backends -----------------------------------------------------------------------------------------
@@ -85,21 +88,21 @@ def _scale_of_result(a: Quantized, b: Quantized, ca: int, cb: int) -> jax.Array:
 
 def _exact(operand: Operand) -> jax.Array:
     """The operand's numbers: in bfloat16 where that is exact, else in float32."""
-    if operand.cast is None:
-        return operand.array
+    if not isinstance(operand, Coded):
+        return operand
     # A code has at most four significant bits; a power of two changes none of them.
     exact_in_bf16 = operand.cast.scale.power_of_two
-    return dequantize(operand.array, jnp.bfloat16 if exact_in_bf16 else jnp.float32)
+    return dequantize(operand.q, jnp.bfloat16 if exact_in_bf16 else jnp.float32)
 
 
 def _emulated(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     """Exact products of the dequantised operands, accumulated in float32."""
-    if a.cast is not None and b.cast is not None and a.cast.separable and b.cast.separable:
+    if isinstance(a, Coded) and isinstance(b, Coded) and a.cast.separable and b.cast.separable:
         # Codes alone are exact in bfloat16. The barrier keeps XLA from undoing the rounding.
-        codes = lax.optimization_barrier((a.array.values, b.array.values))
+        codes = lax.optimization_barrier((a.q.values, b.q.values))
         left, right = (values.astype(jnp.bfloat16) for values in codes)
         y = _product(left, right, ca, cb, jnp.float32)
-        return (y * _scale_of_result(a.array, b.array, ca, cb)).astype(dtype)
+        return (y * _scale_of_result(a.q, b.q, ca, cb)).astype(dtype)
     left, right = _exact(a), _exact(b)
     if left.dtype != right.dtype:
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
@@ -108,9 +111,14 @@ def _emulated(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
 
 def _xla(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     """float8 codes into the matrix unit, scales multiplied into its result."""
-    y = _product(a.array.values, b.array.values, ca, cb, dtype)
-    # In float32: a scale rounded to bfloat16 would be off by up to 2^-9 for the whole tensor.
-    scale = _scale_of_result(a.array, b.array, ca, cb)
+    assert isinstance(a, Coded) and isinstance(b, Coded)  # what `_xla_refuses` is for
+    y = _product(a.q.values, b.q.values, ca, cb, dtype)
+    scale = _scale_of_result(a.q, b.q, ca, cb)
+    if scale.size == 1 and runtime.platform() == "gpu":
+        # XLA folds this spelling, and only this, into the GEMM's epilogue, where scale and result
+        # are float32 (a test on the GPU compares bits): no second pass over y.
+        return y * scale.astype(dtype)
+    # Elsewhere in float32: a scale in bfloat16 would be off by up to 2^-9 for the whole tensor.
     return (y.astype(jnp.float32) * scale).astype(dtype)
 
 
@@ -147,7 +155,7 @@ class Backend:
     Attributes:
       name: key in `BACKENDS`.
       matmul: (a, b, contracting axis of a, of b, dtype) -> [..., M, N]; at least one operand is
-        quantised.
+        `Coded`.
       refuses: recipe -> why this backend cannot run it here, or None.
     """
 
@@ -163,8 +171,8 @@ BACKENDS: dict[str, Backend] = {
 
 
 @functools.cache  # once a recipe and backend: the log says what runs, not how often
-def _log_choice(recipe: Recipe, backend: str, why: str) -> None:
-    logging.info("recipe %s: backend %s (%s)", recipe.name, backend, why)
+def _log_choice(recipe: str, backend: str, why: str) -> None:
+    logging.info("recipe %s: backend %s (%s)", recipe, backend, why)
 
 
 def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
@@ -189,7 +197,7 @@ def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
     else:
         reason = BACKENDS["xla"].refuses(recipe)
     choice = "xla" if reason is None else "emulated"
-    _log_choice(recipe, choice, reason or "float8 operands into the matrix unit")
+    _log_choice(recipe.name, choice, reason or "float8 operands into the matrix unit")
     return BACKENDS[choice]
 
 
@@ -207,7 +215,7 @@ class _Context:
 
 
 class _Residuals(NamedTuple):
-    x: jax.Array | Quantized  # as wgrad reads it
+    x: Any  # as wgrad reads it: a Quantized, or an array in high precision
     w: jax.Array
     state: State
     recorded: State  # the new histories of x and w; g's amax is not known yet
@@ -220,7 +228,7 @@ def _operand(
     """`x` as cast `name` of the recipe has it, `axis` being contracted."""
     cast: Cast | None = getattr(context.recipe, name)
     if cast is None:
-        return Operand(x, None)
+        return x
     amax = jnp.max(histories[name[-1]]) if cast.timing == "delayed" else None
     if cast.rounding == "stochastic":
         key = jax.random.fold_in(key, KEY_ORDER.index(name))
@@ -230,19 +238,20 @@ def _operand(
         x, cast.format, cast.tile, contract_axis=axis, scale=cast.scale, amax=amax,
         rounding=cast.rounding, key=key,
     )  # fmt: skip
-    return Operand(q, cast)
+    return Coded(q, cast)
 
 
 def _same_codes(one: Cast | None, other: Cast | None) -> bool:
     """Whether two casts of a tensor along different axes are one and the same."""
-    whole = one is not None and one.tile.free is None and one.tile.contract is None
-    return whole and one == other and one.rounding == "nearest"
+    if one is None or one != other:
+        return False
+    return one.tile == TENSOR and one.rounding == "nearest"
 
 
 def _multiply(context: _Context, a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
-    if a.cast is None and b.cast is None:
-        return _product(a.array, b.array, ca, cb, dtype)
-    return context.backend.matmul(a, b, ca, cb, dtype)
+    if isinstance(a, Coded) or isinstance(b, Coded):
+        return context.backend.matmul(a, b, ca, cb, dtype)
+    return _product(a, b, ca, cb, dtype)
 
 
 def _record(histories: State, operand: str, x: jax.Array) -> State:
@@ -280,7 +289,8 @@ def _dot_fwd(context: _Context, x, w, state: State, key):
     if not _same_codes(recipe.fwd_x, recipe.wgrad_x):
         qx = _operand(context, "wgrad_x", x, -2, histories, key)
     recorded = _record(histories, "x", x) | _record(histories, "w", w)
-    return y, _Residuals(qx.array, w, state, recorded, key)
+    kept_x = qx.q if isinstance(qx, Coded) else qx
+    return y, _Residuals(kept_x, w, state, recorded, key)
 
 
 def _dot_bwd(context: _Context, kept: _Residuals, g: jax.Array):
@@ -292,7 +302,8 @@ def _dot_bwd(context: _Context, kept: _Residuals, g: jax.Array):
     dx = _multiply(context, qg, qw, -1, -1, g.dtype)
     if not _same_codes(recipe.dgrad_g, recipe.wgrad_g):
         qg = _operand(context, "wgrad_g", g, -2, histories, kept.key)
-    dw = _multiply(context, Operand(kept.x, recipe.wgrad_x), qg, -2, -2, kept.w.dtype)
+    qx: Operand = kept.x if recipe.wgrad_x is None else Coded(kept.x, recipe.wgrad_x)
+    dw = _multiply(context, qx, qg, -2, -2, kept.w.dtype)
     new = kept.recorded | _record(histories, "g", g)
     new_state = {k: lax.convert_element_type(new[k], v.dtype) for k, v in kept.state.items()}
     return dx, dw, new_state, None

@@ -149,7 +149,7 @@ def cast(
     x = jnp.clip(x, -fmt.max, fmt.max)
     if not fmt.has_nan:
         x = jnp.where(jnp.isnan(x), 0.0, x)
-    if rounding == "stochastic":
+    if key is not None:
         x = _round_stochastically(x, fmt, key)
     return x.astype(fmt.dtype)
 

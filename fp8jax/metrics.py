@@ -46,6 +46,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "tokens_per_s": lambda x: f"{_thousands(x)} tok/s",
     "mfu": lambda x: f"mfu {100 * x:.1f}%",
     "step_s": lambda x: f"{x:.3f} s/step",
+    "peak_memory_bytes": lambda x: f"mem {x / 2**30:.1f} GiB",
 }
 
 

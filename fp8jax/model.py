@@ -73,10 +73,15 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ValueError(f"{field.name}={getattr(self, field.name)} must be positive")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"{self.n_heads=} is no multiple of {self.n_kv_heads=}")
+            raise ValueError(
+                f"n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, got {self.head_dim=}")
+            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
 
     def check_mesh(self, tensor: int) -> None:
         """Raises ValueError where the heads do not divide over `tensor` devices."""
@@ -116,7 +121,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         init = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
-        scale_D = self.param("scale", init, (x_BLD.shape[-1],))
+        scale_D: Any = self.param("scale", init, (x_BLD.shape[-1],))
         y = x_BLD.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         return (y * scale_D[None, None]).astype(x_BLD.dtype)
@@ -225,12 +230,14 @@ class Transformer(nn.Module):
         c, policy = self.config, as_policy(self.policy)
         policy.check(MODULES, c.n_layers)
         init = nn.initializers.normal(0.02)
-        table_VD = self.param(
+        table_VD: Any = self.param(
             "embedding", nn.with_logical_partitioning(init, ("vocab", "embed")),
             (c.vocab_size, c.d_model),
         )  # fmt: skip
-        # Gathering rows of a sharded table makes XLA replicate it; the cast halves what it moves.
-        x_BLD = jnp.take(table_VD.astype(self.dtype), tokens_BL, axis=0)
+        # Gathered over fsdp before the look-up, as bfloat16: otherwise XLA would shard its result
+        # like the table and then move all of it.
+        table_VD = constrain(table_VD.astype(self.dtype), "vocab", "residual")
+        x_BLD = jnp.take(table_VD, tokens_BL, axis=0)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
         x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key)
         x_BLD = RMSNorm(c.norm_eps, name="final_norm")(x_BLD)

@@ -47,12 +47,17 @@ class OptimizerConfig:
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.num_steps:
-            raise ValueError(f"{self.warmup_steps=} does not lie in [0, {self.num_steps=})")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} does not lie in [0, num_steps={self.num_steps}): "
+                "a shorter run needs a shorter warm-up"
+            )
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")
         if self.learning_rate <= 0 or self.clip_norm <= 0:
-            raise ValueError(f"must be positive: {self.learning_rate=}, {self.clip_norm=}")
+            raise ValueError(
+                f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must be positive"
+            )
 
 
 def _cosine(c: OptimizerConfig) -> optax.Schedule:

@@ -33,7 +33,7 @@ paper (arXiv 2502.11458) gives neither its block size nor its backward format: `
 import dataclasses
 import fnmatch
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8jax.formats import FORMATS, ROUNDINGS, Format
 from fp8jax.names import lookup, unknown
@@ -172,8 +172,10 @@ class Recipe:
 
     def seeding(self) -> "Recipe":
         """The same, its delayed casts taking the current amax and still writing histories."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        new = {k: v.seeding() if isinstance(v, Cast) else v for k, v in fields.items()}
+        new: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            new[field.name] = value.seeding() if isinstance(value, Cast) else value
         return Recipe(**new)
 
 

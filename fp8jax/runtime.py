@@ -131,6 +131,12 @@ def peak_flops(kind: str) -> float | None:
     return None
 
 
+def peak_memory() -> int | None:
+    """The most bytes in use on the default device since the start; None where it does not say."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if stats is None else stats["peak_bytes_in_use"]
+
+
 def set_compilation_cache(directory: str | None = None) -> str | None:
     """Keeps compiled programs on disk, so that a restarted run does not compile again.
 

@@ -23,7 +23,7 @@ padded with zeros, which never raise an amax.
 
 Scale rules turn an amax into that scale, M being the largest number of the format:
 
-    fp32      amax / M
+    fp32      amax / M, to within a unit in the last place
     pow2      2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
     Pow2(m)   2^(ceil(log2(amax / M)) + m): Graphcore's bias is b = -log2(scale), m their margin
     e8m0      pow2, stored in one byte as float8_e8m0fnu (UE8M0)
@@ -130,10 +130,10 @@ def _expand(scale: jax.Array, tile: tuple[int | None, ...], shape: tuple[int, ..
 # Scale rules --------------------------------------------------------------------------------------
 
 
-def _divide(amax: jax.Array, constant: float) -> jax.Array:
-    """amax / constant, rounded once. Without the barrier XLA turns the division by a broadcast
-    scalar into a product with its rounded reciprocal, and 448 * 2^k / 448 need not be 2^k."""
-    return amax / lax.optimization_barrier(jnp.full_like(amax, constant))
+def _over(amax: jax.Array, largest: float) -> jax.Array:
+    """amax / largest as a product with the float32 reciprocal of the constant: the same bits on
+    every device, which a division is not, and exact at largest * 2^k for all formats here."""
+    return amax * (np.float32(1) / np.float32(largest))
 
 
 def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
@@ -147,7 +147,7 @@ class Fp32:
     power_of_two = False
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
-        return _nonzero(amax, _divide(amax, fmt.max)), None
+        return _nonzero(amax, _over(amax, fmt.max)), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +192,8 @@ class NvFp4:
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
         e4m3 = FORMATS["e4m3"]
         tensor_amax = jnp.max(amax, initial=0)
-        tensor = _nonzero(tensor_amax, _divide(tensor_amax, fmt.max * e4m3.max))
-        tile = jnp.maximum(_divide(amax, fmt.max) / tensor, e4m3.tiny)
+        tensor = _nonzero(tensor_amax, _over(tensor_amax, fmt.max * e4m3.max))
+        tile = jnp.maximum(_over(amax, fmt.max) * (1.0 / tensor), e4m3.tiny)
         return cast(jnp.where(amax == 0, 1.0, tile), e4m3), tensor
 
 

@@ -61,7 +61,7 @@ class NonFiniteError(RuntimeError):
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a run carries from step to step.
+    """Everything a run carries from step to step, or abstract arrays in their places.
 
     Attributes:
       step: int32 [], finished steps.
@@ -71,11 +71,11 @@ class TrainState:
       key: the run's PRNG key; never changes, steps fold their number into it.
     """
 
-    step: Array
+    step: Any
     params: Any
     histories: Any
     opt_state: Any
-    key: Array
+    key: Any
 
 
 # One step -----------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate."""
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(
         step=state.step + 1,
@@ -193,14 +193,25 @@ def _given(overrides: ConfigDict) -> dict[str, Any]:
     return {key: value for key, value in overrides.items() if value is not None}
 
 
-def build(config: ConfigDict) -> Run:
-    """Resolves every name of the config; allocates nothing.
+def _require_positive(config: ConfigDict) -> None:
+    names = (
+        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
+        "valid_batches", "checkpoint_every", "checkpoint_keep",
+    )  # fmt: skip
+    for name in names:
+        if config[name] is not None and config[name] < 1:
+            raise ValueError(f"{name}={config[name]} must be at least 1")
+
+
+def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
+    """Resolves every name of the config, for all devices or those given; allocates nothing.
 
     Raises:
       ValueError: unknown names, and sizes that do not fit together, with the numbers.
       NotImplementedError: a backend that cannot run the policy.
     """
-    mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)))
+    _require_positive(config)
+    mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     check_batch(config.batch_size, config.grad_accum, mesh)
     tokens = tokenizer(config.tokenizer)
     shape = lookup("model", config.model, MODELS)
@@ -384,7 +395,8 @@ def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> N
         metrics.event(step, "non_finite", quantities=bad)
         raise NonFiniteError(
             f"step {step}: {values} is not finite. The update was not applied and nothing of it "
-            "was saved; the last checkpoint is good. Try a lower learning rate or precision=bf16."
+            "was saved: what checkpoints there are hold finite steps. Try a lower learning rate or "
+            "precision=bf16."
         )
 
 
@@ -404,12 +416,11 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
       NonFiniteError: a loss or gradient norm was not finite.
     """
     # The config, resolved ----------------------------------------------------------------------
+    if not workdir:
+        raise ValueError("workdir is empty: name the run's directory")
     runtime.set_compilation_cache()
     run = build(config)
     settings = json.loads(config.to_json())
-    for key in ("valid_every", "checkpoint_every", "checkpoint_keep"):
-        if config[key] < 1:
-            raise ValueError(f"{key}={config[key]} must be at least 1")
 
     # Data --------------------------------------------------------------------------------------
     corpus = build_corpus(
@@ -444,10 +455,12 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
         else:
             state, seeding = run.state, False
         if restored is not None:
-            state = state.replace(**restored.arrays["state"])
+            state = dataclasses.replace(state, **restored.arrays["state"])
             if "fp8" in restored.arrays:
-                state = state.replace(histories=restored.arrays["fp8"])
+                state = dataclasses.replace(state, histories=restored.arrays["fp8"])
             metrics.event(start, "resume", seeding=seeding)
+        if start >= config.num_steps:
+            metrics.event(start, "already_finished", num_steps=config.num_steps)
         batches = train_batches(
             corpus.train, seed=config.seed, batch_size=config.batch_size,
             start_row=start * config.batch_size, process_index=jax.process_index(),
@@ -469,7 +482,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
             step_s, clock = now - clock, now
             _require_finite(step, scalars, metrics)
             mfu = None if peak is None else flops / step_s / peak
-            return {**scalars, "step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
+            speed = {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
+            return {**scalars, **speed, "peak_memory_bytes": runtime.peak_memory()}
 
         pending: tuple[int, dict[str, Array]] | None = None
         written: dict[str, float | None] = {}

@@ -3,13 +3,23 @@
 Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the order here.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 if "gpu" not in os.environ.get("FP8JAX_TEST_PLATFORM", "cpu"):
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
+
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # Shared by the test processes and by the programs that they start, for this run only: tests
+    # compile many of the same programs.
+    cache = tempfile.mkdtemp(prefix="fp8jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 from jaxtyping import install_import_hook
 
@@ -19,3 +29,4 @@ install_import_hook("fp8jax", "beartype.beartype")
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

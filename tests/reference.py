@@ -58,14 +58,14 @@ def scale_of(rule, amax: np.float32, fmt: str, tensor_amax: np.float32):
     if isinstance(rule, Constant):
         return np.float32(rule.value), None
     if isinstance(rule, Fp32):
-        return one if amax == 0 else np.float32(amax / np.float32(MAX[fmt])), None
+        return one if amax == 0 else amax * (one / np.float32(MAX[fmt])), None
     if isinstance(rule, Pow2):
         return one if amax == 0 else pow2_scale(amax, fmt, rule.margin), None
     if isinstance(rule, E8M0):
         return pow2_scale(amax, fmt).astype(DTYPES["e8m0"]), None
     if isinstance(rule, NvFp4):
-        tensor = one if tensor_amax == 0 else np.float32(tensor_amax / np.float32(6 * 448))
-        tile = np.float32(np.float32(amax / np.float32(6)) / tensor)
+        tensor = one if tensor_amax == 0 else tensor_amax * (one / np.float32(6 * 448))
+        tile = amax * (one / np.float32(6)) * (one / tensor)
         tile = one if amax == 0 else max(tile, np.float32(2.0**-9))
         return saturating_cast(tile, "e4m3"), tensor
     raise AssertionError(rule)

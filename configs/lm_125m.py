@@ -1,0 +1,25 @@
+"""A byte-level Llama of GPT-2 small's shape on one GPU: 200 steps of 32 rows of 1024 bytes.
+
+python -m experiments.train --config=configs/lm_125m.py --workdir=runs/lm_125m
+
+For one NVIDIA H200. 85M parameters: a vocabulary of bytes is small. In FP8, take
+--config.precision=fp8_delayed and a --workdir of its own. The text is Python's standard library;
+for your own, --config.data='text:/path/**/*.txt'.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = base.get_config()
+    config.model = "llama_125m"
+    config.unroll = 12  # all layers: no copies in and out of the stack, for a longer compilation
+    config.seq_len = 1024
+    config.batch_size = 32
+    config.num_steps = 200
+    config.learning_rate = 6e-4
+    config.valid_batches = 16
+    config.checkpoint_every = 200
+    return config

@@ -1,0 +1,186 @@
+"""Every config builds, every key is documented and read, and a mistyped command says so at once."""
+
+import ast
+import dataclasses
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import base
+from fp8jax.data import build_corpus, parse_sources, train_batches
+from fp8jax.model import ModelConfig
+from fp8jax.optim import OptimizerConfig
+from fp8jax.sharding import MeshAxes
+from fp8jax.train import build
+from tests.data_test import write_generated_text
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem[0] != "_")
+RUNS = [name for name in CONFIGS if name != "base"]
+
+
+def load(name: str):
+    """The config of that file, locked as the command line locks it."""
+    return importlib.import_module(f"configs.{name}").get_config().lock()
+
+
+def smoke_size(config, folder: Path):
+    """The config with the smallest sizes, on generated text; all else as it is."""
+    sizes = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
+    config.model_overrides.update(sizes)
+    config.update(num_steps=2, warmup_steps=1, batch_size=8, seq_len=32)
+    config.update(data=write_generated_text(folder), cache_dir=str(folder / "cache"))
+    return config
+
+
+def abstract_batch(rows, run):
+    """The shapes of a batch, sharded as the run wants it."""
+    return {
+        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=run.batch_sharding)
+        for name, array in rows.items()
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_builds_at_smoke_size(name, tmp_path):
+    config = smoke_size(load(name), tmp_path)
+    run = build(config)
+    corpus = build_corpus(
+        config.data, run.tokenizer, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
+        cache_dir=config.cache_dir,
+    )  # fmt: skip
+    batches = train_batches(corpus.train, seed=config.seed, batch_size=config.batch_size)
+    batch = abstract_batch(next(batches), run)
+    batches.close()
+    with jax.set_mesh(run.mesh):
+        for step in (run.seed_step, run.step):
+            state, metrics = jax.eval_shape(step, run.state, batch)
+            assert jax.tree.structure(state) == jax.tree.structure(run.state)
+            assert {k: v.shape for k, v in metrics.items()} == dict.fromkeys(
+                ("loss", "grad_norm", "learning_rate"), ()
+            )
+        sums = jax.eval_shape(run.eval_step, run.state, batch)
+    assert sums["nats"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_resolves_as_it_is(name):
+    config = load(name)
+    run = build(config)  # full size: nothing is allocated
+    assert config.unroll in (1, run.model.config.n_layers)
+    parse_sources(config.data)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_docstring_is_the_config_s_own_command(name):
+    docstring = ast.get_docstring(ast.parse((ROOT / f"configs/{name}.py").read_text()))
+    command = f"python -m experiments.train --config=configs/{name}.py --workdir=runs/{name}"
+    assert docstring and command in docstring.splitlines()
+
+
+# Keys of base.py ----------------------------------------------------------------------------------
+
+
+def uncommented_keys(source: str) -> list[str]:
+    """The assignments to `config.KEY` without a comment on one of their lines.
+
+    Groups of keys, `config.KEY = ConfigDict()`, need none.
+    """
+    commented = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+        if source.splitlines()[token.start[0] - 1].split("#")[0].strip()
+    }
+    return [
+        ast.unparse(node.targets[0])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign)
+        if isinstance(node.targets[0], ast.Attribute)
+        if not ast.unparse(node.value).endswith("ConfigDict()")
+        if commented.isdisjoint(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    ]
+
+
+def test_every_key_has_a_comment():
+    assert uncommented_keys((ROOT / "configs/base.py").read_text()) == []
+    assert uncommented_keys("config.a = 1\n# not beside it\nconfig.b = f(\n  2  # x\n)") == [
+        "config.a"
+    ]
+
+
+def keys_read(source: str) -> set[str]:
+    """KEY of every `config.KEY` and `config["KEY"]`, method calls aside."""
+    keys, methods = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            methods.add(id(node.func))
+        match node:
+            case ast.Attribute(value=ast.Name(id="config"), attr=key) if id(node) not in methods:
+                keys.add(key)
+            case ast.Subscript(value=ast.Name(id="config"), slice=ast.Constant(value=str(key))):
+                keys.add(key)
+    return keys
+
+
+def test_every_key_is_read_and_what_is_read_is_a_key():
+    config = base.get_config()
+    readers = [path.read_text() for path in (ROOT / "fp8jax").rglob("*.py")]
+    readers = [source for source in readers if "ConfigDict" in source]  # elsewhere: other configs
+    read = set().union(*map(keys_read, readers))
+    # Handed over as a whole, field by field.
+    whole = {field.name for field in dataclasses.fields(OptimizerConfig)} - {"name"}
+    assert set(config) == read | whole
+    assert keys_read('config.a + config["b"] + config.method() + other.c') == {"a", "b"}
+    for group, fields in (("model_overrides", ModelConfig), ("mesh_axes", MeshAxes)):
+        assert set(config[group]) == {field.name for field in dataclasses.fields(fields)}
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def command_line(*arguments: str) -> tuple[int, str]:
+    """Exit code and output, stderr last, of `experiments.train` with the smoke config."""
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.train", "--config=configs/smoke.py", *arguments],
+        cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_unknown_key_names_the_near_one(tmp_path):
+    code, said = command_line(f"--workdir={tmp_path}/run", "--config.num_stepz=3")
+    assert code != 0
+    assert re.search(r'Did you mean "num_steps" instead of "num_stepz"\?', said.splitlines()[-1])
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_workdir_is_named():
+    code, said = command_line()
+    assert code != 0 and "Traceback" not in said
+    assert "--workdir must have a value" in said
+
+
+def test_positional_argument_is_refused(tmp_path):
+    code, said = command_line(f"--workdir={tmp_path}/run", "precision=bf16")
+    assert code != 0 and "Traceback" not in said
+    assert "arguments that are no flags: ['precision=bf16']" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_precision_is_one_line(tmp_path):
+    code, said = command_line(f"--workdir={tmp_path}/run", "--config.precision=fp8_blok")
+    assert code != 0 and "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("error: unknown policy 'fp8_blok'; did you mean 'fp8_block'")
+    assert not (tmp_path / "run").exists()

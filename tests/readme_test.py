@@ -1,0 +1,178 @@
+"""The README: its tables equal the code, its examples run, its commands and links exist."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from fp8jax.dot import BACKENDS
+from fp8jax.nn import HISTORIES
+from fp8jax.recipe import POLICIES, RECIPES, Cast, Recipe
+from fp8jax.scaling import SCALES
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPERANDS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def properties(cast: Cast) -> dict[str, str]:
+    """The columns of a cast, such as {"cast": "e4m3 1x128", "scale": "fp32", …}."""
+    sizes = [str(size or "all") for size in (cast.tile.free, cast.tile.contract)]
+    tile = "tensor" if sizes == ["all", "all"] else "x".join(sizes)
+    named = [name for name, rule in SCALES.items() if rule == cast.scale]
+    return {
+        "cast": f"{cast.format.name} {tile}",
+        "scale": named[0] if named else repr(cast.scale),
+        "timing": f"delayed, {cast.history} steps" if cast.history else cast.timing,
+        "rounding": cast.rounding,
+    }
+
+
+def recipe_row(recipe: Recipe) -> list[str]:
+    """The six casts; scale, timing and rounding once where all share them, else in each cell."""
+    casts = [getattr(recipe, operand) for operand in OPERANDS]
+    given = [properties(cast) for cast in casts if cast is not None]
+    shared, apart = [], ["cast"]
+    for column in ("scale", "timing", "rounding"):
+        values = {p[column] for p in given}
+        shared.append(values.pop() if len(values) == 1 else "see each" if values else "–")
+        apart += [column] if shared[-1] == "see each" else []
+    cells = [
+        "bf16" if cast is None else ", ".join(properties(cast)[column] for column in apart)
+        for cast in casts
+    ]
+    return [f"`{recipe.name}`", *cells, *shared]
+
+
+def recipe_table() -> str:
+    operands = [name.replace("_", " ") for name in OPERANDS]
+    header = ["recipe", *operands, "scale", "timing", "rounding"]
+    assert all(name == recipe.name for name, recipe in RECIPES.items())
+    return markdown_table(header, [recipe_row(recipe) for recipe in RECIPES.values()])
+
+
+def policy_table() -> str:
+    """One row for all policies that are named like their recipe, one a rule for the others."""
+    rows = [["a recipe's name", "`layers/*`", "that recipe"]]
+    for name, policy in POLICIES.items():
+        if name in RECIPES:
+            assert policy.rules == (("layers/*", RECIPES[name]),)
+            assert policy.bf16_first == policy.bf16_last == 0
+            continue
+        rows += [[f"`{name}`", f"`{p}`", f"`{recipe.name}`"] for p, recipe in policy.rules]
+    return markdown_table(["`precision`", "modules", "recipe"], rows)
+
+
+def backend_table() -> str:
+    """What `refuses` says on a CPU, where no hardware is missing: up to the reason's colon."""
+
+    def answer(backend, recipe) -> str:
+        reason = BACKENDS[backend].refuses(recipe)
+        return "yes" if reason is None else f"no: {reason.split(': ')[0]}"
+
+    return markdown_table(
+        ["recipe", *(f"`{backend}`" for backend in BACKENDS)],
+        [
+            [f"`{name}`", *(answer(backend, recipe) for backend in BACKENDS)]
+            for name, recipe in RECIPES.items()
+        ],
+    )
+
+
+@pytest.mark.parametrize("table", [recipe_table, policy_table, backend_table])
+def test_table_is_what_the_code_says(table):
+    assert f"\n\n{table()}\n" in README, f"README.md should hold this table:\n{table()}"
+
+
+# Examples -----------------------------------------------------------------------------------------
+
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+def execute(source: str, monkeypatch) -> dict:
+    """What a block leaves behind. It runs as a module: linen looks modules of classes up."""
+    module = types.ModuleType("readme_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, "README.md", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def test_example_of_stock_modules_trains(monkeypatch):
+    source = PYTHON[0]
+    assert sum(bool(line.strip()) for line in source.splitlines()) <= 30
+    assert "nn.Dense(" in source and "flax.training.train_state" in source
+    left = execute(source, monkeypatch)
+    losses = np.asarray(left["losses"])
+    assert losses[-1] < losses[0] / 20
+    histories = left["state"].params[HISTORIES]
+    assert set(histories) == {"Dense_0", "Dense_1"}
+    for layer in histories.values():
+        for history in layer["Fp8DotGeneral_0"].values():
+            assert history.dtype == jnp.float32
+            assert np.all(np.asarray(history) > 0)  # every slot was written
+
+
+def test_example_of_the_pure_function(monkeypatch):
+    left = execute(PYTHON[1], monkeypatch)
+    x, w, state = left["x"], left["w"], left["state"]
+    assert {operand: history.dtype for operand, history in state.items()} == dict.fromkeys(
+        "xwg", jnp.float32
+    )
+    for operand, tensor in (("x", x), ("w", w)):
+        np.testing.assert_array_equal(state[operand][:2], [jnp.abs(tensor).max()] * 2)
+    # (c): dw = x^T (2 x w) with three casts to e4m3 (u = 2^-4) and one to e5m2 (u = 2^-3), each
+    # element off by u relative, bounded as if nothing cancelled.
+    bound = ((1 + 2**-4) ** 3 * (1 + 2**-3) - 1) * 2 * jnp.abs(x).T @ (jnp.abs(x) @ jnp.abs(w))
+    error = jnp.abs(left["dw"] - 2 * x.T @ (x @ w))
+    assert jnp.all(error <= bound) and jnp.any(error > 0)
+    assert len(PYTHON) == 2, "a new example needs its test"
+
+
+# Commands and links -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", ["run", "test"])
+def test_ci_finds_its_block(mark):
+    blocks = re.findall(rf"^<!-- ci: {mark} -->\s*^```bash\n(.*?)^```$", README, re.M | re.S)
+    assert len(blocks) == 1
+    joined = blocks[0].replace("\\\n", "")
+    assert joined.count("\n") == 1, "one command"
+    assert joined.startswith("python3 -m venv .venv && .venv/bin/pip install ")
+    assert "-m experiments.train --config=" in joined if mark == "run" else "-m pytest" in joined
+
+
+def test_commands_name_configs_and_keys_that_exist():
+    configs = set(re.findall(r"--config=(\S+\.py)", README))
+    assert configs and all((ROOT / config).exists() for config in configs)
+    config = base.get_config()
+    for key in re.findall(r"--config\.([\w.]+)", README):
+        group, _, name = key.rpartition(".")
+        if key != "KEY":
+            assert name in (config[group] if group else config), key
+    for name in re.findall(r"--config\.precision=(\w+)", README):
+        assert name in POLICIES
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert links and not missing
+
+
+def test_reading_order_names_every_module_of_the_core_once():
+    section = README.split("## Where to look first")[1].split("\n## ")[0]
+    named = re.findall(r"^\d+\. \[`(\w+)\.py`\]", section, re.M)
+    assert named == ["formats", "scaling", "recipe", "dot", "nn", "model", "train"]
