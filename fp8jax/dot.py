@@ -98,14 +98,16 @@ def _exact(operand: Operand) -> jax.Array:
 def _emulated(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     """Exact products of the dequantised operands, accumulated in float32."""
     if isinstance(a, Coded) and isinstance(b, Coded) and a.cast.separable and b.cast.separable:
-        # Codes alone are exact in bfloat16. The barrier keeps XLA from undoing the rounding.
+        # Codes alone are exact in bfloat16. The first barrier keeps XLA from undoing the rounding,
+        # the second from making an FP8 GEMM of it, which on Hopper keeps 14 bits of the sums.
         codes = lax.optimization_barrier((a.q.values, b.q.values))
-        left, right = (values.astype(jnp.bfloat16) for values in codes)
+        left, right = lax.optimization_barrier(tuple(v.astype(jnp.bfloat16) for v in codes))
         y = _product(left, right, ca, cb, jnp.float32)
         return (y * _scale_of_result(a.q, b.q, ca, cb)).astype(dtype)
     left, right = _exact(a), _exact(b)
     if left.dtype != right.dtype:
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+    left, right = lax.optimization_barrier((left, right))
     return _product(left, right, ca, cb, jnp.float32).astype(dtype)
 
 

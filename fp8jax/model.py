@@ -277,7 +277,8 @@ class Transformer(nn.Module):
         c = self.config
         # Without exemptions: the histories exist for all layers, used or not.
         block = Block(c, policy.without_exemptions(), self.backend, parent=None)
-        inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), *(jnp.zeros((1, 1), jnp.int32),) * 2)
+        ids = jnp.zeros((1, 1), jnp.int32)
+        inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), ids, ids, jax.random.key(0))
 
         def init_params(rng):
             keys = jax.random.split(rng, c.n_layers)
@@ -319,7 +320,8 @@ def _stretches(policy: Policy, n_layers: int) -> list[tuple[int, int, Policy]]:
 def abstract_variables(model: Transformer) -> Any:
     """Shapes of the model's variables, boxed with logical axis names; nothing is allocated."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens, tokens, tokens)
+    key = jax.random.key(0)
+    return jax.eval_shape(model.init, key, tokens, tokens, tokens, key)
 
 
 def count_params(config: ModelConfig) -> int:

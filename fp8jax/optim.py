@@ -48,15 +48,15 @@ class OptimizerConfig:
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.num_steps:
             raise ValueError(
-                f"warmup_steps={self.warmup_steps} does not lie in [0, num_steps={self.num_steps}): "
-                "a shorter run needs a shorter warm-up"
+                f"warmup_steps={self.warmup_steps} does not lie in [0, num_steps={self.num_steps})"
+                ": a shorter run needs a shorter warm-up"
             )
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")
-        if self.learning_rate <= 0 or self.clip_norm <= 0:
+        if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ValueError(
-                f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must be positive"
+                f"must be positive: learning_rate={self.learning_rate}, clip_norm={self.clip_norm}"
             )
 
 

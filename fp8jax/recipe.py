@@ -79,7 +79,7 @@ class Cast:
             raise unknown("rounding", self.rounding, ROUNDINGS)
         if not self.format.signed:
             raise ValueError(f"{self.format.name} holds scales, not values")
-        if self.delayed != (self.history > 0):
+        if self.history < 0 or self.delayed != (self.history > 0):
             raise ValueError(
                 f"timing={self.timing!r} contradicts history={self.history}: delayed casts keep at"
                 " least one amax, others none"

@@ -248,8 +248,11 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
                 grad_accum=config.grad_accum,
             )  # fmt: skip
 
-        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+        return jax.jit(
+            step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
+        )
 
+    options = runtime.compiler_options()
     bytes_V = np.zeros(shape.vocab_size, np.float32)
     bytes_V[: tokens.vocab_size] = tokens.token_bytes
     return Run(
@@ -258,7 +261,8 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
         seed_step=compiled(model.clone(policy=policy.seeding())), step=compiled(model),
         eval_step=jax.jit(
-            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V))
+            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
+            compiler_options=options,
         ),
         batch_sharding=NamedSharding(mesh, spec("batch", "length")),
     )  # fmt: skip
@@ -272,7 +276,7 @@ def _initial_state(
 
     def initial() -> TrainState:
         tokens = jnp.zeros((1, 1), jnp.int32)
-        variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens)
+        variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
         params = variables["params"]
         histories = variables[HISTORIES] if HISTORIES in variables else {}
         return TrainState(

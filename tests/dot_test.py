@@ -271,6 +271,42 @@ def test_no_high_precision_activation_is_a_residual(name):
     assert all(leaf.shape in ((M, K), (K, N)) for leaf in kept)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+def test_exact_on_the_matrix_unit(name):
+    """As above, within the 14 bits that Hopper's FP8 sums keep: the element that pins an amax
+    meets zeros, and what is left are sums of at most 264 products of at most 9."""
+    recipe, rng = CASES[name], np.random.default_rng(0)
+    operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in SHAPES.items()}
+    x, w, g = (operands[k] for k in "xwg")
+    for operand in (x, w, g):
+        operand[:2], operand[:, :2] = 0, 0
+    x[0, 0] = w[1, 1] = 448
+    g *= 128
+    g[1, 1] = 57344
+    run_xla = functools.partial(run, recipe=recipe, backend="xla")
+    *got, _ = run_xla(*map(jnp.asarray, (x, w, g)), state_for(recipe, operands))
+    for value, exact in zip(got, float_products(x, w, g).values(), strict=True):
+        assert np.count_nonzero(exact) > 0.9 * exact.size
+        np.testing.assert_array_equal(np.asarray(value, np.float64), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4096, 192])
+def test_the_scale_is_multiplied_in_float32_inside_the_gemm(m):
+    """bfloat16 results round once: they are those of a float32 result, rounded."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(m, 1024)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(1024, 512)), jnp.float32)
+    f = functools.partial(
+        dot_general, dimension_numbers=MATMUL, recipe="fp8_current", backend="xla"
+    )
+    narrow = jax.jit(f)
+    wide = jax.jit(functools.partial(f, preferred_element_type=jnp.float32))
+    assert narrow.lower(x, w).compile().as_text().count("__cublas$lt$matmul$f8") == 1
+    np.testing.assert_array_equal(narrow(x, w), wide(x, w).astype(jnp.bfloat16))
+
+
 # Shapes -------------------------------------------------------------------------------------------
 
 

@@ -190,7 +190,7 @@ def test_a_training_step_holds_three_float8_products_a_linear(precision, data):
     rows = jax.ShapeDtypeStruct((16, 64), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
     batch["weights"] = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    jaxpr = jax.make_jaxpr(run.step)(run.state, batch)
+    jaxpr = run.step.trace(run.state, batch).jaxpr
     assert float8_products(jaxpr.jaxpr) == 3 * 7  # the layers are one loop body
 
 
@@ -324,7 +324,7 @@ def test_every_gemm_of_the_layers_is_fp8_on_a_gpu(data):
     """lm_125m's model: 12 layers of 7 linears of 3 products."""
     changes = dict(model="llama_125m", unroll=12, seq_len=1024, batch_size=32)
     config = tiny(data, precision="fp8_delayed", **changes)
-    config.model_overrides.update(base.get_config().model_overrides)
+    config.model_overrides = base.get_config().model_overrides
     run = build(config)
     rows = {k: jnp.zeros((32, 1024), jnp.int32) for k in ("tokens", "targets", "positions")}
     batch = {**rows, "segments": rows["tokens"] + 1, "weights": rows["tokens"] + 1.0}
