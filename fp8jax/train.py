@@ -189,10 +189,6 @@ class Run:
     batch_sharding: NamedSharding
 
 
-def _given(overrides: ConfigDict) -> dict[str, Any]:
-    return {key: value for key, value in overrides.items() if value is not None}
-
-
 def _require_positive(config: ConfigDict) -> None:
     names = (
         "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
@@ -201,6 +197,17 @@ def _require_positive(config: ConfigDict) -> None:
     for name in names:
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
+
+
+def _model(config: ConfigDict, num_tokens: int, mesh: Mesh) -> Transformer:
+    shape = lookup("model", config.model, MODELS)
+    given = {key: value for key, value in config.model_overrides.items() if value is not None}
+    shape = dataclasses.replace(shape, **given)
+    shape.check_mesh(mesh.shape["tensor"])
+    if shape.vocab_size < num_tokens:
+        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {num_tokens}")
+    policy = as_policy(config.precision)
+    return Transformer(shape, policy, config.backend, remat=config.remat, unroll=config.unroll)
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
@@ -214,24 +221,11 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     check_batch(config.batch_size, config.grad_accum, mesh)
     tokens = tokenizer(config.tokenizer)
-    shape = lookup("model", config.model, MODELS)
-    shape = dataclasses.replace(shape, **_given(config.model_overrides))
-    shape.check_mesh(mesh.shape["tensor"])
-    if shape.vocab_size < tokens.vocab_size:
-        raise ValueError(f"{shape.vocab_size=} is less than the tokenizer's {tokens.vocab_size}")
+    model = _model(config, tokens.vocab_size, mesh)
     policy = as_policy(config.precision)
-    model = Transformer(
-        shape, policy, config.backend, remat=config.remat, unroll=config.unroll
-    )  # fmt: skip
+    fields = {f.name for f in dataclasses.fields(OptimizerConfig)} - {"name"}
     optimizer, schedule = make_optimizer(
-        OptimizerConfig(
-            name=config.optimizer,
-            **{
-                field.name: config[field.name]
-                for field in dataclasses.fields(OptimizerConfig)
-                if field.name != "name"
-            },
-        )
+        OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
     )
     initial = _initial_state(model, optimizer, config.seed)
     boxed = jax.eval_shape(initial)
@@ -253,7 +247,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         )
 
     options = runtime.compiler_options()
-    bytes_V = np.zeros(shape.vocab_size, np.float32)
+    bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: tokens.vocab_size] = tokens.token_bytes
     return Run(
         model=model, mesh=mesh, optimizer=optimizer, schedule=schedule, tokenizer=tokens,
