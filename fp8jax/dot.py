@@ -116,7 +116,7 @@ def _xla(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     assert isinstance(a, Coded) and isinstance(b, Coded)  # what `_xla_refuses` is for
     y = _product(a.q.values, b.q.values, ca, cb, dtype)
     scale = _scale_of_result(a.q, b.q, ca, cb)
-    if scale.size == 1 and runtime.platform() == "gpu":
+    if scale.size == 1 and runtime.folds_scales():
         # XLA folds this spelling, and only this, into the GEMM's epilogue, where scale and result
         # are float32 (a test on the GPU compares bits): no second pass over y.
         return y * scale.astype(dtype)

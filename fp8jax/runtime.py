@@ -131,6 +131,15 @@ def peak_flops(kind: str) -> float | None:
     return None
 
 
+def folds_scales() -> bool:
+    """Whether XLA multiplies a GEMM's result by a scalar in float32 where bfloat16 is written.
+
+    So on GPUs, unless `xla_allow_excess_precision=false` was set: then the scalar is rounded.
+    """
+    flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
+    return platform() == "gpu" and "xla_allow_excess_precision=false" not in flags.lower()
+
+
 def compiler_options() -> dict[str, bool]:
     """What the library's own programs are compiled with, as `jax.jit(compiler_options=…)`.
 

@@ -180,3 +180,12 @@ def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_set
     jax.config.update("jax_enable_compilation_cache", False)
     assert runtime.set_compilation_cache(str(tmp_path)) is None
     assert not os.listdir(tmp_path)
+
+
+def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
+    assert not runtime.folds_scales()  # a CPU
+    assert runtime.compiler_options() == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
+    assert runtime.folds_scales() and runtime.compiler_options() == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
+    assert not runtime.folds_scales()
