@@ -178,8 +178,6 @@ class Run:
 
     model: Transformer
     mesh: Mesh
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
     tokenizer: Tokenizer
     state: TrainState  # abstract, with shardings
     initialise: Callable[[], TrainState]
@@ -250,8 +248,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: tokens.vocab_size] = tokens.token_bytes
     return Run(
-        model=model, mesh=mesh, optimizer=optimizer, schedule=schedule, tokenizer=tokens,
-        state=state,
+        model=model, mesh=mesh, tokenizer=tokens, state=state,
         initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
         seed_step=compiled(model.clone(policy=policy.seeding())), step=compiled(model),
         eval_step=jax.jit(
@@ -439,7 +436,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
 
         # Resume or begin -----------------------------------------------------------------------
         restored = _resume(checkpointer, run, settings, corpus)
-        start = 0 if restored is None else restored.step
+        # Rows read so far say where the data goes on, also if the batch size has changed since.
+        start, rows = (0, 0) if restored is None else (restored.step, restored.meta["rows"])
         metrics = stack.enter_context(
             Metrics(workdir, num_steps=max(config.num_steps, start), start_step=start)
         )
@@ -461,7 +459,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
             metrics.event(start, "already_finished", num_steps=config.num_steps)
         batches = train_batches(
             corpus.train, seed=config.seed, batch_size=config.batch_size,
-            start_row=start * config.batch_size, process_index=jax.process_index(),
+            start_row=rows, process_index=jax.process_index(),
             process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
@@ -503,7 +501,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
                 written |= validate(run, state, corpus, config)
             metrics.write(step, written)
             if save_due:
-                meta = {"config": settings, "data": corpus.fingerprint}
+                read_rows = rows + (step - start) * config.batch_size
+                meta = {"config": settings, "data": corpus.fingerprint, "rows": read_rows}
                 checkpointer.save(step, _as_items(state), meta)
             clock = time.perf_counter()  # neither validation nor saving is part of a step
             if stopping:

@@ -16,6 +16,7 @@ import pytest
 
 from configs import base
 from fp8jax import runtime, train
+from fp8jax.checkpoint import Checkpointer
 from fp8jax.data import build_corpus, train_batches
 from fp8jax.metrics import read_jsonl
 from fp8jax.model import abstract_variables
@@ -271,9 +272,12 @@ def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(
     assert len(losses_of(tmp_path)) == 8
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 5 and resume["seeding"]
-    config.update(precision="bf16", num_steps=9)
+    config.update(precision="bf16", num_steps=9, batch_size=8)
     train_and_evaluate(config, str(tmp_path))
     assert len(losses_of(tmp_path)) == 9
+    with Checkpointer(tmp_path / "checkpoints", every=1, keep=1) as checkpointer:
+        step, meta = checkpointer.read_meta()
+    assert (step, meta["rows"]) == (9, 8 * 16 + 8)  # no row read twice, none left out
 
 
 @pytest.mark.slow
