@@ -11,7 +11,11 @@ Invariants:
 
 - The directory is one line of history. `save` first moves every step beyond the one saved or
   restored last out of Orbax's sight: to `corrupt-<step>` where it was found damaged, else to
-  `abandoned-<step>` (the run went back before it, or began afresh). Only `keep` deletes.
+  `abandoned-<step>` (the run went back before it, or began afresh). Only a save deletes: what is
+  neither among the latest `keep` steps nor among the `keep_best` of the lowest metric.
+- A metric lies in the step's own JSON, under its hash, and so outlives the process. (Orbax would
+  write an item of its own, fail at a start where that is damaged, and with `best_fn` and
+  `max_to_keep` delete the newest step.)
 - Reading changes nothing on disk, so that another process may read while a run writes.
 - Damage falls back to the step before and is said; a checkpoint of another model raises.
 """
@@ -21,10 +25,11 @@ import dataclasses
 import hashlib
 import json
 import logging as python_logging
+import math
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,29 +59,35 @@ class Checkpointer:
 
     rejected: list[tuple[int, str]]
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int):
+    def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int, keep_best: int):
         """Touches nothing on disk.
 
         Args:
           directory: where the steps lie, in a file system that all processes share.
           every: `should_save` is true at multiples of this many steps.
           keep: how many of the latest steps stay.
+          keep_best: how many of those with the lowest metric stay as well, however old.
 
         Raises:
-          ValueError: every or keep is not positive, or the directory is a URL.
+          ValueError: every or keep is not positive, keep_best is negative, or the directory is a
+            URL.
         """
         if every < 1 or keep < 1:
             raise ValueError(f"{every=} and {keep=} must be at least 1")
+        if keep_best < 0:
+            raise ValueError(f"{keep_best=} must be at least 0")
         if "://" in str(directory):
             raise ValueError(f"{directory} is a URL: checkpoints need a mounted file system")
         self.rejected = []
         self._directory = Path(os.path.abspath(directory))
-        self._every, self._keep = every, keep
+        self._every, self._keep, self._keep_best = every, keep, keep_best
         self._manager: ocp.CheckpointManager | None = None  # made by the first save
         self._hashing: threading.Thread | None = None
         self._tip = -1  # the step saved or restored last
-        self._sound: dict[int, dict[str, Any]] = {}  # what the meta item of a good step holds
+        # What the meta item of a good step holds, by the step and the part that was checked.
+        self._sound: dict[tuple[int, str], dict[str, Any]] = {}
         self._damaged: set[int] = set()
+        self._metrics: dict[int, float | None] = {}  # of the steps saved or looked at so far
         python_logging.getLogger("absl").addFilter(_no_orbax_chatter)
 
     def __enter__(self) -> "Checkpointer":
@@ -89,17 +100,21 @@ class Checkpointer:
         """Whether `step` is one to save at; the last one of a run is the caller's business."""
         return step > 0 and step % self._every == 0
 
-    def save(self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], metric: float | None
+    ) -> None:
         """Saves in the background; returns when the arrays may be changed or donated.
 
-        A step that this run has saved or restored already is left as it is. Waits for the save
-        before.
+        A step that this run has saved or restored already is left as it is, its metric too. Waits
+        for the save before.
 
         Args:
           step: the number of finished steps.
           arrays: pytrees of jax or NumPy arrays by name, each restorable without the others. One
             without leaves is fine. PRNG keys are arrays too.
           meta: what JSON can hold; tuples come back as lists, keys as strings.
+          metric: what makes a step a best one, the lower the better: its validation loss. A step
+            with None (not validated), an infinite one or a NaN is never a best one.
 
         Raises:
           TypeError: a tree is a bare leaf, a leaf is no array, or meta is not JSON.
@@ -108,19 +123,22 @@ class Checkpointer:
         """
         if _META in arrays:
             raise ValueError(f"{_META!r} names the JSON part: call the arrays something else")
-        record = {"structure": {name: _structure(tree) for name, tree in arrays.items()}}
-        record[_META] = dict(meta)
+        structure = {name: _structure(tree) for name, tree in arrays.items()}
+        record: dict[str, Any] = {"structure": structure, _META: dict(meta)}
+        if metric is not None and math.isfinite(metric):
+            record["metric"] = float(metric)
         json.dumps(record)  # here, not in the background
         self.wait()
         manager = self._prepare()
         self._tip = step
         if step in manager.all_steps():
             return
+        self._metrics[step] = record["metric"] if "metric" in record else None
         items: dict[str, Any] = {
             # Orbax refuses an item without leaves; the structure remembers it.
             name: ocp.args.StandardSave(tree)
             for name, tree in arrays.items()
-            if record["structure"][name]
+            if structure[name]
         }
         items[_META] = ocp.args.JsonSave(record)
         # force: Orbax would otherwise apply a policy of its own, which saves whatever comes first.
@@ -137,7 +155,7 @@ class Checkpointer:
         Args:
           abstract: pytrees of jax.ShapeDtypeStruct (or arrays) with shardings, by name. What is
             not named is not read.
-          at_most: only steps up to this one count, for going back.
+          at_most: only steps up to this one count, for going back; to the step of `best`, say.
 
         Returns:
           The newest step whose files are sound, or None where there is no step at all.
@@ -161,7 +179,7 @@ class Checkpointer:
         self._refuse_if_any(at_most)
         return None
 
-    def read_meta(self) -> tuple[int, dict[str, Any]] | None:
+    def read_meta(self, *, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """The step and meta of the checkpoint that `restore` would take; reads no arrays.
 
         It checks the step's files, which `restore` then does not do again. Only damage that no
@@ -171,11 +189,26 @@ class Checkpointer:
           RuntimeError: there are steps and all are damaged.
         """
         self.wait()
-        for step in self._steps(None):
+        for step in self._steps(at_most):
             record = self._check(step)
             if record is not None:
                 return step, record[_META]
-        self._refuse_if_any(None)
+        self._refuse_if_any(at_most)
+        return None
+
+    def best(self) -> tuple[int, float] | None:
+        """The step of the lowest metric among the sound ones on disk, and the metric.
+
+        Of equal ones it is the newest. `restore` and `read_meta` take it with `at_most=step`, for
+        its files were checked here.
+
+        Returns:
+          None where no sound step has a metric; what was found damaged stands in `rejected`.
+        """
+        self.wait()
+        for step, metric in self._ranked(self._steps(None)):
+            if self._check(step) is not None:
+                return step, metric
         return None
 
     def wait(self) -> None:
@@ -213,14 +246,25 @@ class Checkpointer:
         self.rejected.append((step, reason))
         logging.warning("checkpoint %s is damaged: %s", self._directory / str(step), reason)
 
-    def _check(self, step: int) -> dict[str, Any] | None:
-        """The record of a step with sound files; None, and a word on it, for a damaged one."""
+    def _ranked(self, steps: list[int]) -> list[tuple[int, float]]:
+        """Those that have a metric, with it, the best first; not those known to be damaged."""
+        for step in steps:
+            if step not in self._metrics and (record := self._check(step, _META)) is not None:
+                self._metrics[step] = record["metric"]
+        metrics = ((s, self._metrics[s]) for s in steps if s in self._metrics)
+        known = [(s, m) for s, m in metrics if m is not None and s not in self._damaged]
+        return sorted(known, key=lambda pair: (pair[1], -pair[0]))
+
+    def _check(self, step: int, part: str = "") -> dict[str, Any] | None:
+        """The record of a step with sound files, all or only the item `part`; None, and a word on
+        it, for a damaged one.
+        """
         if step in self._damaged:
             return None
-        if step not in self._sound:
+        if (step, part) not in self._sound:
             reason = None
             if jax.process_index() == 0:
-                reason = _damage(self._directory / str(step))
+                reason = _damage(self._directory / str(step), part)
             if jax.process_count() > 1:
                 # One process reads all files and all do as it finds, or they would part ways.
                 sound = multihost_utils.broadcast_one_to_all(reason is None)
@@ -228,14 +272,17 @@ class Checkpointer:
             if reason is None:
                 try:
                     record = self._load(step, {_META: ocp.args.JsonRestore()})[_META]
-                    self._sound[step] = {key: record[key] for key in ("structure", _META)}
+                    metric = float(record["metric"]) if "metric" in record else None
+                    self._sound[step, part] = {
+                        "structure": record["structure"], _META: record[_META], "metric": metric
+                    }  # fmt: skip
                 except Exception as error:
                     reason = f"its meta cannot be read: {_short(error)}"
             if reason is not None:
                 if (self._directory / str(step)).exists():
                     self._reject(step, reason)
                 return None  # gone: the writer has deleted it, being one too many, as we looked
-        return self._sound[step]
+        return self._sound[step, part]
 
     def _read(self, step: int, abstract: dict[str, Any]) -> dict[str, Any] | None:
         """The arrays; None, and a word on it, where the step turns out damaged."""
@@ -275,15 +322,23 @@ class Checkpointer:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fp8jax.checkpoint: moved aside")
         for step in stale:  # the number may be saved anew
-            self._sound.pop(step, None)
+            self._sound.pop((step, ""), None)
+            self._sound.pop((step, _META), None)
+            self._metrics.pop(step, None)
             self._damaged.discard(step)
         if self._manager is None:
+            policies: list[Any] = [ocp.checkpoint_managers.LatestN(self._keep)]
+            if self._keep_best:
+                self._ranked(self._steps(None))  # reads what an earlier process has written
+                policies.append(_BestN(self._keep_best, self._ranked))
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+                preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
                 cleanup_tmp_directories=True,  # what a killed run left half written
             )
             self._manager = ocp.CheckpointManager(self._directory, options=options)
-        elif stale:
+        elif set(self._manager.all_steps()) != set(self._steps(None)):
+            # Stale steps are gone, or a save failed: Orbax forgot at once what that save would
+            # have deleted, and would never delete it.
             self._manager.reload()
         return self._manager
 
@@ -300,6 +355,22 @@ class Checkpointer:
             os.replace(written, path / _HASHES)
         except OSError as error:
             logging.warning("checkpoint %s stays without hashes: %s", path, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BestN:
+    """A preservation policy of Orbax's: the first n of the ranking stay.
+
+    Orbax's own BestN reads only metrics that Orbax wrote (see the module), keeps all steps without
+    one unless told otherwise, and lets a NaN spoil the order.
+    """
+
+    n: int
+    ranked: Callable[[list[int]], list[tuple[int, float]]]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        best = dict(self.ranked([info.step for info in checkpoints])[: self.n])
+        return [info.step in best for info in checkpoints]
 
 
 def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -386,13 +457,17 @@ def _hashes(path: Path, files: list[str]) -> dict[str, str]:
         return dict(zip(files, pool.map(sha256, files), strict=True))
 
 
-def _damage(path: Path) -> str | None:
-    """What the hashes of a step say against it; None where it is sound or has no hashes."""
+def _damage(path: Path, part: str) -> str | None:
+    """What the hashes of a step say against it; None where it is sound or has no hashes.
+
+    Looks at the files below `part`, "" for all.
+    """
     if not (path / _HASHES).exists():
         logging.info("checkpoint %s has no hashes: only Orbax checks it", path)
         return None
     try:
-        expected = json.loads((path / _HASHES).read_text())
+        listed = json.loads((path / _HASHES).read_text())
+        expected = {name: listed[name] for name in listed.keys() if name.startswith(part)}
         if missing := sorted(expected.keys() - set(_files(path))):
             return f"missing: {', '.join(missing)}"
         found = _hashes(path, sorted(expected))

@@ -75,15 +75,15 @@ def _assert_same(tree, expected):
     assert jax.tree.map(_bits, tree) == jax.tree.map(_bits, expected)
 
 
-def _open(directory, *, every=1, keep=10):
-    return Checkpointer(directory, every=every, keep=keep)
+def _open(directory, *, every=1, keep=10, keep_best=0):
+    return Checkpointer(directory, every=every, keep=keep, keep_best=keep_best)
 
 
 def _write(directory, steps, **options):
     """Saves the state of seed `step` at each step."""
     with _open(directory, **options) as out:
         for step in steps:
-            out.save(step, {"state": _state(step)}, {"at": step, "lr": 0.1})
+            out.save(step, {"state": _state(step)}, {"at": step, "lr": 0.1}, None)
 
 
 def _steps_of(directory):
@@ -96,7 +96,7 @@ def test_round_trip_onto_any_mesh(tmp_path, saved_on, restored_on):
     fp8 = {"h": jax.device_put(_fp8(3)["history"], _on(saved_on, P()))}
     meta = {"config": {"lr": 1 / 3, "mesh": (2, 4)}, "position": [1, 2**60], "note": None}
     with _open(tmp_path) as out:
-        out.save(7, {"state": state, "fp8": fp8}, meta)
+        out.save(7, {"state": state, "fp8": fp8}, meta, None)
     abstract = {"state": _like(state, restored_on), "fp8": _like(fp8, restored_on)}
     with _open(tmp_path) as read:
         restored = read.restore(abstract)
@@ -120,12 +120,12 @@ def test_nothing_there_is_none_and_makes_nothing(tmp_path):
 def test_only_some_items_and_empty_ones(tmp_path):
     state, fp8 = _state(), _fp8()
     with _open(tmp_path) as out:
-        out.save(1, {"state": state, "fp8": {}, "none": {"a": None}}, {})
+        out.save(1, {"state": state, "fp8": {}, "none": {"a": None}}, {}, None)
         restored = out.restore({"fp8": {}, "none": {"a": None}, "state": _like(state)})
         assert restored.arrays["fp8"] == {} and restored.arrays["none"] == {"a": None}
         _assert_same(restored.arrays["state"], state)
         assert out.restore({}).arrays == {}
-        out.save(2, {"state": state, "fp8": fp8}, {})
+        out.save(2, {"state": state, "fp8": fp8}, {}, None)
         assert list(out.restore({"fp8": fp8}).arrays) == ["fp8"]  # arrays do for abstract ones
 
 
@@ -134,20 +134,109 @@ def test_should_save_and_keep(tmp_path):
     assert [step for step in range(12) if out.should_save(step)] == [5, 10]
     with out:
         for step in (3, 5, 10, 11):  # the first and an odd last one are not Orbax's to decide
-            out.save(step, {"a": {"x": jnp.float32(step)}}, {})
+            out.save(step, {"a": {"x": jnp.float32(step)}}, {}, None)
     assert _steps_of(tmp_path) == [10, 11]
+
+
+def _tiny(step):
+    return {"a": {"x": jnp.float32(step)}}
+
+
+def _write_metrics(directory, metrics, **options):
+    """Saves a step with each metric."""
+    with _open(directory, **options) as out:
+        out.restore({})
+        for step, metric in metrics.items():
+            out.save(step, _tiny(step), {"at": step}, metric)
+
+
+def test_the_best_stay_among_later_and_worse_ones(tmp_path):
+    metrics = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5, 5: 4.0, 6: 5.0}
+    _write_metrics(tmp_path, metrics, keep=1, keep_best=2)
+    assert _steps_of(tmp_path) == [2, 4, 6]
+    with _open(tmp_path) as read:
+        assert read.best() == (2, 1.0)
+        assert read.read_meta() == (6, {"at": 6}) and read.read_meta(at_most=2) == (2, {"at": 2})
+        assert read.restore(_tiny(0)).arrays["a"]["x"] == 6  # a run goes on from the latest
+        assert read.restore(_tiny(0), at_most=2).arrays["a"]["x"] == 2
+
+
+def test_without_keep_best_only_the_latest_stay(tmp_path):
+    _write_metrics(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, keep=2)
+    assert _steps_of(tmp_path) == [3, 4]
+    with _open(tmp_path) as read:
+        assert read.best() == (3, 3.0)
+
+
+def test_a_step_without_a_finite_metric_is_never_a_best_one(tmp_path):
+    nan, inf = math.nan, math.inf
+    metrics = {1: None, 2: nan, 3: 2.0, 4: -inf, 5: 3.0, 6: None, 7: inf, 8: nan, 9: None}
+    _write_metrics(tmp_path, metrics, keep=2, keep_best=2)
+    assert _steps_of(tmp_path) == [3, 5, 8, 9]
+    with _open(tmp_path) as read:
+        assert read.best() == (3, 2.0)
+    _write_metrics(tmp_path / "none", {1: None, 2: nan, 3: None}, keep=1, keep_best=2)
+    assert _steps_of(tmp_path / "none") == [3]
+    with _open(tmp_path / "none") as read:
+        assert read.best() is None and read.rejected == []
+    with _open(tmp_path / "nothing") as read:
+        assert read.best() is None
+
+
+def test_of_equal_metrics_the_newest_is_best(tmp_path):
+    _write_metrics(tmp_path, {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}, keep=1, keep_best=1)
+    assert _steps_of(tmp_path) == [2, 4]
+
+
+def test_another_process_keeps_the_best_and_goes_on_from_the_latest(tmp_path):
+    _write_metrics(tmp_path, {1: 0.1 + 0.2, 2: 2.0, 3: None}, keep=1, keep_best=1)
+    for step in (4, 5):
+        with _open(tmp_path, keep=1, keep_best=1) as out:
+            assert out.restore(_tiny(0)).step == step - 1
+            out.save(step, _tiny(step), {}, float(step))
+        assert _steps_of(tmp_path) == [1, step]
+    _write_metrics(tmp_path, {6: 0.3}, keep=1, keep_best=1)  # 0.1 + 0.2 was more, to the bit
+    assert _steps_of(tmp_path) == [6]
+
+
+def test_going_back_keeps_the_best_before(tmp_path):
+    metrics = {1: 4.0, 2: 1.0, 3: 3.0, 4: 0.5}
+    with _open(tmp_path, keep=2, keep_best=2) as out:
+        for step, metric in metrics.items():
+            out.save(step, _tiny(step), {}, metric)
+        assert out.best() == (4, 0.5)
+        assert out.restore(_tiny(0), at_most=3).step == 3
+        out.save(4, _tiny(4), {}, 9.0)  # what step 4 was before no longer counts
+        assert out.best() == (2, 1.0)
+        for step in (5, 6):
+            out.save(step, _tiny(step), {}, 8.0)
+        assert out.best() == (2, 1.0)
+    assert _steps_of(tmp_path) == [2, 3, 5, 6] and (tmp_path / "abandoned-4").is_dir()
+
+
+@pytest.mark.parametrize("part", ["a", "meta"])
+def test_a_damaged_best_is_said_and_the_next_one_taken(tmp_path, part):
+    _write_metrics(tmp_path, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}, keep=1, keep_best=3)
+    _flip(max(_files_of(tmp_path / "1" / part), key=lambda p: p.stat().st_size))
+    with _open(tmp_path, keep=1, keep_best=3) as out:
+        assert out.restore(_tiny(0)).step == 4 and out.rejected == []
+        assert out.best() == (2, 2.0)
+        ((step, reason),) = out.rejected
+        assert step == 1 and f"changed since it was saved: {part}/" in reason
+        out.save(5, _tiny(5), {}, 5.0)  # takes the place of no sound one
+    assert _steps_of(tmp_path) == [2, 3, 4, 5]
 
 
 def test_the_same_step_twice_is_harmless(tmp_path):
     one, two = {"a": {"x": jnp.float32(1)}}, {"a": {"x": jnp.float32(2)}}
     with _open(tmp_path) as out:
-        out.save(4, one, {"first": True})
-        out.save(4, two, {"first": False})  # while the first is being written
+        out.save(4, one, {"first": True}, None)
+        out.save(4, two, {"first": False}, None)  # while the first is being written
         out.wait()
-        out.save(4, two, {"first": False})
+        out.save(4, two, {"first": False}, None)
     with _open(tmp_path) as again:
         assert again.restore(two).meta == {"first": True}
-        again.save(4, two, {"first": False})  # SIGTERM right after a resume
+        again.save(4, two, {"first": False}, None)  # SIGTERM right after a resume
         restored = again.restore(two)
     assert restored.meta == {"first": True} and restored.arrays["a"]["x"] == 1
 
@@ -158,7 +247,7 @@ def test_arrays_may_be_donated_or_changed_once_save_returns(tmp_path):
     n = np.zeros(1000, np.float32)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     with _open(tmp_path) as out:
-        out.save(1, {"x": {"x": x, "n": n}}, {})
+        out.save(1, {"x": {"x": x, "n": n}}, {}, None)
         n += 1
         for _ in range(3):
             x = step(x)
@@ -212,7 +301,7 @@ _READ_EACH = """
 import sys, jax, jax.numpy as jnp
 from fp8jax.checkpoint import Checkpointer
 for directory in sys.argv[1:]:
-    with Checkpointer(directory, every=1, keep=1) as read:
+    with Checkpointer(directory, every=1, keep=1, keep_best=0) as read:
         restored = read.restore({"state": {"x": jnp.zeros((64, 64))}})
     same = (restored.arrays["state"]["x"] == restored.step).all() and restored.meta == {"at": 1}
     print(restored.step, same, [step for step, _ in read.rejected])
@@ -222,7 +311,7 @@ for directory in sys.argv[1:]:
 def test_without_hashes_what_orbax_notices_falls_back_too(tmp_path):
     with _open(tmp_path / "good") as out:
         for step in (1, 2):
-            out.save(step, {"state": {"x": jnp.full((64, 64), float(step))}}, {"at": 1})
+            out.save(step, {"state": {"x": jnp.full((64, 64), float(step))}}, {"at": 1}, None)
     (tmp_path / "good" / "2" / "sha256.json").unlink()
     harms = [
         ("meta/metadata", os.remove),
@@ -266,7 +355,7 @@ def test_a_rejected_step_can_be_saved_again(tmp_path):
     with _open(tmp_path) as out:
         assert out.restore({"state": _like(_state())}).step == 1
         for step in (2, 3):
-            out.save(step, {"state": _state(10 + step)}, {})
+            out.save(step, {"state": _state(10 + step)}, {}, None)
         assert out.restore({"state": _like(_state())}).step == 3
     assert [step for step, _ in out.rejected] == [3, 2]
     assert (tmp_path / "corrupt-2").is_dir() and (tmp_path / "corrupt-3").is_dir()
@@ -291,15 +380,15 @@ def test_all_damaged_raises_with_the_list(tmp_path):
 def test_going_back_abandons_what_came_after(tmp_path):
     with _open(tmp_path) as out:
         for step in (1, 2, 3):
-            out.save(step, {"state": _state(step)}, {"line": "old"})
+            out.save(step, {"state": _state(step)}, {"line": "old"}, None)
         assert out.restore({"state": _like(_state())}, at_most=2).step == 2
-        out.save(3, {"state": _state(33)}, {"line": "new"})
+        out.save(3, {"state": _state(33)}, {"line": "new"}, None)
         restored = out.restore({"state": _like(_state())})
         assert out.restore({}, at_most=0) is None
     _assert_same(restored.arrays["state"], _state(33))
     assert restored.meta == {"line": "new"} and out.rejected == []
     with _open(tmp_path) as fresh:  # a run that never asked begins its own line
-        fresh.save(1, {"state": _state(5)}, {"line": "fresh"})
+        fresh.save(1, {"state": _state(5)}, {"line": "fresh"}, None)
     assert _steps_of(tmp_path) == [1]
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {"1", "abandoned-1", "abandoned-2", "abandoned-3"}
@@ -330,17 +419,19 @@ def test_another_model_is_an_error_that_says_what_differs(tmp_path):
 def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(ValueError, match="every=0 and keep=1"):
         _open(tmp_path, every=0, keep=1)
+    with pytest.raises(ValueError, match="keep_best=-1 must be at least 0"):
+        _open(tmp_path, keep_best=-1)
     with pytest.raises(ValueError, match="is a URL"):
         _open("gs://bucket/run")
     with _open(tmp_path) as out:
         with pytest.raises(TypeError, match="a/b is no array: 3"):
-            out.save(1, {"state": {"a": {"b": 3}}}, {})
+            out.save(1, {"state": {"a": {"b": 3}}}, {}, None)
         with pytest.raises(TypeError, match="not JSON serializable"):
-            out.save(1, {"state": {"a": jnp.ones(2)}}, {"x": object()})
+            out.save(1, {"state": {"a": jnp.ones(2)}}, {"x": object()}, None)
         with pytest.raises(ValueError, match="names the JSON part"):
-            out.save(1, {"meta": {"a": jnp.ones(2)}}, {})
+            out.save(1, {"meta": {"a": jnp.ones(2)}}, {}, None)
         with pytest.raises(TypeError, match="no bare leaf"):
-            out.save(1, {"state": jnp.ones(2)}, {})
+            out.save(1, {"state": jnp.ones(2)}, {}, None)
         with pytest.raises(ValueError, match="has no sharding"):
             out.restore({"state": jax.ShapeDtypeStruct((2,), jnp.float32)})
     assert not list(tmp_path.iterdir())
@@ -360,32 +451,48 @@ def test_a_full_disk_is_said_and_costs_that_save_only(tmp_path, small_files_only
     small = {"a": {"x": jnp.ones(3)}}
     bits = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)  # 4 MiB
     out = _open(tmp_path)
-    out.save(1, small, {})
-    out.save(2, {"a": {"x": jnp.asarray(bits)}}, {})
+    out.save(1, small, {}, None)
+    out.save(2, {"a": {"x": jnp.asarray(bits)}}, {}, None)
     with pytest.raises(Exception, match="File too large"):
-        {"wait": out.wait, "save": lambda: out.save(3, small, {}), "close": out.close}[said_by]()
+        {"wait": out.wait, "save": lambda: out.save(3, small, {}, None), "close": out.close}[
+            said_by
+        ]()
     small_files_only()
     with _open(tmp_path) as read:
         assert read.restore(small).step == 1 and read.rejected == []
     if said_by == "wait":  # with room again the run may go on
-        out.save(3, small, {})
+        out.save(3, small, {}, None)
     out.close()
     assert _steps_of(tmp_path) == ([1, 3] if said_by == "wait" else [1])
+
+
+def test_a_failed_save_displaces_no_best_one(tmp_path, small_files_only):
+    bits = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)  # 4 MiB
+    with _open(tmp_path, keep=1, keep_best=1) as out:
+        for step in (1, 2):
+            out.save(step, _tiny(step), {}, float(step))
+        out.save(3, {"a": {"x": jnp.asarray(bits)}}, {}, 0.5)
+        with pytest.raises(Exception, match="File too large"):
+            out.wait()
+        small_files_only()
+        assert _steps_of(tmp_path) == [1, 2] and out.best() == (1, 1.0)
+        out.save(4, _tiny(4), {}, 4.0)
+    assert _steps_of(tmp_path) == [1, 4]
 
 
 _KILLED = """
 import os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from fp8jax.checkpoint import Checkpointer
-out = Checkpointer(sys.argv[1], every=1, keep=3)
-out.save(1, {"state": {"x": jnp.arange(8.0)}}, {"at": 1})
+out = Checkpointer(sys.argv[1], every=1, keep=3, keep_best=0)
+out.save(1, {"state": {"x": jnp.arange(8.0)}}, {"at": 1}, None)
 out.wait()
 big = np.random.default_rng(0).integers(0, 255, 2**26, np.uint8)
 def die():  # the arrays are being written
     while not any(".orbax-checkpoint-tmp" in name for name in os.listdir(sys.argv[1])): pass
     os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=die).start()
-out.save(2, {"state": {"x": jnp.asarray(big)}}, {"at": 2})
+out.save(2, {"state": {"x": jnp.asarray(big)}}, {"at": 2}, None)
 out.wait()
 """
 
@@ -402,7 +509,7 @@ def test_a_kill_during_a_save_costs_that_save_only(tmp_path):
         assert restored.meta == {"at": 1} and out.rejected == []
         np.testing.assert_array_equal(restored.arrays["state"]["x"], np.arange(8.0))
         assert len(list(tmp_path.iterdir())) == 2  # a reader may be another process: no cleaning
-        out.save(2, {"state": {"x": jnp.ones(8)}}, {"at": 2})
+        out.save(2, {"state": {"x": jnp.ones(8)}}, {"at": 2}, None)
     assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
 
 

@@ -1,34 +1,32 @@
-"""Text to rows to batches: every token once, the same order every time, every bad input refused.
+"""Streams to rows to batches: every token once, exact mixtures, the same order every time.
 
 `write_generated_text` is for other tests too: they need text, and the library has none to give.
 """
 
 import itertools
 import json
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fp8jax import data as data_lib
+from fp8jax.corpus import TokenStream
 from fp8jax.data import (
-    MIN_DOCUMENT_BYTES,
+    Mixture,
     PackedRows,
-    TokenStream,
+    Position,
     build_corpus,
-    parse_sources,
     train_batches,
     valid_batches,
 )
+from fp8jax.sources import SOURCES
 from fp8jax.text import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -82,7 +80,7 @@ def assert_rows_equal(left, right):
 
 def test_packing_by_hand():
     a, b, c = b"abc"
-    rows = PackedRows([stream_of(["ab", "c"])], seq_len=4)
+    rows = PackedRows(stream_of(["ab", "c"]), seq_len=4)
     assert len(rows) == 2
     expected = [
         {
@@ -107,7 +105,7 @@ def test_packing_by_hand():
 
 def test_a_document_cut_by_a_row_starts_again_at_position_zero():
     a, b, c, d = b"abcd"
-    rows = PackedRows([stream_of(["abcd", "ab"])], seq_len=3)
+    rows = PackedRows(stream_of(["abcd", "ab"]), seq_len=3)
     # ^abc|d$^ab$: row 1 begins in mid-document, and its first target weighs 1 all the same.
     assert rows[1]["tokens"].tolist() == [c, d, EOS]
     assert rows[1]["targets"].tolist() == [d, EOS, BOS]
@@ -124,7 +122,7 @@ def test_every_token_and_every_step_exactly_once(seq_len):
     texts = ["".join(rng.choices("xyz", k=rng.randint(1, 40))) for _ in range(30)]
     stream = stream_of(texts)
     total = len(stream.tokens)
-    rows = list(PackedRows([stream], seq_len=seq_len))
+    rows = list(PackedRows(stream, seq_len=seq_len))
     assert len(rows) == max(1, -(-(total - 1) // seq_len))
 
     inputs = np.concatenate([row["tokens"][row["segments"] > 0] for row in rows])
@@ -146,7 +144,7 @@ def test_every_token_and_every_step_exactly_once(seq_len):
 
 @pytest.mark.parametrize("seq_len", [1, 4, 31, 300])
 def test_invariants_of_a_row(seq_len):
-    rows = list(PackedRows([stream_of(generated_text(documents=20))], seq_len=seq_len))
+    rows = list(PackedRows(stream_of(generated_text(documents=20)), seq_len=seq_len))
     for number, row in enumerate(rows):
         tokens, segments, positions = row["tokens"], row["segments"], row["positions"]
         assert all(value.shape == (seq_len,) for value in row.values())
@@ -167,13 +165,8 @@ def test_invariants_of_a_row(seq_len):
             assert not value[used:].any()
 
 
-def test_streams_never_share_a_row():
-    first, second = stream_of(["abc"]), stream_of(["de", "f"])
-    rows = PackedRows([first, second], seq_len=4)
-    alone = [*PackedRows([first], seq_len=4), *PackedRows([second], seq_len=4)]
-    assert len(rows) == len(alone)
-    for left, right in zip(rows, alone, strict=True):
-        assert_rows_equal(left, right)
+def test_rows_out_of_range():
+    rows = PackedRows(stream_of(["abc", "de"]), seq_len=4)
     for index in (-1, len(rows)):
         with pytest.raises(IndexError, match=f"row {index} of {len(rows)}"):
             rows[index]
@@ -181,7 +174,7 @@ def test_streams_never_share_a_row():
 
 def test_seq_len_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="seq_len must be at least 1, got 0"):
-        PackedRows([stream_of(["abc"])], seq_len=0)
+        PackedRows(stream_of(["abc"]), seq_len=0)
     with pytest.raises(ValueError, match="seq_len must be at least 1, got -1"):
         build(write_generated_text(tmp_path), tmp_path, seq_len=-1)
 
@@ -195,328 +188,58 @@ def build(data: str, cache: Path, *, seq_len=32, valid_fraction=0.2, tokenizer=B
     )
 
 
-def documents_of(rows: PackedRows) -> list[str]:
-    """The documents back from the rows."""
-    inputs = np.concatenate([row["tokens"][row["segments"] > 0] for row in rows])
-    begins = np.flatnonzero(inputs == BOS)
-    return [BYTES.decode(part) for part in np.split(inputs, begins[1:])]
+def test_sources_never_share_a_row(tmp_path):
+    specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
+    both, *alone = (build(spec, tmp_path) for spec in (", ".join(specs), *specs))
+    assert list(both.valid) == list(both.train.rows) == ["jsonl-generated-1", "jsonl-generated-2"]
+    assert len(both.train) == sum(len(corpus.train) for corpus in alone)
+    for corpus in alone:
+        (name,) = corpus.valid
+        for rows, single in (
+            (both.train.rows[name], corpus.train.rows[name]),
+            (both.valid[name], corpus.valid[name]),
+        ):
+            for left, right in zip(rows, single, strict=True):
+                assert_rows_equal(left, right)
 
 
-def test_all_documents_arrive_once_in_order(tmp_path):
-    texts = generated_text(documents=100)
-    corpus = build(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path)
-    (valid,) = corpus.valid.values()
-    train, valid = documents_of(corpus.train), documents_of(valid)
-    assert sorted(train + valid) == sorted(texts)
-    assert train == [text for text in texts if text in train]
-    assert valid == [text for text in texts if text in valid]
-    (stats,) = corpus.stats
-    assert stats.documents == {"train": len(train), "valid": len(valid)}
-    assert stats.bytes == {"train": len("".join(train)), "valid": len("".join(valid))}
-    assert stats.tokens["train"] == stats.bytes["train"] + 2 * len(train)
-    assert 5 < len(valid) < 40  # a fifth of a hundred, give or take
-
-
-def test_adding_a_document_moves_no_other(tmp_path):
-    texts = generated_text(documents=60)
-    before = build(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path)
-    more = ["A new first document.", *texts[:30], "Another one in between.", *texts[30:]]
-    after = build(write_jsonl(tmp_path / "a.jsonl", more), tmp_path)
-    for split in ("train", "valid"):
-        old, new = (
-            documents_of(c.train if split == "train" else c.valid["jsonl-a"])
-            for c in (before, after)
-        )
-        assert old == [text for text in new if text in texts]
-
-
-def test_duplicates_stay_on_one_side(tmp_path):
-    texts = generated_text(documents=40) * 2
-    corpus = build(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path)
-    assert not set(documents_of(corpus.train)) & set(documents_of(corpus.valid["jsonl-a"]))
-
-
-def test_several_sources(tmp_path):
-    first = write_generated_text(tmp_path, seed=1)
-    for number, text in enumerate(generated_text(documents=50, seed=2)):
-        (tmp_path / f"{number:03}.txt").write_text(text)
-    corpus = build(f"{first}, notes=text:{tmp_path}/*.txt", tmp_path)
-    assert list(corpus.valid) == ["jsonl-generated-1", "notes"]
-    alone = [build(first, tmp_path), build(f"notes=text:{tmp_path}/*.txt", tmp_path)]
-    rows = itertools.chain(*(corpus.train for corpus in alone))
-    for left, right in zip(corpus.train, rows, strict=True):
-        assert_rows_equal(left, right)
-    for name, single in zip(corpus.valid, alone, strict=True):
-        assert documents_of(corpus.valid[name]) == documents_of(single.valid[name])
-    assert len({corpus.fingerprint, alone[0].fingerprint, alone[1].fingerprint}) == 3
+def test_summary(tmp_path):
+    specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
+    corpus = build(f"a=0.75*{specs[0]}, b=0.25*{specs[1]}", tmp_path)
+    assert corpus.train.schedule == {"a": 3, "b": 1}
     table = corpus.summary()
     for stats in corpus.stats:
         assert f"{stats.tokens['train']:,}" in table
-    assert "skipped 0 of 50 files (not UTF-8) and 0 documents under 16 bytes" in table
+    assert "  75.00%" in table and "  25.00%" in table
+    assert "skipped 0 of 1 files (not UTF-8) and 0 documents under 16 bytes" in table
 
 
-def test_line_ends_and_separators_are_text(tmp_path):
-    texts = [
-        "one\u2028two\r\nthree\u0085four",
-        "second document \x1e here",
-        "third one, plain text",
-    ]
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(("\r\n \n" + "\r\n\n".join(lines)).encode())  # blank lines, none at the end
-    with path.open("rb") as file:
-        assert list(data_lib.SOURCES["jsonl"].documents(file)) == texts
-    path.write_bytes(texts[0].encode())
-    with path.open("rb") as file:
-        assert list(data_lib.SOURCES["text"].documents(file)) == texts[:1]
-
-
-def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
-    class Wide(ByteTokenizer):
-        fingerprint = "wide"
-
-        def __init__(self):
-            for name, value in {"vocab_size": 70_000, "bos": 69_998, "eos": 69_999}.items():
-                object.__setattr__(self, name, value)
-
-        def encode(self, text):
-            return super().encode(text) + 69_000
-
-    wide = Wide()
-    spec = write_generated_text(tmp_path)
-    row = build(spec, tmp_path, tokenizer=wide).train[0]
-    narrow = build(spec, tmp_path).train[0]
-    text = narrow["tokens"] < 256
-    np.testing.assert_array_equal(row["tokens"][text], narrow["tokens"][text] + 69_000)
-    assert row["tokens"][0] == 69_998
-
-
-def test_python_stdlib():
-    (source,) = parse_sources("python_stdlib")
-    root = Path(sysconfig.get_path("stdlib"))
-    relative = [path.relative_to(root) for path in source.files]
-    assert source.name == "python_stdlib"
-    assert sum(path.stat().st_size for path in source.files) > 5e6
-    assert relative == sorted(relative, key=Path.as_posix)
-    assert {Path("ast.py"), Path("json/decoder.py"), Path("unittest/mock.py")} <= set(relative)
-    folders = {part for path in relative for part in path.parts[:-1]}
-    assert not folders & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
-
-
-def test_python_stdlib_builds(tmp_path, capsys):
-    corpus = build("python_stdlib", tmp_path, seq_len=512, valid_fraction=0.05)
-    assert corpus.stats[0].bytes["train"] > 5e6
-    assert "import " in documents_of(corpus.valid["python_stdlib"])[0]
-    assert capsys.readouterr().err == ""  # no progress bar where stderr is no terminal
-
-
-# The cache.
-
-
-class CountingTokenizer(ByteTokenizer):
-    """Counts calls, and does `hook(call number)` before each."""
-
-    def __init__(self, hook=lambda call: None):
-        super().__init__()
-        object.__setattr__(self, "calls", 0)
-        object.__setattr__(self, "hook", hook)
-
-    def encode(self, text):
-        object.__setattr__(self, "calls", self.calls + 1)
-        self.hook(self.calls)
-        return super().encode(text)
-
-
-def rebuilds(data: str, cache: Path, **options) -> bool:
-    """Whether building tokenises anything; checks that the result is right either way."""
-    counting = CountingTokenizer()
-    corpus = build(data, cache, tokenizer=counting, **options)
-    fresh = cache / "fresh"
-    for left, right in zip(corpus.train, build(data, fresh, **options).train, strict=True):
-        assert_rows_equal(left, right)
-    shutil.rmtree(fresh)
-    return counting.calls > 0
-
-
-def test_cache_is_used(tmp_path):
-    spec = write_generated_text(tmp_path)
-    assert rebuilds(spec, tmp_path)
-    assert not rebuilds(spec, tmp_path)
-    assert not rebuilds(spec, tmp_path, seq_len=7)  # streams do not depend on it
-    assert rebuilds(spec, tmp_path, valid_fraction=0.3)
-    assert rebuilds(f"other={spec}", tmp_path)
-
-
-def test_cache_of_a_corpus_that_moved_is_used(tmp_path):
-    before = build(write_generated_text(tmp_path), tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    moved = f"jsonl:{shutil.move(tmp_path / 'generated-0.jsonl', tmp_path / 'elsewhere')}"
-    assert not rebuilds(moved, tmp_path)
-    assert build(moved, tmp_path).fingerprint == before.fingerprint
-
-
-def test_an_edit_in_place_is_noticed(tmp_path):
-    spec = write_generated_text(tmp_path)
-    before = build(spec, tmp_path)
-    path = tmp_path / "generated-0.jsonl"
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b".", b"!", 1))  # same size
-    os.utime(path, ns=times)  # and the same date
-    assert rebuilds(spec, tmp_path)
-    assert build(spec, tmp_path).fingerprint != before.fingerprint
-    path.write_bytes(content)
-    assert not rebuilds(spec, tmp_path)  # the old streams are still there
-
-
-def truncate(path: Path):
-    os.truncate(path, path.stat().st_size - 2)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "damage"),
-    [
-        ("*.train.tokens", truncate),
-        ("*.valid.starts", truncate),
-        ("*.train.starts", Path.unlink),
-        ("manifest.json", Path.unlink),
-        ("manifest.json", truncate),
-        ("manifest.json", lambda path: path.write_text("{}")),
-        ("manifest.json", lambda path: path.write_text("[]")),
-        (".", lambda path: shutil.rmtree(path) or path.write_text("a file, not a folder")),
-    ],
-)
-def test_a_damaged_cache_is_rebuilt(tmp_path, caplog, pattern, damage):
-    spec = write_generated_text(tmp_path, documents=60)
-    build(spec, tmp_path)
-    (folder,) = (tmp_path / "cache").iterdir()
-    damage(folder if pattern == "." else next(folder.glob(pattern)))
-    assert rebuilds(spec, tmp_path)
-    assert "is damaged and will be rebuilt" in caplog.text
-    assert not rebuilds(spec, tmp_path)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
-
-
-def test_an_interrupted_build_leaves_nothing(tmp_path):
-    spec = write_generated_text(tmp_path)
-
-    def interrupt(call):
-        if call == 50:
-            assert len(list((tmp_path / "cache").iterdir())) == 1  # the scratch folder
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build(spec, tmp_path, tokenizer=CountingTokenizer(interrupt))
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert rebuilds(spec, tmp_path)
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_two_builds_at_once(tmp_path, damaged):
-    spec = write_generated_text(tmp_path)
-
-    def build_meanwhile(call):
-        if call == 50:
-            build(spec, tmp_path)
-            if damaged:
-                truncate(next((tmp_path / "cache").glob("*/*.tokens")))
-
-    corpus = build(spec, tmp_path, tokenizer=CountingTokenizer(build_meanwhile))
-    assert not rebuilds(spec, tmp_path)
-    assert len(documents_of(corpus.train)) == corpus.stats[0].documents["train"]
+def test_weights_leave_the_fingerprint_alone(tmp_path):
+    specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
+    data = ["{},{}", "2*{},1*{}", "0.1*{},0.9*{}"]
+    corpora = [build(spec.format(*specs), tmp_path) for spec in data]
+    assert len({corpus.fingerprint for corpus in corpora}) == 1
+    assert len({tuple(corpus.train.schedule.values()) for corpus in corpora}) == 3
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-# What is refused or skipped.
+def test_a_new_kind_of_source_gives_rows(tmp_path, monkeypatch):
+    class Squares:
+        label, reads = "", ()
 
+        def files(self):
+            return []
 
-def test_names_of_sources(tmp_path):
-    for name in ("books-1.jsonl", "books-2.jsonl", "été.jsonl"):
-        (tmp_path / name).write_text("")
+        def documents(self, tally):
+            return (" ".join(str(i * j) for j in range(20)) for i in range(200))
 
-    def names(data):
-        return [source.name for source in parse_sources(data.replace("DIR", str(tmp_path)))]
-
-    assert names("jsonl:DIR/books-*.jsonl") == ["jsonl-books"]
-    assert names("jsonl:DIR/*.jsonl,python_stdlib") == ["jsonl", "python_stdlib"]
-    assert names("text:DIR/books-1.jsonl, b.2=text:DIR/books-2.*") == ["text-books-1", "b.2"]
-    (tmp_path / "k=v").mkdir()
-    (tmp_path / "k=v" / "été.txt").write_text("")
-    assert names("text:DIR/k=v/été.txt") == ["text-t"]  # an "=" of the glob names nothing
-    assert names("text:DIR/**/*.txt,x=text:DIR/**/**/*.txt") == ["text", "x"]
-    (source,) = parse_sources(f"text:{tmp_path}/**/**/*.txt")
-    assert len(source.files) == 1  # that such a glob finds twice
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ("jsnol:DIR/a.txt", "unknown source 'jsnol'; did you mean 'jsonl'"),
-        ("x=python_stdlb", "unknown source 'python_stdlb'; did you mean 'python_stdlib'"),
-        ("", "unknown source ''. There are: python_stdlib, text, jsonl"),
-        ("text:DIR/a.txt,", "unknown source ''"),
-        ("text:DIR/none-*.txt", r"no file matches '.*none-\*\.txt'"),
-        ("text:DIR", "no file matches"),
-        ("text", "no file matches '', the argument of the source 'text'"),
-        ("jsonl:", "no file matches ''"),
-        ("python_stdlib:3.11", "takes no argument, got '3.11'"),
-        ("text:DIR/a.txt,text:DIR/a.*", "two sources are called {'text-a'}"),
-        ("x=text:DIR/a.txt,x=python_stdlib", "two sources are called {'x'}.*NAME=text:GLOB"),
-        ("../x=text:DIR/a.txt", "source name '../x'"),
-        ("=text:DIR/a.txt", "source name ''"),
-        ("a b=text:DIR/a.txt", "source name 'a b'"),
-    ],
-)
-def test_bad_specs(tmp_path, data, message):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match=message):
-        parse_sources(data.replace("DIR", str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"text": "no end',
-        "not json",
-        '{"txt": "another key"}',
-        '{"text": 3}',
-        '{"text": null}',
-        '["text"]',
-        '"text"',
-        "3",
-        r'{"text": "a lone surrogate: \ud800"}',
-        '{"text": "two on"} {"text": "one line"}',
-    ],
-)
-def test_a_bad_line_of_json_is_named(tmp_path, line):
-    good = json.dumps({"text": "a document that is fine"})
-    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
-    with pytest.raises(ValueError, match=r'a\.jsonl, line 3: expected {"text": "…"}, got '):
-        build(f"jsonl:{tmp_path}/a.jsonl", tmp_path)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_files_that_are_not_utf8_are_skipped_and_named(tmp_path, caplog):
-    for number, text in enumerate(generated_text(documents=40)):
-        (tmp_path / f"{number:02}.txt").write_text(text)
-    wanted = build(f"x=text:{tmp_path}/*.txt", tmp_path)
-    (tmp_path / "latin.txt").write_bytes("é, and enough text beyond it".encode("latin-1"))
-    (tmp_path / "cut.txt").write_bytes(b"ends in mid-character, at \xc3")
-    (tmp_path / "short-1.txt").write_text("x" * (MIN_DOCUMENT_BYTES - 1))
-    (tmp_path / "short-2.txt").write_text("")
-    corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path)
-    (stats,) = corpus.stats
-    assert (stats.files, stats.not_utf8, stats.too_short) == (44, 2, 2)
-    assert "latin.txt: it is not UTF-8" in caplog.text and "cut.txt" in caplog.text
-    assert documents_of(corpus.train) == documents_of(wanted.train)
-
-
-def test_utf8_is_checked_across_pieces(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"x" * (2**20 - 1) + "é".encode())
-    assert data_lib._is_utf8(path)
-    path.write_bytes(b"x" * (2**20 - 1) + b"\xc3x")
-    assert not data_lib._is_utf8(path)
+    monkeypatch.setitem(SOURCES, "squares", lambda argument: Squares())
+    corpus = build(f"3*squares, 1*{write_generated_text(tmp_path)}", tmp_path)
+    batches = train_batches(corpus.train, seed=0, batch_size=8)
+    batch = next(batches)
+    batches.close()
+    digits = np.isin(batch["tokens"], [BOS, EOS, *b"0123456789 "]).all(axis=1)
+    assert digits.sum() == 6
 
 
 def test_nothing_left(tmp_path):
@@ -545,12 +268,6 @@ def test_splits_too_small(tmp_path):
         build(spec, tmp_path, seq_len=fits + 1)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 5.0, float("nan")])
-def test_bad_fractions(tmp_path, fraction):
-    with pytest.raises(ValueError, match=f"between 0 and 1, got {fraction}"):
-        build(write_generated_text(tmp_path), tmp_path, valid_fraction=fraction)
-
-
 # Batches.
 
 
@@ -561,9 +278,14 @@ def numbered(count: int) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def take(rows, count: int, **options) -> list[int]:
-    """The numbers of the rows in the first `count` training batches."""
-    batches = train_batches(rows, **options)
+MIXTURE = Mixture({"numbered": numbered(10)})
+
+
+def take(rows, count: int, *, start_row: int = 0, **options) -> list[int]:
+    """The numbers of the rows in the first `count` training batches from a position on."""
+    mixture = Mixture({"numbered": rows})
+    position = mixture.start().advanced(start_row)
+    batches = train_batches(mixture, position=position, **options)
     numbers = [batch["tokens"][:, 0].tolist() for batch in itertools.islice(batches, count)]
     batches.close()
     return sum(numbers, [])
@@ -617,8 +339,9 @@ def test_order_depends_on_the_position_only(order, batch_size, start_row, proces
 def test_batches_of_a_corpus_resume(tmp_path):
     corpus = build(write_generated_text(tmp_path), tmp_path)
     whole = train_batches(corpus.train, seed=0, batch_size=6)
+    position = corpus.train.start().advanced(6 * 20)
     first = list(itertools.islice(whole, 50))
-    resumed = train_batches(corpus.train, seed=0, batch_size=6, start_row=6 * 20)
+    resumed = train_batches(corpus.train, seed=0, batch_size=6, position=position)
     for left, right in zip(first[20:], resumed, strict=False):
         assert_rows_equal(left, right)
     assert {key: value.shape for key, value in first[0].items()} == dict.fromkeys(
@@ -635,7 +358,7 @@ def prefetching() -> list[threading.Thread]:
 @pytest.mark.parametrize("end", ["close", "drop", "unused"])
 def test_threads_end(end):
     before = set(prefetching())
-    batches = train_batches(numbered(10), seed=0, batch_size=2)
+    batches = train_batches(MIXTURE, seed=0, batch_size=2)
     if end != "unused":
         next(batches)
         assert set(prefetching()) - before
@@ -651,8 +374,8 @@ def test_threads_end(end):
 
 def test_ctrl_c_ends_the_program():
     program = """
-from tests.data_test import numbered, train_batches
-batches = train_batches(numbered(10), seed=0, batch_size=2)
+from tests.data_test import MIXTURE, train_batches
+batches = train_batches(MIXTURE, seed=0, batch_size=2)
 print(next(batches)["tokens"].shape, flush=True)
 for batch in batches:
     pass
@@ -712,20 +435,251 @@ def test_valid_batches_may_be_fewer():
 )
 def test_bad_batches(options, message):
     with pytest.raises(ValueError, match=message):
-        train_batches(numbered(10), seed=0, **options)
+        train_batches(MIXTURE, seed=0, **options)
     with pytest.raises(ValueError, match=message):
         valid_batches(numbered(10), **options)
 
 
 def test_bad_training_batches():
-    with pytest.raises(ValueError, match="start_row must not be negative, got -1"):
-        train_batches(numbered(10), seed=0, batch_size=2, start_row=-1)
+    with pytest.raises(ValueError, match="rows must not be negative, got -1"):
+        MIXTURE.start().advanced(-1)
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\^32\), got {seed}"):
-            train_batches(numbered(10), seed=seed, batch_size=2)
-    for batches in (
-        lambda: train_batches([], seed=0, batch_size=2),
-        lambda: valid_batches([], batch_size=2),
+            train_batches(MIXTURE, seed=seed, batch_size=2)
+    with pytest.raises(ValueError, match="no rows to batch"):
+        valid_batches([], batch_size=2)
+
+
+# Mixtures.
+
+
+def mixture_of(*weights: str, rows: tuple[int, ...] = (70, 110, 50)) -> Mixture:
+    """Sources a, b, …; their rows say (source, row). (Grain is slow where there are few.)"""
+    names = "abcdefgh"[: len(rows)]
+    sources = {
+        name: [{"tokens": np.array([number, i], np.int32)} for i in range(count)]
+        for number, (name, count) in enumerate(zip(names, rows, strict=True))
+    }
+    if not weights:
+        return Mixture(sources)
+    sources = dict(itertools.islice(sources.items(), len(weights)))
+    return Mixture(sources, dict(zip(sources, map(Fraction, weights), strict=True)))
+
+
+def sequence(mixture: Mixture, count: int, position: Position | None = None, seed: int = 3):
+    """The (source, row) of the next `count` positions."""
+    read = mixture.reader(mixture.start() if position is None else position, seed=seed)
+    return [tuple(read(n)["tokens"].tolist()) for n in range(count)]
+
+
+def dealt(proportions: list[int]) -> list[int]:
+    """The sources of a cycle by exact arithmetic."""
+    places = [
+        (Fraction(2 * k + 1, 2 * p), source)
+        for source, p in enumerate(proportions)
+        for k in range(p)
+    ]
+    return [source for _, source in sorted(places)]
+
+
+MIXTURES = [
+    (("0.7", "0.3"), [7, 3]),
+    (("1", "2"), [1, 2]),
+    (("2", "1"), [2, 1]),
+    (("0.5", "0.5"), [1, 1]),
+    (("0.333", "0.667"), [333, 667]),
+    (("1", "1", "1"), [1, 1, 1]),
+    (("10", "0.25", "3"), [40, 1, 12]),
+    (("6", "10", "15"), [6, 10, 15]),
+    (("5",), [1]),
+    ((), [7, 11, 5]),
+]
+
+
+@pytest.mark.parametrize(("weights", "proportions"), MIXTURES)
+def test_mixtures_are_exact(weights, proportions):
+    mixture = mixture_of(*weights)
+    assert list(mixture.schedule.values()) == proportions
+    cycle, start = sum(proportions), mixture.start()
+    count = max(2 * cycle + cycle // 2 + 3, 250)
+    found = sequence(mixture, count)
+    assert [source for source, _ in found] == (dealt(proportions) * count)[:count]
+
+    counts = dict.fromkeys(mixture.rows, 0)
+    for g, (source, _) in enumerate(found):
+        if g < 100 or g % 97 == 0:  # it takes some microseconds each
+            assert mixture.counts(start, g) == mixture.counts(start.advanced(g)) == counts
+        # Before time t source s has p_s * t rows give or take a half, and all have g, give or
+        # take a half a source.
+        for number, name in enumerate(mixture.rows):
+            share = proportions[number] / cycle
+            assert abs(counts[name] - share * g) <= 0.5 + share * len(proportions) / 2
+        counts[list(mixture.rows)[source]] += 1
+
+    # An epoch of a source has each of its rows once, whatever the others do.
+    for number, rows in enumerate(mixture.rows.values()):
+        own = [row for source, row in found if source == number]
+        for first in range(0, len(own), len(rows)):
+            epoch = own[first : first + len(rows)]
+            assert len(set(epoch)) == len(epoch)
+
+
+def test_the_example_of_the_docstring():
+    mixture = mixture_of("2", "1")
+    assert [source for source, _ in sequence(mixture, 7)] == [0, 1, 0, 0, 1, 0, 0]
+
+
+def test_counts_far_out():
+    mixture = mixture_of("0.7", "0.3")
+    far = mixture.start().advanced(10**15 + 7)
+    counts = mixture.counts(far, 10)
+    assert sum(counts.values()) == 10**15 + 17
+    assert abs(counts["a"] - Fraction(7, 10) * (10**15 + 17)) < 1
+    assert len(sequence(mixture, 3, far)) == 3
+
+
+def test_the_order_within_a_mixture_is_pinned():
+    # As test_the_order_is_pinned: the first source has the order that it has alone.
+    found = sequence(mixture_of("1", "1", rows=(8, 8)), 16, seed=0)
+    assert [row for source, row in found if source == 0] == [1, 2, 4, 5, 3, 7, 0, 6]
+    assert [row for source, row in found if source == 1] == [1, 6, 0, 7, 2, 3, 5, 4]
+
+
+@pytest.mark.parametrize("weights", [("0.7", "0.3"), ("6", "10", "15"), ()])
+def test_mixtures_resume_anywhere(weights):
+    mixture = mixture_of(*weights)
+    whole = sequence(mixture, 90)
+    for start in (*range(34), 60, 71):
+        saved = json.loads(json.dumps(mixture.start().advanced(start).to_json(), sort_keys=True))
+        position = mixture.start(saved)
+        assert position == mixture.start().advanced(start)
+        assert sequence(mixture, 12, position) == whole[start : start + 12]
+
+
+@pytest.mark.parametrize(("batch_size", "process_count"), [(1, 1), (4, 2), (12, 4)])
+def test_mixtures_resume_with_other_batches(batch_size, process_count):
+    mixture = mixture_of("0.7", "0.3")
+    position = mixture.start(mixture.start().advanced(17).to_json())
+    shares = []
+    for index in range(process_count):
+        batches = train_batches(
+            mixture, seed=3, batch_size=batch_size, position=position,
+            process_index=index, process_count=process_count,
+        )  # fmt: skip
+        shares.append([batch["tokens"] for batch in itertools.islice(batches, 3)])
+        batches.close()
+    joined = np.concatenate(shares, axis=1).reshape(-1, 2)
+    assert [*map(tuple, joined.tolist())] == sequence(mixture, 60)[17 : 17 + 3 * batch_size]
+
+
+@pytest.mark.parametrize("switch", [0, 1, 2, 9, 10, 23, 50])
+def test_changed_weights_continue_each_source(switch):
+    before, after = mixture_of("0.7", "0.3"), mixture_of("1", "4")
+    found = sequence(before, switch)
+    position = after.start(before.start().advanced(switch).to_json())
+    assert (position.rows, position.schedule) == (0, {"a": 1, "b": 4})
+    assert position.base == before.counts(before.start(), switch)
+    found += sequence(after, 50, position)
+    assert sum(after.counts(position, 50).values()) == switch + 50
+    # A second change, back to where it was, and nothing is forgotten.
+    position = before.start(position.advanced(50).to_json())
+    found += sequence(before, 50, position)
+    assert sum(before.counts(position, 50).values()) == len(found)
+    for number, name in enumerate("ab"):
+        own = [row for source, row in found if source == number]
+        assert len(own) == before.counts(position, 50)[name]
+        alone = mixture_of("1", "1")  # whose order of each source does not depend on weights
+        order = [row for source, row in sequence(alone, 2 * len(own)) if source == number]
+        assert own == order
+
+
+def named(rows: int, number: int) -> list[dict[str, np.ndarray]]:
+    return [{"tokens": np.array([number, i], np.int32)} for i in range(rows)]
+
+
+def test_sources_come_and_go():
+    a, b, c = named(70, 0), named(70, 1), named(50, 2)
+    found = {0: [], 1: [], 2: []}
+    position, total = Mixture({"a": a}).start(), 0
+    stages = [{"a": a}, {"a": a, "b": b}, {"b": b}, {"c": c, "b": b}, {"b": b, "c": c, "a": a}]
+    for rows, count in zip(stages, (40, 90, 50, 110, 200), strict=True):
+        mixture = Mixture(rows)
+        position = mixture.start(json.loads(json.dumps(position.to_json(), sort_keys=True)))
+        for source, row in sequence(mixture, count, position):
+            found[source].append(row)
+        position, total = position.advanced(count), total + count
+        counts = mixture.counts(position)
+        assert sum(counts.values()) == total
+        assert {"abc".index(name): n for name, n in counts.items()} == {
+            source: len(rows) for source, rows in found.items() if "abc"[source] in position.base
+        }
+    assert list(position.base) == ["a", "b", "c"]
+    # Each source kept its place, hence its order, and lost and repeated no row on the way.
+    whole = Mixture({"a": a, "b": b, "c": c}, dict.fromkeys("abc", Fraction(1)))
+    order = sequence(whole, 900)
+    for number, rows in found.items():
+        assert rows == [row for source, row in order if source == number][: len(rows)]
+    assert found[1][:20] != found[0][:20]  # same number of rows, other order
+
+
+def test_a_position_belongs_to_its_mixture():
+    mixture, other = mixture_of("1", "2"), mixture_of("2", "1")
+    for use in (
+        lambda: other.counts(mixture.start()),
+        lambda: other.reader(mixture.start(), seed=0),
+        lambda: train_batches(other, seed=0, batch_size=1, position=mixture.start()),
     ):
-        with pytest.raises(ValueError, match="no rows to batch"):
-            batches()
+        with pytest.raises(
+            ValueError, match="schedule {'a': 1, 'b': 2}, not to this mixture's, {'a'"
+        ):
+            use()
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {},
+        {"rows": 3},
+        {"schedule": [["a", 1]], "base": [["a", 0]], "rows": -1},
+        {"schedule": [["a", 1]], "base": [["a", 0]], "rows": 1.0},
+        {"schedule": [["a", 1]], "base": [["b", 0]], "rows": 1},
+        {"schedule": [["a", "1"]], "base": [["a", 0]], "rows": 1},
+        {"schedule": [["a", 0]], "base": [["a", 0]], "rows": 1},
+        {"schedule": [], "base": [], "rows": 1},
+        {"schedule": 3, "base": [], "rows": 1},
+    ],
+)
+def test_bad_positions(saved):
+    with pytest.raises(ValueError, match="not a position of the data: {"):
+        mixture_of("1", "2").start(saved)
+
+
+def test_bad_mixtures():
+    with pytest.raises(ValueError, match="no rows to batch$"):
+        Mixture({})
+    with pytest.raises(ValueError, match="no rows to batch in b$"):
+        Mixture({"a": numbered(1), "b": []})
+    for weights in ({"a": Fraction(0)}, {"b": Fraction(1)}, {}):
+        with pytest.raises(
+            ValueError, match=r"expected a positive weight for each of \['a'\], got"
+        ):
+            Mixture({"a": numbered(1)}, weights)
+    with pytest.raises(
+        ValueError,
+        match="takes 1,000,000,000 rows, {'a': 123456789, 'b': 876543211}, .* 67,108,864",
+    ):
+        mixture_of("0.123456789", "0.876543211")
+
+
+def test_large_cycles_are_dealt_exactly():
+    """Times are floats: equal ones must tie, different ones must not."""
+    mixture = mixture_of("300001", "300003")
+    start = mixture.start()
+    for g in (1, 2, 299_999, 300_002, 300_003, 600_003):
+        a, b = mixture.counts(start, g).values()
+        # The last of the g came before or with the next of the other, ties going to a.
+        assert a + b == g
+        if b:
+            assert Fraction(2 * b - 1, 2 * 300003) < Fraction(2 * a + 1, 2 * 300001)
+        if a:
+            assert Fraction(2 * a - 1, 2 * 300001) <= Fraction(2 * b + 1, 2 * 300003)
