@@ -10,7 +10,8 @@ runtime.set_xla_flags()
 from fp8jax import nn  # noqa: E402
 from fp8jax.dot import dot_general, einsum, init_state  # noqa: E402
 from fp8jax.formats import FORMATS, cast  # noqa: E402
-from fp8jax.model import MODELS, ModelConfig, Transformer  # noqa: E402
+from fp8jax.model import Transformer  # noqa: E402
+from fp8jax.model_config import MODELS, ModelConfig  # noqa: E402
 from fp8jax.recipe import POLICIES, RECIPES, Cast, Policy, Recipe  # noqa: E402
 from fp8jax.scaling import (  # noqa: E402
     BLOCK128,

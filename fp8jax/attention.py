@@ -1,15 +1,48 @@
 """Causal attention that stays inside a document.
 
-Legend: B batch, T query length, S key length, N query heads, K key and value heads, H head size.
+Legend: B batch, T query length, S key length, N query heads, K key and value heads, G = N / K,
+H head size, C keys in a block.
 
-The core is never quantised: scores and their softmax are float32 inside, inputs and outputs in
-the activations' dtype. Packed rows carry segment ids; a query sees the keys of its own segment
-only, at its own position and before.
+The core is never quantised: scores and their softmax are at least float32 inside, inputs and
+outputs in the activations' dtype. Packed rows carry segment ids; a query sees the keys of its own
+segment only, at its own position and before.
+
+    xla        `jax.nn.dot_product_attention`: the T x T scores are in memory
+    cudnn      the same call into cuDNN's fused kernels; the mask of segments is an additive bias of
+               T x T numbers for each row of the batch
+    reference  the blockwise algorithm of FlashAttention (arXiv 2307.08691) written out, on every
+               device, to read and to experiment on: memory grows with T, not with its square
+
+The reference goes over blocks of C keys. With scores s = q k^T / sqrt(H), -inf where masked, it
+keeps for each query the maximum m so far, the sum l of exp(s - m) and the unnormalised output o:
+
+    m' = max(m, rowmax s)   p = exp(s - m')   a = exp(m - m')
+    l' = a l + rowsum p     o' = a o + p v                           out = o / l
+
+p enters its product in v's dtype, as in the fused kernels. What is kept for the backward is out and
+the log-sum-exp L = m + log l. There p = exp(s - L) is computed again, block by block:
+
+    dv = p^T do     dp = do v^T     delta = rowsum(do * out)     ds = p (dp - delta) / sqrt(H)
+    dq = ds k       dk = ds^T q
+
+Blocks of queries, which the kernels have too, are left out: they change no number.
 """
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+from fp8jax import runtime
+from fp8jax.names import lookup
+
+BLOCK = 128  # keys in a block of the reference
 
 
 def dot_product_attention(
@@ -17,6 +50,8 @@ def dot_product_attention(
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segments_BT: Int[Array, "B T"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v, causal and within segments; N is a multiple of K (GQA).
 
@@ -24,8 +59,165 @@ def dot_product_attention(
       q_BTNH, k_BTKH, v_BTKH: one float dtype, which is also that of the result.
       segments_BT: document number of each position within its row; 0 is padding, and attends to
         padding.
+      implementation: a key of `ATTENTIONS`; None is "xla", which runs everywhere and gives the same
+        bits twice.
+
+    Raises:
+      ValueError: an unknown implementation.
+      NotImplementedError: the device or the shapes are not for the one named; says why.
     """
+    chosen = choose_attention(implementation, q_BTNH)
+    return chosen.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+
+
+def choose_attention(name: str | None, q_BTNH: Array | jax.ShapeDtypeStruct) -> "Implementation":
+    """The entry of `ATTENTIONS` for such queries; raises as `dot_product_attention` does."""
+    name = "xla" if name is None else name
+    chosen = lookup("attention", name, ATTENTIONS)
+    reason = chosen.refuses(q_BTNH)
+    if reason is not None:
+        raise NotImplementedError(f"attention {name!r} cannot run here: {reason}")
+    return chosen
+
+
+def _mask(segments_BT: Int[Array, "B T"]) -> Array:
+    """[B, 1, T, S]: whether a query sees a key."""
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    causal_TT = jnp.tril(jnp.ones((q_BTNH.shape[1],) * 2, bool))
-    mask_B1TT = (same_BTT & causal_TT[None])[:, None]
-    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, mask=mask_B1TT)
+    causal_TT = jnp.tril(jnp.ones((segments_BT.shape[1],) * 2, bool))
+    return (same_BTT & causal_TT[None])[:, None]
+
+
+def _jax_nn(implementation: Any, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BTKH, v_BTKH, mask=_mask(segments_BT), implementation=implementation
+    )
+
+
+def _cudnn_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why cuDNN's fused kernels do not take such queries on this device."""
+    capability = runtime.compute_capability()
+    if capability is None or capability < (8, 0):
+        return (
+            "it needs an NVIDIA GPU of compute capability 8.0 or later, got "
+            f"{runtime.device_kind()}"
+        )
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, got {q_BTNH.dtype}"
+    length, head_dim = q_BTNH.shape[1], q_BTNH.shape[3]
+    largest = 256 if capability >= (9, 0) else 128
+    if head_dim % 8 or head_dim > largest:
+        return f"it takes a head_dim that is a multiple of 8 up to {largest}, got {head_dim}"
+    return f"it takes rows of an even length, got {length}" if length % 2 else None
+
+
+# The blockwise reference --------------------------------------------------------------------------
+
+
+def _reference(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    """Heads grouped by the key head they share, and back."""
+    batch, length, heads, size = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(batch, length, k_BTKH.shape[2], -1, size)
+    out = _blockwise(q_BTKGH, k_BTKH, v_BTKH, segments_BT)
+    return out.reshape(batch, length, heads, size)
+
+
+def _key_blocks(x: Array, fill: int = 0) -> Array:
+    """[B, S, ...] as [blocks, B, C, ...], filled up at the end."""
+    padding = [(0, 0), (0, -x.shape[1] % BLOCK)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, padding, constant_values=fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
+
+
+def _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index):
+    """Scores [B, K, G, T, C] of all queries with block `index` of keys, -inf where masked."""
+    dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
+    s_BKGTC = jnp.einsum("BTKGH,BCKH->BKGTC", q_BTKGH, k_BCKH, preferred_element_type=dtype)
+    at_T = jnp.arange(segments_BT.shape[1])
+    at_C = index * BLOCK + jnp.arange(BLOCK)
+    seen_BTC = segments_BT[:, :, None] == segments_BC[:, None, :]
+    seen_BTC &= (at_T[:, None] >= at_C[None])[None]
+    return jnp.where(seen_BTC[:, None, None], s_BKGTC / math.sqrt(q_BTKGH.shape[-1]), -jnp.inf)
+
+
+@jax.custom_vjp
+def _blockwise(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
+    return _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT)[0]
+
+
+def _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
+    dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
+    rows = jnp.moveaxis(q_BTKGH, 1, 3)[..., 0]  # for its shape, [B, K, G, T]
+
+    def block(carry, scanned):
+        m, l, o = carry  # noqa: E741
+        index, k_BCKH, v_BCKH, segments_BC = scanned
+        s_BKGTC = _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
+        new_m = jnp.maximum(m, jnp.max(s_BKGTC, axis=-1))
+        # A query that has seen no key yet has m = -inf, and -inf - -inf is no number.
+        finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
+        p_BKGTC = jnp.exp(s_BKGTC - finite_m[..., None])
+        shrink = jnp.exp(m - finite_m)
+        l = shrink * l + jnp.sum(p_BKGTC, axis=-1)  # noqa: E741
+        pv = jnp.einsum(
+            "BKGTC,BCKH->BKGTH", p_BKGTC.astype(v_BCKH.dtype), v_BCKH, preferred_element_type=dtype
+        )
+        return (new_m, l, shrink[..., None] * o + pv), None
+
+    blocks = (_key_blocks(k_BSKH), _key_blocks(v_BSKH), _key_blocks(segments_BT, fill=-1))
+    start = (
+        jnp.full(rows.shape, -jnp.inf, dtype),
+        jnp.zeros(rows.shape, dtype),
+        jnp.zeros((*rows.shape, q_BTKGH.shape[-1]), dtype),
+    )
+    (m, l, o), _ = lax.scan(block, start, (jnp.arange(len(blocks[0])), *blocks))  # noqa: E741
+    out_BTKGH = jnp.moveaxis(o / l[..., None], 3, 1).astype(q_BTKGH.dtype)
+    return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, m + jnp.log(l))
+
+
+def _blockwise_bwd(kept, do_BTKGH):
+    q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, lse_BKGT = kept
+    dtype = lse_BKGT.dtype
+    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    delta_BTKG = jnp.sum(do_BTKGH.astype(dtype) * out_BTKGH.astype(dtype), axis=-1)
+    delta_BKGT = jnp.moveaxis(delta_BTKG, 1, 3)
+
+    def block(dq_BTKGH, scanned):
+        index, k_BCKH, v_BCKH, segments_BC = scanned
+        s_BKGTC = _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
+        p_BKGTC = jnp.exp(s_BKGTC - lse_BKGT[..., None])
+        dv_BCKH = product("BKGTC,BTKGH->BCKH", p_BKGTC.astype(do_BTKGH.dtype), do_BTKGH)
+        dp_BKGTC = product("BTKGH,BCKH->BKGTC", do_BTKGH, v_BCKH)
+        ds_BKGTC = p_BKGTC * (dp_BKGTC - delta_BKGT[..., None]) / math.sqrt(q_BTKGH.shape[-1])
+        ds_BKGTC = ds_BKGTC.astype(q_BTKGH.dtype)
+        dq_BTKGH += product("BKGTC,BCKH->BTKGH", ds_BKGTC, k_BCKH)
+        dk_BCKH = product("BKGTC,BTKGH->BCKH", ds_BKGTC, q_BTKGH)
+        return dq_BTKGH, (dk_BCKH.astype(k_BCKH.dtype), dv_BCKH.astype(v_BCKH.dtype))
+
+    blocks = (_key_blocks(k_BSKH), _key_blocks(v_BSKH), _key_blocks(segments_BT, fill=-1))
+    dq, gradients = lax.scan(
+        block, jnp.zeros(q_BTKGH.shape, dtype), (jnp.arange(len(blocks[0])), *blocks)
+    )
+    dk, dv = (
+        jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : k_BSKH.shape[1]]
+        for x in gradients
+    )
+    return dq.astype(q_BTKGH.dtype), dk, dv, None
+
+
+_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute attention: the function, and why it refuses such queries (None: it takes
+    them)."""
+
+    attend: Callable[..., Array]
+    refuses: Callable[[Array | jax.ShapeDtypeStruct], str | None]
+
+
+ATTENTIONS: dict[str, Implementation] = {
+    "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=lambda q: None),
+    "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
+    "reference": Implementation(attend=_reference, refuses=lambda q: None),
+}

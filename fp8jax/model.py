@@ -1,7 +1,7 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The decoder that all families share: GPT-2, Llama and Qwen differ by configuration only.
 
 Legend: B batch, L length, D residual width, N query heads, K key and value heads, H head size,
-F hidden width, V vocabulary.
+F hidden width, V vocabulary, P learned positions.
 
 Parameters are float32 and do not depend on precision, rematerialisation or unrolling: all layers
 are one stack, every leaf under "layers" having a leading axis of layers. They run as `lax.scan`s
@@ -9,10 +9,10 @@ over static slices of it, one slice for each stretch of layers with the same rec
 and last ones may be exempt). So a checkpoint of one precision loads under any other. One
 `nn.scan` a stretch, the usual spelling, would have made the tree depend on the policy.
 
-Which product is quantised how is decided by the policy, by module path (`MODULES`).
+Which product is quantised how is decided by the policy, by module path (`MODULES`). Which parts a
+model is made of is decided by its `ModelConfig` (model_config.py).
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,22 +24,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.attention import dot_product_attention
+from fp8jax.embedding import look_up
+from fp8jax.model_config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.names import lookup
-from fp8jax.nn import HISTORIES, Dense, to_max_combining
+from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining
 from fp8jax.recipe import HIGH_PRECISION, Policy, as_policy
+from fp8jax.rope import rotate
 from fp8jax.sharding import constrain
-
-# The linears, by the paths that a policy's patterns see.
-MODULES = (
-    "layers/attention/q",
-    "layers/attention/k",
-    "layers/attention/v",
-    "layers/attention/o",
-    "layers/mlp/gate",
-    "layers/mlp/up",
-    "layers/mlp/down",
-    "lm_head",
-)
 
 # What is kept of a layer for its backward; the rest is computed again. Quantised operands and
 # histories are recomputed bit for bit, casts being deterministic.
@@ -50,86 +41,50 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of a Transformer.
-
-    Attributes:
-      vocab_size: V, of embedding and head; may exceed the tokenizer's.
-      d_model, n_layers, n_heads, n_kv_heads, d_ff: D, number of layers, N, K, F.
-      head_dim: H.
-      rope_theta: base of the rotary wavelengths.
-      norm_eps: of RMSNorm.
-    """
-
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    d_ff: int
-    head_dim: int
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) <= 0:
-                raise ValueError(f"{field.name}={getattr(self, field.name)} must be positive")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
-
-    def check_mesh(self, tensor: int) -> None:
-        """Raises ValueError where the heads do not divide over `tensor` devices."""
-        for name in ("n_heads", "n_kv_heads"):
-            if getattr(self, name) % tensor:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} does not divide over tensor={tensor} devices"
-                )
-
-
-# Vocabularies are those of the byte tokenizer, padded to a multiple of 64.
-MODELS: dict[str, ModelConfig] = {
-    "llama_tiny": ModelConfig(
-        vocab_size=320, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=384, head_dim=32
-    ),
-    "llama_125m": ModelConfig(
-        vocab_size=320, d_model=768, n_layers=12, n_heads=12, n_kv_heads=12, d_ff=2048, head_dim=64
-    ),
-}  # fmt: skip
-
-
-def rotate(x_BLNH: Float[Array, "B L N H"], positions_BL: Int[Array, "B L"], theta: float):
-    """Rotary position embedding (arXiv 2104.09864) in float32, halves convention; x's dtype out."""
-    half = x_BLNH.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLNH.dtype)
-
-
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * scale, in float32 inside; x's dtype out."""
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, float32 inside; x's dtype out."""
 
     eps: float
 
     @nn.compact
-    def __call__(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        init = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
-        scale_D: Any = self.param("scale", init, (x_BLD.shape[-1],))
-        y = x_BLD.astype(jnp.float32)
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * scale_D[None, None]).astype(x_BLD.dtype)
+        return (y * _vector(self, "scale", nn.initializers.ones, x)).astype(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * scale + bias, as `RMSNorm`."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = y * _vector(self, "scale", nn.initializers.ones, x)
+        return (y + _vector(self, "bias", nn.initializers.zeros, x)).astype(x.dtype)
+
+
+def _vector(module: nn.Module, name: str, init: Any, x: Array) -> Array:
+    """A parameter for each entry of x's last axis, with as many axes as x."""
+    init = nn.with_logical_partitioning(init, ("norm",))
+    vector_D: Any = module.param(name, init, (x.shape[-1],))
+    return vector_D.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+def _norm(config: ModelConfig, name: str) -> Callable[..., Any]:
+    return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)  # type: ignore[call-arg]
 
 
 class Attention(nn.Module):
     config: ModelConfig
     dense: Callable[..., Callable[..., Any]]
+    implementation: str | None
 
     @nn.compact
     def __call__(self, x_BLD, segments_BL, positions_BL):
@@ -138,22 +93,34 @@ class Attention(nn.Module):
         q = self.dense("q", c.n_heads * c.head_dim, ("embed", "heads"))(x_BLD)
         k = self.dense("k", c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))(x_BLD)
         v = self.dense("v", c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))(x_BLD)
-        q_BLNH = rotate(heads(q, c.n_heads), positions_BL, c.rope_theta)
-        k_BLKH = rotate(heads(k, c.n_kv_heads), positions_BL, c.rope_theta)
-        y_BLNH = dot_product_attention(q_BLNH, k_BLKH, heads(v, c.n_kv_heads), segments_BL)
+        q_BLNH, k_BLKH = heads(q, c.n_heads), heads(k, c.n_kv_heads)
+        if c.qk_norm:
+            q_BLNH = RMSNorm(c.norm_eps, name="q_norm")(q_BLNH)
+            k_BLKH = RMSNorm(c.norm_eps, name="k_norm")(k_BLKH)
+        if not c.learned_positions:
+            q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
+            k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
+        y_BLNH = dot_product_attention(
+            q_BLNH, k_BLKH, heads(v, c.n_kv_heads), segments_BL, implementation=self.implementation
+        )
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
         return self.dense("o", c.d_model, ("heads", "embed"))(y)
 
 
-class SwiGLU(nn.Module):
+class FeedForward(nn.Module):
     config: ModelConfig
     dense: Callable[..., Callable[..., Any]]
 
     @nn.compact
     def __call__(self, x_BLD):
-        gate_BLF = self.dense("gate", self.config.d_ff, ("embed", "mlp"))(x_BLD)
-        up_BLF = self.dense("up", self.config.d_ff, ("embed", "mlp"))(x_BLD)
-        hidden_BLF = constrain(nn.silu(gate_BLF) * up_BLF, "batch", "length", "mlp")
+        mlp, features = MLPS[self.config.mlp], self.config.d_ff
+        if mlp.gated:
+            gate_BLF = self.dense("gate", features, ("embed", "mlp"))(x_BLD)
+            up_BLF = self.dense("up", features, ("embed", "mlp"))(x_BLD)
+            hidden_BLF = mlp.activation(gate_BLF) * up_BLF
+        else:
+            hidden_BLF = mlp.activation(self.dense("up", features, ("embed", "mlp"))(x_BLD))
+        hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
         return self.dense("down", self.config.d_model, ("mlp", "embed"))(hidden_BLF)
 
 
@@ -163,6 +130,7 @@ class Block(nn.Module):
     config: ModelConfig
     policy: Policy
     backend: str | None
+    attention: str | None
 
     @nn.compact
     def __call__(
@@ -181,17 +149,18 @@ class Block(nn.Module):
                 # every one of the 2 * n_layers additions (GPT-2).
                 shrink = math.sqrt(2 * c.n_layers) if name in ("o", "down") else 1.0
                 layer = Dense(
-                    features, self.policy.recipe(path), self.backend,
+                    features, self.policy.recipe(path), self.backend, path in BIASES[c.biases],
                     kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
                 )  # fmt: skip
                 return lambda x: layer(x, _fold_in(key, MODULES.index(path)))
 
             return make
 
-        y = RMSNorm(c.norm_eps, name="attention_norm")(x_BLD)
-        y = Attention(c, dense("attention"), name="attention")(y, segments_BL, positions_BL)
+        y = _norm(c, "attention_norm")(x_BLD)
+        attention = Attention(c, dense("attention"), self.attention, name="attention")
+        y = attention(y, segments_BL, positions_BL)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
-        y = SwiGLU(c, dense("mlp"), name="mlp")(RMSNorm(c.norm_eps, name="mlp_norm")(x_BLD))
+        y = FeedForward(c, dense("mlp"), name="mlp")(_norm(c, "mlp_norm")(x_BLD))
         return constrain(x_BLD + y, "batch", "length", "residual")
 
 
@@ -203,6 +172,7 @@ class Transformer(nn.Module):
       policy: a key of `POLICIES` or a `Policy`. The first step of a delayed one runs with
         `policy.seeding()`.
       backend: a key of `BACKENDS`, or None for the fastest that can.
+      attention: a key of `fp8jax.attention.ATTENTIONS`, or None for "xla".
       remat: a key of `REMAT`.
       unroll: layers a loop iteration; n_layers for no loop, which compiles longer and saves the
         copies in and out of the stack.
@@ -212,6 +182,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     policy: str | Policy = "bf16"
     backend: str | None = None
+    attention: str | None = None
     remat: str = "none"
     unroll: int = 1
     dtype: Any = jnp.bfloat16
@@ -228,32 +199,46 @@ class Transformer(nn.Module):
 
         Raises ValueError for unknown names and for a policy that does not fit the model."""
         c, policy = self.config, as_policy(self.policy)
-        policy.check(MODULES, c.n_layers)
-        init = nn.initializers.normal(0.02)
-        table_VD: Any = self.param(
-            "embedding", nn.with_logical_partitioning(init, ("vocab", "embed")),
-            (c.vocab_size, c.d_model),
-        )  # fmt: skip
-        # Gathered over fsdp before the look-up, as bfloat16: otherwise XLA would shard its result
-        # like the table and then move all of it.
-        table_VD = constrain(table_VD.astype(self.dtype), "vocab", "residual")
-        x_BLD = jnp.take(table_VD, tokens_BL, axis=0)
+        policy.check(c.modules, c.n_layers)
+        c.check_length(tokens_BL.shape[1])
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        table_VD: Any = self.param("embedding", init, (c.vocab_size, c.d_model))
+        x_BLD = look_up(table_VD, tokens_BL, "vocab", self.dtype)
+        if c.learned_positions:
+            init = nn.with_logical_partitioning(
+                nn.initializers.normal(0.02), ("positions", "embed")
+            )
+            table_PD: Any = self.param("position_embedding", init, (c.learned_positions, c.d_model))
+            x_BLD += look_up(table_PD, positions_BL, "positions", self.dtype)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
         x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key)
-        x_BLD = RMSNorm(c.norm_eps, name="final_norm")(x_BLD)
-        head = Dense(
-            c.vocab_size, policy.recipe("lm_head"), self.backend, kernel_init=init,
-            kernel_axes=("embed", "vocab"), preferred_element_type=jnp.float32, name="lm_head",
-        )  # fmt: skip
-        logits_BLV = head(x_BLD, _fold_in(key, c.n_layers))
+        x_BLD = _norm(c, "final_norm")(x_BLD)
+        logits_BLV = self._head(policy, x_BLD, table_VD, _fold_in(key, c.n_layers))
         return constrain(logits_BLV, "batch", "length", "vocab")
+
+    def _head(self, policy: Policy, x_BLD, table_VD, key) -> Float[Array, "B L V"]:
+        """float32 logits, by a matrix of its own or by the embedding."""
+        recipe = policy.recipe("lm_head")
+        if self.config.tie_embeddings:
+            head = Fp8DotGeneral(recipe, self.backend, name="lm_head")
+            return head(
+                x_BLD, table_VD, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+                key=key,
+            )  # fmt: skip
+        return Dense(
+            self.config.vocab_size, recipe, self.backend,
+            kernel_init=nn.initializers.normal(0.02), kernel_axes=("embed", "vocab"),
+            preferred_element_type=jnp.float32, name="lm_head",
+        )(x_BLD, key)  # fmt: skip
 
     def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key):
         """All layers, stretch by stretch of the stack."""
         remat = lookup("remat policy", self.remat, REMAT)
         params, histories = self._stack(policy)
+        if self.is_initializing():  # on a row of one token, which not every attention takes
+            return x_BLD
         for begin, end, recipes in _stretches(policy, self.config.n_layers):
-            block = Block(self.config, recipes, self.backend, parent=None)
+            block = Block(self.config, recipes, self.backend, self.attention, parent=None)
 
             def layer(x, scanned, block=block):
                 variables, index = scanned
@@ -276,7 +261,7 @@ class Transformer(nn.Module):
         """Parameters and histories of all layers, with a leading axis of layers."""
         c = self.config
         # Without exemptions: the histories exist for all layers, used or not.
-        block = Block(c, policy.without_exemptions(), self.backend, parent=None)
+        block = Block(c, policy.without_exemptions(), self.backend, None, parent=None)
         ids = jnp.zeros((1, 1), jnp.int32)
         inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), ids, ids, jax.random.key(0))
 
@@ -328,15 +313,3 @@ def count_params(config: ModelConfig) -> int:
     """Number of parameters, embedding and head included."""
     params = abstract_variables(Transformer(config))["params"]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Model FLOPs of training on one token: forward and backward, nothing counted twice.
-
-    6 for each weight of a matrix product, and 6 * seq_len * N * H a layer for causal attention
-    (scores and values, half of the square). The embedding's look-up is free.
-    """
-    c = config
-    attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    weights = c.n_layers * (attention + 3 * c.d_model * c.d_ff) + c.d_model * c.vocab_size
-    return 6 * weights + 6 * c.n_layers * seq_len * c.n_heads * c.head_dim

@@ -63,15 +63,16 @@ class Fp8DotGeneral(nn.Module):
 
     @nn.compact
     def __call__(
-        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None
+        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, key=None
     ) -> Array:
-        """[...] x [...] -> [...] in lhs's dtype; lhs holds the activations, rhs the weights."""
+        """[...] x [...] -> [...] in lhs's dtype; lhs holds the activations, rhs the weights.
+        `key` is for recipes that round stochastically."""
         if precision is not None:
             raise ValueError(f"the recipe decides how a product is computed, got {precision=}")
         recipe = as_recipe(self.recipe)
         state = _histories(self, recipe)
         return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, state=state, backend=self.backend,
+            lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=self.backend,
             preferred_element_type=preferred_element_type,
         )  # fmt: skip
 

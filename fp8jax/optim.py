@@ -107,6 +107,9 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.Gradient
 }
 
 
+MATRICES = ("['kernel']", "['embedding']", "['position_embedding']")
+
+
 def is_matrix(params: Any) -> Any:
     """Which leaves weight decay applies to: kernels and embeddings, not norms and biases.
 
@@ -114,7 +117,7 @@ def is_matrix(params: Any) -> Any:
     """
 
     def named_so(path, _) -> bool:
-        return any(str(key) in ("['kernel']", "['embedding']") for key in path)
+        return any(str(key) in MATRICES for key in path)
 
     return jax.tree_util.tree_map_with_path(named_so, params)
 

@@ -103,17 +103,23 @@ def device_kind() -> str:
     return jax.local_devices()[0].device_kind
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """That of the default device, e.g. (9, 0) for Hopper; None where it is no NVIDIA GPU."""
+    if platform() != "gpu":
+        return None
+    # "9.0" on CUDA; ROCm says e.g. "gfx942".
+    version = re.fullmatch(r"(\d+)\.(\d+)", str(jax.local_devices()[0].compute_capability))
+    return None if version is None else (int(version[1]), int(version[2]))
+
+
 def has_fp8_matmul() -> bool:
     """Whether the default device multiplies float8 matrices in hardware.
 
     True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later. False for other
     GPUs, TPUs and CPUs: there XLA may accept float8 operands, but widens them before the product.
     """
-    if platform() != "gpu":
-        return False
-    # "9.0" on CUDA; ROCm says e.g. "gfx942".
-    version = re.fullmatch(r"(\d+)\.(\d+)", str(jax.local_devices()[0].compute_capability))
-    return version is not None and (int(version[1]), int(version[2])) >= (8, 9)
+    capability = compute_capability()
+    return capability is not None and capability >= (8, 9)
 
 
 def peak_flops(kind: str) -> float | None:

@@ -30,6 +30,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "norm": None,
+    "positions": None,
     "layers": None,
 }
 
@@ -106,6 +107,16 @@ def _size(mesh: Any, axis: str | tuple[str, ...] | None) -> int:
     """Devices along a mesh axis, or along several."""
     names = () if axis is None else (axis,) if isinstance(axis, str) else axis
     return int(np.prod([mesh.shape[name] for name in names]))
+
+
+def batch_axes(size: int) -> tuple[str, ...]:
+    """The mesh axes over which a batch of `size` rows is cut under the mesh of `jax.set_mesh`; ()
+    without a mesh, for a single device, and where they do not divide it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = RULES["batch"]
+    if mesh.empty or _size(mesh, axes) == 1 or size % _size(mesh, axes):
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def tree_shardings(boxed: Any, mesh: Mesh) -> Any:

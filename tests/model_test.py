@@ -14,25 +14,21 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import dot, train
+from fp8jax import dot, step
 from fp8jax.dot import KEY_ORDER
 from fp8jax.model import (
-    MODELS,
-    MODULES,
     REMAT,
     Block,
-    ModelConfig,
     RMSNorm,
     Transformer,
     abstract_variables,
-    count_params,
-    flops_per_token,
-    rotate,
 )
+from fp8jax.model_config import MODULES, ModelConfig
 from fp8jax.nn import HISTORIES, Dense
 from fp8jax.recipe import POLICIES, RECIPES, Policy, Recipe, as_policy
 from fp8jax.scaling import merge_history
 from tests.dot_test import float8_products
+from tests.model_config_test import equations
 
 V, D, LAYERS, N, K, F, H = 64, 32, 3, 4, 2, 48, 8
 CONFIG = ModelConfig(
@@ -119,7 +115,7 @@ def logits_of(model, params, tokens, segments=None, positions=None, histories=No
 
 def _mean_loss(params, histories, model, batch, key=None):
     """As in training: the mean over tokens."""
-    return train.loss_sum(model, params, histories, batch, key) / jnp.sum(batch["weights"])
+    return step.loss_sum(model, params, histories, batch, key) / jnp.sum(batch["weights"])
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -342,93 +338,18 @@ def test_only_distances_matter_not_where_a_document_stands():
     assert float(jnp.abs(one - other).max()) <= bound < 0.01 * float(jnp.abs(one).max())
 
 
-def test_grouped_heads_are_repeated_heads():
-    """n_kv_heads=2 is n_kv_heads=4 with each key and value head twice, in order. Bound as for
-    unrolling; the head's sum included."""
-    full = dataclasses.replace(CONFIG, n_kv_heads=N)
-    repeat = lambda w: jnp.repeat(w.reshape(LAYERS, D, K, H), N // K, axis=2).reshape(LAYERS, D, -1)  # noqa: E731, E501
-    params = jax.tree_util.tree_map_with_path(
-        lambda p, w: repeat(w) if p[-2].key in ("k", "v") else w,
-        {"layers": enlarged()["layers"]},
-    ) | {k: w for k, w in enlarged().items() if k != "layers"}
-    tokens = batch()["tokens"]
-    grouped = logits_of(Transformer(CONFIG, dtype=jnp.float32), enlarged(), tokens)
-    repeated = logits_of(Transformer(full, dtype=jnp.float32), params, tokens)
-    bound = 352 * 2.0**-24 * float(jnp.abs(grouped).max())
-    assert float(jnp.abs(grouped - repeated).max()) <= bound
-
-
-# Rotary positions and norms -----------------------------------------------------------------------
-
-
-def random_heads(seed, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, 5, 3, H)), dtype)
-
-
-def rotated(x, positions):
-    return np.asarray(rotate(x, jnp.broadcast_to(jnp.asarray(positions), x.shape[:2]), 1e4))
-
-
-# A frequency 1e4^(-i/4) is off by 8 units of 2^-24 at most (exponent times a logarithm up to 9.2,
-# then the exponential), an angle by one more, cosine and sine of it by two more.
-def angle_error(position: int) -> float:
-    return (9 * position + 2) * 2.0**-24
-
-
-def test_rotation_equals_complex_numbers_in_float64():
-    x, positions = random_heads(0), np.array([0, 1, 2, 77, 1000], np.int32)
-    a, b = np.split(np.asarray(x, np.float64), 2, axis=-1)
-    frequencies = 1e4 ** (-np.arange(H // 2) / (H // 2))
-    turned = (a + 1j * b) * np.exp(1j * positions[:, None] * frequencies)[None, :, None]
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    error = np.abs(rotated(x, positions) - expected).max(axis=(0, 2, 3))
-    size = np.abs(a + 1j * b).max()
-    assert (error <= [2 * size * (angle_error(p) + 2.0**-23) for p in positions]).all()
-    np.testing.assert_array_equal(rotated(x, positions)[:, 0], np.asarray(x)[:, 0])  # position 0
-
-
-def test_rotation_keeps_the_length_of_every_pair():
-    """cos^2 + sin^2 is 1 within 4 roundings whatever the angle; 3 more for products and sum."""
-    x = random_heads(0)
-    y = rotated(x, np.array([0, 3, 50, 999, 4095], np.int32))
-    pairs = lambda z: np.hypot(*np.split(np.asarray(z, np.float64), 2, axis=-1))  # noqa: E731
-    np.testing.assert_allclose(pairs(y), pairs(x), rtol=7 * 2.0**-24)
-
-
-def test_scores_depend_on_the_distance_of_positions_only():
-    q, k = random_heads(0), random_heads(1)
-    near, far = np.array([0, 1, 2, 3, 9], np.int32), np.array([4, 2, 0, 7, 9], np.int32)
-
-    def scores(shift):
-        return np.sum(rotated(q, near + shift) * rotated(k, far + shift), axis=-1)
-
-    size = np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
-    bound = size * 2 * (angle_error(509) + (H + 4) * 2.0**-24)
-    assert np.abs(scores(500) - scores(0)).max() <= bound
-    unlike = np.sum(rotated(q, near) * rotated(k, far + 500), axis=-1)
-    assert np.abs(unlike - scores(0)).max() > 100 * bound
-
-
-def test_rotation_and_norm_keep_the_dtype_and_compute_in_float32():
-    x = random_heads(0, jnp.bfloat16)
-    positions = np.array([0, 1, 2, 77, 1000], np.int32)
-    exact = rotated(x.astype(jnp.float32), positions)
-    y = rotate(x, jnp.broadcast_to(jnp.asarray(positions), x.shape[:2]), 1e4)
-    assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
+# Norms --------------------------------------------------------------------------------------------
 
 
 def test_rms_norm_by_hand():
     """Squares, mean of 32, root, two products: 2 + 32 / 2 + 2 + 2 roundings of 2^-24 at most."""
     x = 3 * np.random.default_rng(0).normal(size=(2, 4, D)).astype(np.float32)
     scale = np.linspace(0.5, 2, D).astype(np.float32)
-    norm = RMSNorm(1e-2)
-    got = norm.apply({"params": {"scale": jnp.asarray(scale)}}, jnp.asarray(x))
+    norm, params = RMSNorm(1e-2), {"params": {"scale": jnp.asarray(scale)}}
     wide = x.astype(np.float64)
     expected = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-2) * scale
-    np.testing.assert_allclose(got, expected, rtol=22 * 2.0**-24)
-    assert norm.apply({"params": {"scale": jnp.asarray(scale)}},
-                      jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16  # fmt: skip
+    np.testing.assert_allclose(norm.apply(params, jnp.asarray(x)), expected, rtol=22 * 2.0**-24)
+    assert norm.apply(params, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 # Layers by hand, and histories --------------------------------------------------------------------
@@ -464,7 +385,7 @@ def by_hand(params, histories, policies, batch, dtype):
                 variables = {"params": jax.tree.map(pick, params["layers"])}
                 if policy.recipe("layers/mlp/up").histories:
                     variables[HISTORIES] = jax.tree.map(pick, histories["layers"])
-                block = Block(CONFIG, policy, None)
+                block = Block(CONFIG, policy, None, None)
                 x = block.apply(variables, x, batch["segments"], batch["positions"])
             x = RMSNorm(CONFIG.norm_eps).apply({"params": params["final_norm"]}, x)
             variables = {"params": params["lm_head"]}
@@ -525,11 +446,11 @@ def test_an_exempt_layer_runs_in_bf16_and_keeps_its_histories():
     policy = exempt("fp8_delayed", 1, 0).seeding()
     histories = histories_of(policy)
     model = Transformer(CONFIG, policy, dtype=jnp.float32)
-    state = train.TrainState(
+    state = step.TrainState(
         step=jnp.int32(0), params=enlarged(), histories=histories, opt_state=(),
         key=jax.random.key(0),
     )  # fmt: skip
-    _, _, new = jax.jit(lambda s, b: train.accumulate(model, s, b, 2))(state, batch())
+    _, _, new = jax.jit(lambda s, b: step.accumulate(model, s, b, 2))(state, batch())
     merged = jax.tree.map(merge_history, histories, new)
     for path, history in leaves(merged).items():
         history = np.asarray(history)
@@ -627,20 +548,6 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
 # Counts -------------------------------------------------------------------------------------------
 
 
-def equations(jaxpr, times=1):
-    """(equation, how often it runs) with those inside loops and calls."""
-    for eqn in jaxpr.eqns:
-        yield eqn, times
-        inner_times = times * (eqn.params["length"] if eqn.primitive is lax.scan_p else 1)
-        subs = jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-        )
-        for sub in subs:
-            inner = getattr(sub, "jaxpr", sub)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner, inner_times)
-
-
 def training_program(policy, **kwargs):
     """The jaxpr of value_and_grad of the loss."""
     model = Transformer(CONFIG, policy, **kwargs)
@@ -669,40 +576,6 @@ def test_exempt_layers_make_no_float8_products(first, last):
     assert run == 21 * (LAYERS - first - last)
 
 
-def test_flops_are_those_of_the_products_in_the_program():
-    """Every product of the training step, 2 FLOPs a multiplication. What is run computes the
-    whole square of attention, of which a causal model needs half: 6 * L * N * H a layer and token
-    more than is counted."""
-    total = 0
-    for eqn, times in equations(training_program("bf16")):
-        if eqn.primitive is lax.dot_general_p:
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            terms = int(np.prod([lhs[axis] for axis in contract]))
-            total += 2 * times * terms * int(np.prod(eqn.outvars[0].aval.shape))
-    assert total == B * L * (flops_per_token(CONFIG, L) + 6 * LAYERS * L * N * H)
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        # Embedding and head 2 * 320 * 128; a layer's attention 128 * 32 * (2 * 4 + 2 * 2), MLP
-        # 3 * 128 * 384, norms 2 * 128; the last norm 128.
-        ("llama_tiny", 81_920 + 4 * (49_152 + 147_456 + 256) + 128),
-        # 2 * 320 * 768; 4 * 768 * 768, 3 * 768 * 2048, 2 * 768; 768.
-        ("llama_125m", 491_520 + 12 * (2_359_296 + 4_718_592 + 1_536) + 768),
-    ],
-)
-def test_parameter_counts_by_hand(name, params):
-    assert count_params(MODELS[name]) == params
-
-
-def test_flops_by_hand():
-    """6 a weight of a product, of which the embedding and norms are none; 6 * 512 * 128 a layer."""
-    weights = 4 * (49_152 + 147_456) + 40_960
-    assert flops_per_token(MODELS["llama_tiny"], 512) == 6 * weights + 4 * 6 * 512 * 128
-
-
 # Bad input ----------------------------------------------------------------------------------------
 
 
@@ -724,28 +597,3 @@ def test_unknown_names_raise_with_the_near_ones(kwargs, message):
 def test_a_backend_that_cannot_run_the_policy_says_so():
     with pytest.raises(NotImplementedError, match="'xla' cannot run recipe 'fp8_block'"):
         abstract_variables(Transformer(CONFIG, "fp8_block", backend="xla"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(n_kv_heads=3), "n_heads=4 is no multiple of .*n_kv_heads=3"),
-        (dict(n_kv_heads=8), "n_heads=4 is no multiple of .*n_kv_heads=8"),
-        (dict(head_dim=7), "even head_dim, got 7"),
-        (dict(n_kv_heads=0), "n_kv_heads=0 must be positive"),
-        (dict(n_layers=-1), "n_layers=-1 must be positive"),
-        (dict(norm_eps=0.0), "norm_eps=0.0 must be positive"),
-    ],
-)
-def test_shapes_that_contradict_each_other_raise_with_the_numbers(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes)
-
-
-def test_heads_divide_over_the_tensor_axis():
-    CONFIG.check_mesh(1)
-    CONFIG.check_mesh(2)
-    with pytest.raises(ValueError, match="n_kv_heads=2 does not divide over tensor=4 devices"):
-        CONFIG.check_mesh(4)
-    with pytest.raises(ValueError, match="n_heads=4 does not divide over tensor=8 devices"):
-        CONFIG.check_mesh(8)

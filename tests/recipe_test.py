@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fp8jax.formats import FORMATS
-from fp8jax.model import MODULES
+from fp8jax.model_config import MODULES
 from fp8jax.recipe import (
     HIGH_PRECISION,
     HISTORY,

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.model import ModelConfig, Transformer, abstract_variables
+from fp8jax.model import Transformer, abstract_variables
+from fp8jax.model_config import ModelConfig
 from fp8jax.sharding import (
     AXES,
     MESHES,

@@ -1,0 +1,97 @@
+"""The look-up's gradient: sums of what read a row, in one order, on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from fp8jax import runtime
+from fp8jax.embedding import look_up, sum_by_id
+from fp8jax.sharding import MeshAxes, make_mesh, spec
+
+V, D = 11, 5
+
+
+@pytest.fixture(params=["cpu", "gpu"], autouse=True)
+def path(request, monkeypatch):
+    """Both ways to sum, wherever the test runs."""
+    monkeypatch.setattr(runtime, "platform", lambda: request.param)
+
+
+def ids_and_cotangents(batch=8, length=12, seed=0):
+    """Small integers: their float32 sums are exact in any order. Some rows are read often, some
+    never; the last one is."""
+    rng = np.random.default_rng(seed)
+    ids = rng.choice([0, 0, 0, 3, 4, V - 1], size=(batch, length)).astype(np.int32)
+    return jnp.asarray(ids), jnp.asarray(rng.integers(-8, 9, (batch, length, D)), jnp.float32)
+
+
+def by_hand(ids, g) -> np.ndarray:
+    table = np.zeros((V, D), np.float64)
+    np.add.at(table, np.asarray(ids).reshape(-1), np.asarray(g).reshape(-1, D))
+    return table
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (8, 12), (2, 64)])
+def test_sums_are_exact(shape):
+    ids, g = ids_and_cotangents(*shape)
+    assert np.array_equal(jax.jit(sum_by_id, static_argnums=2)(ids, g, V), by_hand(ids, g))
+
+
+def test_one_id_everywhere_and_every_id_once():
+    g = ids_and_cotangents(1, V)[1]
+    same = jnp.full((1, V), 7, jnp.int32)
+    assert np.array_equal(sum_by_id(same, g, V), by_hand(same, g))
+    each = jnp.asarray(np.random.default_rng(1).permutation(V)[None], jnp.int32)
+    assert np.array_equal(sum_by_id(each, g, V), by_hand(each, g))
+
+
+def test_sums_of_bfloat16_are_float32():
+    """1 + 4095 * 2^-8 is exact in float32; a sum in bfloat16 would stop at 2."""
+    ids = jnp.zeros((1, 4096), jnp.int32)
+    g = jnp.full((1, 4096, 1), 2.0**-8, jnp.bfloat16).at[0, 0].set(1)
+    (total,) = np.asarray(sum_by_id(ids, g, 1))[:, 0]
+    assert total == 1 + 4095 * 2.0**-8
+
+
+@pytest.mark.parametrize("axes", [dict(data=8), dict(data=2, fsdp=2, tensor=2), dict(tensor=8)])
+def test_every_mesh_gives_the_same_sums(axes):
+    ids, g = ids_and_cotangents()
+    mesh = make_mesh(MeshAxes(**axes))
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, spec("batch", "length"))
+        sums = jax.jit(sum_by_id, static_argnums=2)(
+            jax.device_put(ids, rows), jax.device_put(g, rows), V
+        )
+    assert np.array_equal(sums, by_hand(ids, g))
+
+
+def test_a_batch_that_does_not_divide_stays_whole():
+    ids, g = ids_and_cotangents(batch=3)
+    with jax.set_mesh(make_mesh(MeshAxes(data=8))):
+        sums = jax.jit(sum_by_id, static_argnums=2)(ids, g, V)
+    assert np.array_equal(sums, by_hand(ids, g))
+
+
+def test_look_up_is_take_with_a_float32_gradient():
+    ids, g = ids_and_cotangents()
+    table = jnp.asarray(np.random.default_rng(2).normal(size=(V, D)), jnp.float32)
+    ours, pull = jax.vjp(lambda t: look_up(t, ids, "vocab", jnp.bfloat16), table)
+    assert ours.dtype == jnp.bfloat16
+    assert np.array_equal(ours, jnp.take(table.astype(jnp.bfloat16), ids, axis=0))
+    (gradient,) = pull(g.astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.float32 and np.array_equal(gradient, by_hand(ids, g))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["gpu"], indirect=True)
+def test_a_gpu_gives_the_same_bits_every_time():
+    rng = np.random.default_rng(3)
+    ids = rng.choice(64, size=(16, 1024)).astype(np.int32)
+    g = jnp.asarray(rng.normal(size=(16, 1024, 256)), jnp.bfloat16)
+    run = jax.jit(lambda g: sum_by_id(jnp.asarray(ids), g, 64))
+    first = np.asarray(run(g))
+    assert first.any()
+    for _ in range(20):
+        assert np.array_equal(run(g), first)
