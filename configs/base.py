@@ -10,10 +10,11 @@ def get_config() -> ml_collections.ConfigDict:
     # Precision
     config.precision = "bf16"  # a policy: which module runs which recipe (README's table)
     config.backend = placeholder(str)  # emulated or xla; None takes the fastest that can
+    config.attention = placeholder(str)  # xla, cudnn or reference; None takes xla
     config.remat = "none"  # what layers recompute in the backward: none, dots or full
 
     # Model
-    config.model = "llama_tiny"  # a key of fp8jax.MODELS; single sizes in model_overrides
+    config.model = "llama_tiny"  # a key of fp8jax.MODELS; single fields in model_overrides
     config.model_overrides = ml_collections.ConfigDict()
     config.model_overrides.vocab_size = placeholder(int)  # None: the model's own, as below
     config.model_overrides.d_model = placeholder(int)  # residual width
@@ -22,8 +23,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.n_kv_heads = placeholder(int)  # key and value heads
     config.model_overrides.d_ff = placeholder(int)  # hidden width of the MLP
     config.model_overrides.head_dim = placeholder(int)  # size of a head
+    config.model_overrides.norm = placeholder(str)  # rms or layer
+    config.model_overrides.norm_eps = placeholder(float)  # of the norms
+    config.model_overrides.mlp = placeholder(str)  # swiglu, gelu or gelu_tanh
+    config.model_overrides.biases = placeholder(str)  # none, qkv or all
+    config.model_overrides.qk_norm = placeholder(bool)  # queries and keys normalised
+    config.model_overrides.tie_embeddings = placeholder(bool)  # the head is the embedding
+    config.model_overrides.learned_positions = placeholder(int)  # size of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
-    config.model_overrides.norm_eps = placeholder(float)  # of RMSNorm
+    config.model_overrides.rope_scaling = placeholder(str)  # a key of fp8jax.rope.ROPE_SCALINGS
     config.unroll = 1  # layers a loop iteration; the number of layers for no loop
 
     # Devices
@@ -34,10 +42,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh_axes.tensor = placeholder(int)  # devices that share heads and hidden units
 
     # Data
-    config.data = (
-        "python_stdlib"  # sources, comma-separated: [NAME=]KIND[:GLOB], see fp8jax/data.py
-    )
-    config.tokenizer = "bytes"  # a key of fp8jax.text.TOKENIZERS
+    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/sources.py
+    config.tokenizer = "bytes"  # or bpe:PATH of a tokenizer.json, see fp8jax/text.py
     config.seq_len = 256  # tokens a row
     config.valid_fraction = 0.05  # share of the documents held out, chosen by their hash
     config.cache_dir = "~/.cache/fp8jax/data"  # where tokenised text is kept
@@ -64,7 +70,12 @@ def get_config() -> ml_collections.ConfigDict:
     # Keeping track
     config.valid_every = 100  # steps between validations; the last step always validates
     config.valid_batches = placeholder(int)  # batches a source and validation; None for all
+    config.sample_every = placeholder(int)  # steps between samples of text; None for none
+    config.sample_prompt = ""  # what a sample begins with
+    config.sample_tokens = 128  # new tokens a sample
+    config.sample_temperature = 0.8  # of the draws; 0 takes the most likely token
     config.checkpoint_every = 100  # steps between checkpoints; the last step always saves
     config.checkpoint_keep = 2  # the latest ones that stay
+    config.checkpoint_keep_best = 0  # those of the lowest validation loss that stay as well
     config.resume_with_changes = False  # resume a workdir whose checkpoint had another config
     return config

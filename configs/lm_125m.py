@@ -17,6 +17,7 @@ from configs import base
 def get_config() -> ml_collections.ConfigDict:
     config = base.get_config()
     config.model = "llama_125m"
+    config.model_overrides.vocab_size = 320  # bytes, padded to a multiple of 64
     config.unroll = 12  # all layers: no copies in and out of the stack, for a longer compilation
     config.seq_len = 1024
     config.batch_size = 32

@@ -1,31 +1,79 @@
 """Trains a model: python -m experiments.train --config=configs/smoke.py --workdir=runs/smoke
 
 Any key of the config can be given as --config.KEY=VALUE. A workdir that holds a checkpoint of the
-same config is resumed.
+same config is resumed. What a run would cost is said, without running it, by --dry_run.
 """
 
 import logging as python_logging
+import os
 import sys
 
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
-from fp8jax.train import NonFiniteError
+from fp8jax import plan, runtime
+from fp8jax.train import NonFiniteError, build
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "The run's directory; made if missing.", required=True
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print what the run would cost in FLOPs, memory and disk; train nothing."
+)
+_SHOW_PARAMS = flags.DEFINE_bool(
+    "show_params", False, "Print all parameters with their shardings and recipes."
+)
+_DUMP_HLO = flags.DEFINE_bool(
+    "dump_hlo", False, "Write the compiled programs as text to WORKDIR/hlo."
+)
+_PROFILE = flags.DEFINE_string(
+    "profile", None, "A:B traces the steps A to B, both included, into WORKDIR/profile."
 )
 flags.mark_flag_as_required("config")
+
+
+def _inspect(config: ConfigDict, workdir: str) -> None:
+    """Everything the flags ask for that needs no training."""
+    runtime.set_compilation_cache()  # what is compiled here is not compiled again by the run
+    run = build(config)
+    if _DRY_RUN.value:
+        print(config)
+    if _SHOW_PARAMS.value:
+        print(plan.parameter_table(run), end="\n\n")
+    if _DUMP_HLO.value:
+        for path in plan.dump_hlo(run, config, os.path.join(workdir, "hlo")):
+            logging.info("wrote %s", path)
+    if _DRY_RUN.value:
+        print(plan.make_plan(run, config).text())
+        if (used := plan.bytes_in_use(run)) is not None:
+            print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
+
+
+def _run() -> None:
+    profile = None if _PROFILE.value is None else plan.parse_profile(_PROFILE.value)
+    workdir = _WORKDIR.value or ""
+    if not workdir and not (_DRY_RUN.value and not _DUMP_HLO.value):
+        raise ValueError("--workdir must have a value, except for --dry_run without --dump_hlo")
+    if _DRY_RUN.value and profile is not None:
+        raise ValueError(
+            f"--profile={_PROFILE.value} traces training, and --dry_run trains nothing"
+        )
+    if _DRY_RUN.value:
+        # Read when JAX's backends start; a run would take most of the device at once.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    else:
+        logging.info("config:\n%s", _CONFIG.value)
+    if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
+        _inspect(_CONFIG.value, workdir)
+    if not _DRY_RUN.value:
+        fp8jax.train_and_evaluate(_CONFIG.value, workdir, profile=profile)
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
     try:
-        logging.info("config:\n%s", _CONFIG.value)
-        fp8jax.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+        _run()
     except (ValueError, NotImplementedError, NonFiniteError, OSError) as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")

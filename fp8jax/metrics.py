@@ -1,11 +1,13 @@
-"""What a run says while it runs: a progress display, TensorBoard, metrics.jsonl and events.jsonl.
+"""What a run says while it runs: a progress display, TensorBoard, and three files of JSON lines,
+metrics.jsonl, samples.jsonl and events.jsonl.
 
 `metrics.jsonl` holds one object a line, `step` first. Floats are written with all their digits
 (Python's repr), so that two runs can be compared bit for bit; JSON has no non-finite numbers, so
 they are the strings "NaN", "Infinity" and "-Infinity", which `read_jsonl` turns back into floats.
 
-A run that is killed and resumed leaves a file that reads as one uninterrupted run: `step` counts
-finished optimizer steps, and lines beyond the step resumed from are dropped when it is opened.
+A run that is killed and resumed leaves metrics and samples that read as one uninterrupted run:
+`step` counts finished optimizer steps, and lines beyond the step resumed from are dropped when the
+files are opened.
 `events.jsonl` says what happened and why; its lines are never dropped.
 """
 
@@ -62,12 +64,12 @@ class Metrics:
         Args:
           workdir: the run's directory.
           num_steps: the step at which the run ends.
-          start_step: the step resumed from, in [0, num_steps]: lines of metrics.jsonl with a
-            greater step, written by a killed run after its last checkpoint or before a rollback,
-            are dropped, and so is a torn last line. At 0 the run is fresh: all are dropped.
+          start_step: the step resumed from, in [0, num_steps]: metrics and samples of a greater
+            step, written by a killed run after its last checkpoint or before a rollback, are
+            dropped, and so is a torn last line. At 0 the run is fresh: all are dropped.
 
         Raises:
-          ValueError: start_step is out of range, or metrics.jsonl holds a line that is no JSON.
+          ValueError: start_step is out of range, or a file holds a line that is no JSON.
         """
         if not 0 <= start_step <= num_steps:
             raise ValueError(f"{start_step=} must lie between 0 and {num_steps=}")
@@ -76,12 +78,14 @@ class Metrics:
             return
         directory = Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
-        metrics_path, events_path = directory / "metrics.jsonl", directory / "events.jsonl"
-        _keep_lines(metrics_path, lambda line: 0 < start_step and line["step"] <= start_step)
-        _keep_lines(events_path, lambda line: True)
+        paths = [directory / f"{name}.jsonl" for name in ("metrics", "samples", "events")]
+        for path in paths[:2]:
+            _keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
+        _keep_lines(paths[2], lambda line: True)
         # Unbuffered: a line is in the file when write() returns, or the error is raised there.
-        self._metrics_file = open(metrics_path, "ab", buffering=0)
-        self._events_file = open(events_path, "ab", buffering=0)
+        self._metrics_file, self._samples_file, self._events_file = (
+            open(path, "ab", buffering=0) for path in paths
+        )
         # TensorBoard files cannot be cut; they say from which step on older points do not count.
         self._tensorboard = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else 0
@@ -113,6 +117,19 @@ class Metrics:
                 self._tensorboard.add_scalar(name, value, step)
         self._display.show(step, scalars)
 
+    def sample(self, step: int, text: str) -> None:
+        """Writes and logs a text that the model of that step made.
+
+        Raises:
+          OSError: the line could not be written (a full disk); the message names the file.
+        """
+        if not self._writes:
+            return
+        _append(self._samples_file, {"step": step, "text": text})
+        self._tensorboard.add_text("sample", text, step)
+        with self._display.aside():
+            logging.info("step %d: a sample:\n%s", step, text)
+
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Writes and logs what happened after `step` steps: resume, skip, rollback, …
 
@@ -138,11 +155,12 @@ class Metrics:
             self._display.close()
             self._tensorboard.close()
             self._metrics_file.close()
+            self._samples_file.close()
             self._events_file.close()
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl or events.jsonl, also of a run that is still being written.
+    """Reads one of a run's files of JSON lines, also of a run that is still being written.
 
     Returns:
       One dict a line, in the file's order, with non-finite numbers as floats where they are a

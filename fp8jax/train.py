@@ -1,11 +1,7 @@
 """The training loop, from a config to a directory.
 
 `train_and_evaluate` reads top to bottom: resolve the config, data, model and shardings, state,
-resume, loop. A step is one compiled program:
-
-    for each microbatch: loss, gradients, new amax histories     (a scan; histories by maximum)
-    clip, AdamW, weight decay                                    (parameters only)
-    the gate: if loss or gradient norm is not finite, nothing of it is kept
+resume, loop. A step is one compiled program (step.py).
 
 The loop dispatches step n and then reads the metrics of step n - 1, so that the device never
 waits for the host. A non-finite step is therefore noticed one step late; by then the gate has
@@ -26,147 +22,35 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from fp8jax import runtime
+from fp8jax.attention import choose_attention
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
+from fp8jax.inference import generate
 from fp8jax.metrics import Metrics
-from fp8jax.model import MODELS, Transformer, count_params, flops_per_token
+from fp8jax.model import Transformer, count_params
+from fp8jax.model_config import MODELS, flops_per_token
 from fp8jax.names import lookup
 from fp8jax.nn import HISTORIES
 from fp8jax.optim import OptimizerConfig, make_optimizer
 from fp8jax.recipe import as_policy
-from fp8jax.scaling import merge_history
-from fp8jax.sharding import check_batch, constrain, make_mesh, mesh_axes, spec, tree_shardings
-from fp8jax.stability import gate, is_finite
+from fp8jax.sharding import check_batch, make_mesh, mesh_axes, spec, tree_shardings
+from fp8jax.step import Batch, TrainState, as_variables, eval_step, train_step
 from fp8jax.text import Tokenizer, tokenizer
-
-Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
 
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is not finite; nothing of that step was kept or saved."""
-
-
-@flax.struct.dataclass
-class TrainState:
-    """Everything a run carries from step to step, or abstract arrays in their places.
-
-    Attributes:
-      step: int32 [], finished steps.
-      params: float32 master weights.
-      histories: float32 amax histories, {} if the policy delays nothing.
-      opt_state: the optimizer's.
-      key: the run's PRNG key; never changes, steps fold their number into it.
-    """
-
-    step: Any
-    params: Any
-    histories: Any
-    opt_state: Any
-    key: Any
-
-
-# One step -----------------------------------------------------------------------------------------
-
-
-def loss_sum(
-    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None
-) -> Float[Array, ""]:
-    """Sum of the weighted tokens' negative log-likelihoods, nats."""
-    variables = {"params": params} | ({HISTORIES: histories} if histories else {})
-    logits_BLV = model.apply(
-        variables, batch["tokens"], batch["segments"], batch["positions"], key
-    )  # fmt: skip
-    nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
-    return jnp.sum(nll_BL * batch["weights"])
-
-
-def accumulate(
-    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
-) -> tuple[Float[Array, ""], Any, Any]:
-    """Mean loss, its gradients and the new histories, over `grad_accum` microbatches.
-
-    Microbatch j holds the rows j, j + grad_accum, …, so that a batch sharded over devices need not
-    move. The loss is divided by the weights of the whole batch: gradients simply add up.
-    Histories combine by maximum.
-    """
-    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-
-    def microbatch_loss(params, histories, micro, index):
-        key = None
-        if as_policy(model.policy).stochastic:
-            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
-        return loss_sum(model, params, histories, micro, key) / total
-
-    grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
-    if grad_accum == 1:
-        loss, (grads, histories) = grad(state.params, state.histories, batch, 0)
-        return loss, grads, histories
-
-    def split(x):
-        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(x, None, "batch", "length")
-
-    def body(carry, scanned):
-        loss, grads, histories = carry
-        micro_loss, (micro_grads, micro_histories) = grad(state.params, state.histories, *scanned)
-        grads = jax.tree.map(jnp.add, grads, micro_grads)
-        histories = jax.tree.map(jnp.maximum, histories, micro_histories)
-        return (loss + micro_loss, grads, histories), None
-
-    start = (
-        jnp.zeros((), jnp.float32),
-        jax.tree.map(jnp.zeros_like, state.params),
-        jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), state.histories),
-    )
-    scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
-    return lax.scan(body, start, scanned)[0]
-
-
-def train_step(
-    state: TrainState,
-    batch: Batch,
-    *,
-    model: Transformer,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    grad_accum: int,
-) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate."""
-    loss, grads, histories = accumulate(model, state, batch, grad_accum)
-    grad_norm = optax.tree.norm(grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    new = TrainState(
-        step=state.step + 1,
-        params=optax.apply_updates(state.params, updates),
-        histories=jax.tree.map(merge_history, state.histories, histories),
-        opt_state=opt_state,
-        key=state.key,
-    )
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
-    return gate(is_finite(loss, grad_norm), new, state), metrics
-
-
-def eval_step(
-    state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
-) -> dict[str, Array]:
-    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for."""
-    size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
-    key = state.key if as_policy(model.policy).stochastic else None
-    nats = loss_sum(model, state.params, state.histories, batch, key)
-    return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
 
 
 # Putting a run together ---------------------------------------------------------------------------
@@ -184,17 +68,24 @@ class Run:
     seed_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
     eval_step: Callable[[TrainState, Batch], dict[str, Array]]
+    sample: Callable[[TrainState], Array] | None  # tokens of a generated text, if asked for
     batch_sharding: NamedSharding
 
 
 def _require_positive(config: ConfigDict) -> None:
     names = (
         "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
-        "valid_batches", "checkpoint_every", "checkpoint_keep",
+        "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep",
     )  # fmt: skip
     for name in names:
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
+    if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:
+        raise ValueError(
+            f"checkpoint_keep_best={config.checkpoint_keep_best} compares validation losses: "
+            f"checkpoint_every={config.checkpoint_every} must be a multiple of "
+            f"valid_every={config.valid_every}"
+        )
 
 
 def _model(config: ConfigDict, num_tokens: int, mesh: Mesh) -> Transformer:
@@ -202,10 +93,16 @@ def _model(config: ConfigDict, num_tokens: int, mesh: Mesh) -> Transformer:
     given = {key: value for key, value in config.model_overrides.items() if value is not None}
     shape = dataclasses.replace(shape, **given)
     shape.check_mesh(mesh.shape["tensor"])
+    shape.check_length(config.seq_len)
     if shape.vocab_size < num_tokens:
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {num_tokens}")
-    policy = as_policy(config.precision)
-    return Transformer(shape, policy, config.backend, remat=config.remat, unroll=config.unroll)
+    model = Transformer(
+        shape, as_policy(config.precision), config.backend, config.attention, config.remat,
+        config.unroll,
+    )  # fmt: skip
+    queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
+    choose_attention(config.attention, jax.ShapeDtypeStruct(queries, model.dtype))
+    return model
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
@@ -255,8 +152,34 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
             compiler_options=options,
         ),
+        sample=None if config.sample_every is None else _sampler(config, model, tokens, mesh),
         batch_sharding=NamedSharding(mesh, spec("batch", "length")),
     )  # fmt: skip
+
+
+def _sampler(
+    config: ConfigDict, model: Transformer, tokens: Tokenizer, mesh: Mesh
+) -> Callable[[TrainState], Array]:
+    """A compiled function from a state to the tokens of a text, prompt included."""
+    prompt = np.append(tokens.bos, tokens.encode(config.sample_prompt)).astype(np.int32)
+    if len(prompt) + config.sample_tokens > config.seq_len:
+        raise ValueError(
+            f"a sample of {len(prompt)} tokens of prompt and sample_tokens={config.sample_tokens} "
+            f"is longer than seq_len={config.seq_len}"
+        )
+    if config.sample_temperature < 0:
+        raise ValueError(f"sample_temperature={config.sample_temperature} is negative")
+
+    def sample(state: TrainState) -> Array:
+        variables = as_variables(state.params, state.histories)
+        return generate(
+            model, variables, jnp.asarray(prompt), num_tokens=config.sample_tokens,
+            temperature=config.sample_temperature, num_words=tokens.vocab_size,
+            key=jax.random.fold_in(state.key, state.step),
+        )  # fmt: skip
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(sample, out_shardings=everywhere, compiler_options=runtime.compiler_options())
 
 
 def _initial_state(
@@ -276,6 +199,15 @@ def _initial_state(
         )  # fmt: skip
 
     return initial
+
+
+def sample_text(run: Run, state: TrainState) -> str:
+    """A text of the model's, from its prompt to the end of the document."""
+    if run.sample is None:
+        raise ValueError("this run was built without sample_every")
+    ids = np.asarray(run.sample(state))
+    ends = np.flatnonzero(ids[1:] == run.tokenizer.eos)  # BOS may be the same token
+    return run.tokenizer.decode(ids[: ends[0] + 1] if len(ends) else ids)
 
 
 def to_devices(batch: Row, sharding: NamedSharding) -> Batch:
@@ -329,8 +261,9 @@ class _StopRequest(contextlib.AbstractContextManager):
 
 def _resume(
     checkpointer: Checkpointer, run: Run, config: dict[str, Any], corpus: Corpus
-) -> Restored | None:
-    """The newest sound checkpoint, if it belongs to this config, or if a change was asked for.
+) -> tuple[Restored | None, list[str]]:
+    """The newest sound checkpoint, if it belongs to this config, or if a change was asked for;
+    and what has changed.
 
     Under another precision the amax histories are left out: they start anew.
 
@@ -339,7 +272,7 @@ def _resume(
     """
     found = checkpointer.read_meta()
     if found is None:
-        return None
+        return None, []
     step, meta = found
     differences = config_difference(meta["config"], config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
@@ -358,7 +291,7 @@ def _resume(
     abstract = _as_items(run.state)
     if meta["config"]["precision"] != config["precision"]:
         abstract.pop("fp8")
-    return checkpointer.restore(abstract)
+    return checkpointer.restore(abstract), differences
 
 
 def _as_items(state: TrainState) -> dict[str, Any]:
@@ -395,13 +328,50 @@ def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> N
         )
 
 
-def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | None]:
+class _Trace:
+    """A profile of steps `first` to `last`, written for xprof; nothing if `steps` is None."""
+
+    def __init__(self, steps: tuple[int, int] | None, workdir: str):
+        self.directory = os.path.join(workdir, "profile")
+        self._steps = steps
+        self._running = False
+
+    def require_within(self, start: int, num_steps: int) -> None:
+        """Raises ValueError where the steps to profile are not among those to come."""
+        if self._steps and not start < self._steps[0] <= self._steps[1] <= num_steps:
+            first, last = self._steps
+            raise ValueError(
+                f"profile={first}:{last} does not lie within the steps {start + 1} to {num_steps} "
+                "of this run"
+            )
+
+    def start_if_due(self, step: int, state: TrainState) -> None:
+        if self._steps and step == self._steps[0]:
+            jax.block_until_ready(state)  # so that the step before is not in it
+            jax.profiler.start_trace(self.directory)
+            self._running = True
+
+    def ends_with(self, step: int) -> bool:
+        return self._running and self._steps is not None and step == self._steps[1]
+
+    def stop(self, state: TrainState | None = None) -> None:
+        """Ends a running profile, once `state` is there."""
+        if self._running:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self._running = False
+
+
+def train_and_evaluate(
+    config: ConfigDict, workdir: str, *, profile: tuple[int, int] | None = None
+) -> dict[str, float | None]:
     """Trains as `config` (configs/base.py) says; resumes by itself from what `workdir` holds.
 
     Args:
       config: all keys of configs/base.py.
-      workdir: the run's directory: config.json, metrics.jsonl, events.jsonl, checkpoints/,
-        tensorboard/.
+      workdir: the run's directory: config.json, metrics.jsonl, samples.jsonl, events.jsonl,
+        checkpoints/, tensorboard/, profile/.
+      profile: first and last step of a trace for xprof, None for none.
 
     Returns:
       The scalars of the last step written, validation included.
@@ -430,14 +400,15 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
         checkpointer = stack.enter_context(
             Checkpointer(
                 os.path.join(workdir, "checkpoints"), every=config.checkpoint_every,
-                keep=config.checkpoint_keep,
+                keep=config.checkpoint_keep, keep_best=config.checkpoint_keep_best,
             )
         )  # fmt: skip
 
         # Resume or begin -----------------------------------------------------------------------
-        restored = _resume(checkpointer, run, settings, corpus)
-        # Rows read so far say where the data goes on, also if the batch size has changed since.
-        start, rows = (0, 0) if restored is None else (restored.step, restored.meta["rows"])
+        restored, changes = _resume(checkpointer, run, settings, corpus)
+        # Rows read so far say where the data goes on, also if batch size or mixture have changed.
+        start = 0 if restored is None else restored.step
+        position = corpus.train.start(None if restored is None else restored.meta["position"])
         metrics = stack.enter_context(
             Metrics(workdir, num_steps=max(config.num_steps, start), start_step=start)
         )
@@ -454,13 +425,15 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
             state = dataclasses.replace(state, **restored.arrays["state"])
             if "fp8" in restored.arrays:
                 state = dataclasses.replace(state, histories=restored.arrays["fp8"])
-            metrics.event(start, "resume", seeding=seeding)
+            metrics.event(start, "resume", seeding=seeding, changes=changes)
+        trace = _Trace(profile, workdir)
+        trace.require_within(start, config.num_steps)
+        stack.callback(trace.stop)
         if start >= config.num_steps:
             metrics.event(start, "already_finished", num_steps=config.num_steps)
         batches = train_batches(
-            corpus.train, seed=config.seed, batch_size=config.batch_size,
-            start_row=rows, process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            corpus.train, seed=config.seed, batch_size=config.batch_size, position=position,
+            process_index=jax.process_index(), process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
 
@@ -485,6 +458,7 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
         written: dict[str, float | None] = {}
         for step in range(start + 1, config.num_steps + 1):
             batch = to_devices(next(batches), run.batch_sharding)
+            trace.start_if_due(step, state)
             state, out = (run.seed_step if seeding else run.step)(state, batch)
             seeding = False
             if pending is not None:
@@ -494,18 +468,32 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float | No
             ending = stopping or step == config.num_steps
             valid_due = step % config.valid_every == 0 or step == config.num_steps
             save_due = checkpointer.should_save(step) or ending
-            if not (valid_due or save_due):
+            sample_due = run.sample is not None and step % config.sample_every == 0
+            if trace.ends_with(step):
+                trace.stop(state)
+                metrics.event(step, "profiled", directory=trace.directory)
+            if not (valid_due or save_due or sample_due):
                 continue
             written, pending = read(step, out), None
+            read_rows = (step - start) * config.batch_size
             if valid_due:
                 written |= validate(run, state, corpus, config)
+                counts = corpus.train.counts(position, read_rows)
+                written |= {f"rows/{name}": count for name, count in counts.items()}
             metrics.write(step, written)
+            if sample_due:
+                metrics.sample(step, sample_text(run, state))
             if save_due:
-                read_rows = rows + (step - start) * config.batch_size
-                meta = {"config": settings, "data": corpus.fingerprint, "rows": read_rows}
-                checkpointer.save(step, _as_items(state), meta)
-            clock = time.perf_counter()  # neither validation nor saving is part of a step
+                meta = {
+                    "config": settings, "data": corpus.fingerprint,
+                    "position": position.advanced(read_rows).to_json(),
+                }  # fmt: skip
+                metric = written["valid_loss"] if valid_due else None
+                checkpointer.save(step, _as_items(state), meta, metric)
+            clock = time.perf_counter()  # neither of these is part of a step
             if stopping:
                 metrics.event(step, "stopped", signal=stop.signal)
                 break
+        if config.checkpoint_keep_best and (best := checkpointer.best()) is not None:
+            metrics.event(best[0], "best_checkpoint", valid_loss=best[1])
     return written

@@ -17,7 +17,7 @@ import pytest
 
 from configs import base
 from fp8jax.data import build_corpus, parse_sources, train_batches
-from fp8jax.model import ModelConfig
+from fp8jax.model_config import ModelConfig
 from fp8jax.optim import OptimizerConfig
 from fp8jax.sharding import MeshAxes
 from fp8jax.train import build
@@ -28,16 +28,27 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
 RUNS = [name for name in CONFIGS if name != "base"]
 
 
-def load(name: str):
+def sizes(name: str) -> tuple[str, ...]:
+    """What may follow the colon of --config=FILE:SIZE; () for a file without sizes."""
+    module = importlib.import_module(f"configs.{name}")
+    return module.SIZES if hasattr(module, "SIZES") else ()
+
+
+ALL = [(name, size) for name in CONFIGS for size in sizes(name) or (None,)]
+
+
+def load(name: str, size: str | None = None):
     """The config of that file, locked as the command line locks it."""
-    return importlib.import_module(f"configs.{name}").get_config().lock()
+    get_config = importlib.import_module(f"configs.{name}").get_config
+    return (get_config() if size is None else get_config(size)).lock()
 
 
 def smoke_size(config, folder: Path):
     """The config with the smallest sizes, on generated text; all else as it is."""
-    sizes = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
-    config.model_overrides.update(sizes)
-    config.update(num_steps=2, warmup_steps=1, batch_size=8, seq_len=32)
+    tiny = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
+    config.model_overrides.update(tiny)
+    config.update(num_steps=8, warmup_steps=1, seq_len=32)
+    config.batch_size = 8 * config.grad_accum
     config.update(data=write_generated_text(folder), cache_dir=str(folder / "cache"))
     return config
 
@@ -72,12 +83,23 @@ def test_config_builds_at_smoke_size(name, tmp_path):
     assert sums["nats"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_resolves_as_it_is(name):
-    config = load(name)
+@pytest.mark.parametrize(("name", "size"), ALL)
+def test_config_resolves_as_it_is(name, size):
+    config = load(name, size)
     run = build(config)  # full size: nothing is allocated
     assert config.unroll in (1, run.model.config.n_layers)
     parse_sources(config.data)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if sizes(name)])
+def test_sizes_are_documented_and_another_one_is_refused(name):
+    docstring = " ".join(importlib.import_module(f"configs.{name}").__doc__.split())
+    for size in sizes(name)[1:]:
+        assert size in docstring
+    assert sizes(name)[0] == "small" and load(name) == load(name, "small")
+    assert load(name).num_steps <= 200
+    with pytest.raises(ValueError, match="size 'big' is none of small, "):
+        load(name, "big")
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -27,6 +27,16 @@ from jaxtyping import install_import_hook
 install_import_hook("fp8jax", "beartype.beartype")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """(spec, cache) of a generated corpus of one source."""
+    from tests.data_test import write_generated_text  # after the settings above
+
+    folder = tmp_path_factory.mktemp("data")
+    return write_generated_text(folder, documents=400), str(folder / "cache")

@@ -55,7 +55,7 @@ def wait_for_step(workdir, step, process, seconds=180):
 
 def history(workdir):
     """Loss, gradient norm and validation of every step, as written."""
-    keys = ("loss", "grad_norm", "learning_rate", "valid_loss", "valid_bits_per_byte")
+    keys = ("loss", "grad_norm", "learning_rate", "valid_loss", "valid_bits_per_byte", "rows/a")
     lines = read_jsonl(workdir / "metrics.jsonl")
     return [[line["step"], *(line[key] for key in keys if key in line)] for line in lines]
 
@@ -64,15 +64,18 @@ def history(workdir):
 def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     """kill -9 at a random step, then SIGTERM, then to the end: every number is bit-identical."""
     whole, broken, log = tmp_path / "whole", tmp_path / "broken", tmp_path / "log"
-    assert start(command(tmp_path, whole, **HARD), log).wait(300) == 0, log.read_text()
+    (tmp_path / "other").mkdir()
+    sources = [write_generated_text(path, documents=400) for path in (tmp_path, tmp_path / "other")]
+    hard = HARD | {"data": f"a=0.7*{sources[0]},b=0.3*{sources[1]}"}
+    assert start(command(tmp_path, whole, **hard), log).wait(300) == 0, log.read_text()
 
     kill_at = int(np.random.default_rng().integers(5, 20))
-    process = start(command(tmp_path, broken, **HARD), log)
+    process = start(command(tmp_path, broken, **hard), log)
     wait_for_step(broken, kill_at, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
 
-    process = start(command(tmp_path, broken, **HARD), log)
+    process = start(command(tmp_path, broken, **hard), log)
     wait_for_step(broken, 24, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()
@@ -80,7 +83,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     assert stopped["kind"] == "stopped" and stopped["signal"] == "SIGTERM"
     assert (broken / "checkpoints" / str(stopped["step"])).is_dir()
 
-    assert start(command(tmp_path, broken, **HARD), log).wait(300) == 0, log.read_text()
+    assert start(command(tmp_path, broken, **hard), log).wait(300) == 0, log.read_text()
     resumed = [e["step"] for e in read_jsonl(broken / "events.jsonl") if e["kind"] == "resume"]
     assert len(resumed) == 2 and resumed[1] == stopped["step"], f"{kill_at=}"
     assert history(broken) == history(whole), f"{kill_at=}"

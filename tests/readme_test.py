@@ -11,6 +11,8 @@ import pytest
 
 from configs import base
 from fp8jax.dot import BACKENDS
+from fp8jax.model import count_params
+from fp8jax.model_config import MODELS
 from fp8jax.nn import HISTORIES
 from fp8jax.recipe import POLICIES, RECIPES, Cast, Recipe
 from fp8jax.scaling import SCALES
@@ -76,6 +78,27 @@ def policy_table() -> str:
     return markdown_table(["`precision`", "modules", "recipe"], rows)
 
 
+def model_table() -> str:
+    """Families in the order of `MODELS`, each with its sizes."""
+    rows = []
+    for name, config in MODELS.items():
+        parts = [
+            {"rms": "RMSNorm", "layer": "LayerNorm"}[config.norm],
+            {"swiglu": "SwiGLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)"}[config.mlp],
+            f"{config.learned_positions} positions" if config.learned_positions else "RoPE",
+            {"none": "", "qkv": "biases of q k v", "all": "biases"}[config.biases],
+            "q and k normalised" if config.qk_norm else "",
+            "tied" if config.tie_embeddings else "",
+        ]
+        heads = f"{config.n_heads}/{config.n_kv_heads}"
+        rows.append(
+            [f"`{name}`", f"{count_params(config):,}", str(config.n_layers), str(config.d_model),
+             heads, ", ".join(filter(None, parts))]
+        )  # fmt: skip
+    header = ["`model`", "parameters", "layers", "width", "heads/kv", "made of"]
+    return markdown_table(header, rows)
+
+
 def backend_table() -> str:
     """What `refuses` says on a CPU, where no hardware is missing: up to the reason's colon."""
 
@@ -95,6 +118,11 @@ def backend_table() -> str:
 @pytest.mark.parametrize("table", [recipe_table, policy_table, backend_table])
 def test_table_is_what_the_code_says(table):
     assert f"\n\n{table()}\n" in README, f"README.md should hold this table:\n{table()}"
+
+
+def test_models_page_is_what_the_code_says():
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert page.endswith(f"\n\n{model_table()}"), f"docs/models.md: {model_table()}"
 
 
 # Examples -----------------------------------------------------------------------------------------
@@ -175,4 +203,4 @@ def test_links_lead_somewhere():
 def test_reading_order_names_every_module_of_the_core_once():
     section = README.split("## Where to look first")[1].split("\n## ")[0]
     named = re.findall(r"^\d+\. \[`(\w+)\.py`\]", section, re.M)
-    assert named == ["formats", "scaling", "recipe", "dot", "nn", "model", "train"]
+    assert named == ["formats", "scaling", "recipe", "dot", "nn", "model", "step", "train"]

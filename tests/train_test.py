@@ -1,9 +1,8 @@
-"""The training step and loop in one process: precisions, meshes, accumulation, resume, refusals.
+"""The training loop in one process: precisions, meshes, resume, refusals.
 
 What needs a process of its own (kill, signals, the command line) is in end_to_end_test.py.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -15,26 +14,16 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax import runtime, train
+from fp8jax import runtime
 from fp8jax.checkpoint import Checkpointer
 from fp8jax.data import build_corpus, train_batches
 from fp8jax.metrics import read_jsonl
-from fp8jax.model import abstract_variables
-from fp8jax.nn import HISTORIES
 from fp8jax.recipe import POLICIES
 from fp8jax.text import tokenizer
 from fp8jax.train import NonFiniteError, build, to_devices, train_and_evaluate
-from tests.data_test import write_generated_text
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """(spec, cache) of a generated corpus."""
-    folder = tmp_path_factory.mktemp("data")
-    return write_generated_text(folder, documents=400), str(folder / "cache")
 
 
 def tiny(data, **changes):
@@ -142,7 +131,8 @@ def test_two_runs_are_bit_identical_and_no_step_compiles_twice(data):
     first, run, state = steps(config, 3)
     assert compilations  # the listener hears
     compilations.clear()
-    batches = train_batches(corpus(*data).train, seed=0, batch_size=16, start_row=3 * 16)
+    rows = corpus(*data).train
+    batches = train_batches(rows, seed=0, batch_size=16, position=rows.start().advanced(48))
     with jax.set_mesh(run.mesh):
         losses = []
         for _ in range(3):
@@ -151,37 +141,6 @@ def test_two_runs_are_bit_identical_and_no_step_compiles_twice(data):
     batches.close()
     assert not compilations
     np.testing.assert_array_equal([*first, *losses], steps(config, 6)[0])
-
-
-def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
-    """Against each microbatch by itself: same sums but for float32 order, same maxima."""
-    config = tiny(data, precision="fp8_delayed", grad_accum=4)
-    _, run, state = steps(config, 2, jax.devices()[:1])
-    batches = train_batches(corpus(*data).train, seed=5, batch_size=16)
-    batch = {k: jnp.asarray(v) for k, v in next(batches).items()}
-    batches.close()
-    accumulate = functools.partial(train.accumulate, run.model, state)
-    loss, grads, histories = jax.jit(accumulate, static_argnums=1)(batch, 4)
-    total = batch["weights"].sum()
-    parts = []
-    for j in range(4):
-        micro = {k: v[j::4] for k, v in batch.items()}
-        f = jax.value_and_grad(
-            lambda p, h, m=micro: train.loss_sum(run.model, p, h, m, None) / total, argnums=(0, 1)
-        )
-        parts.append(jax.jit(f)(state.params, state.histories))
-    np.testing.assert_allclose(loss, sum(part[0] for part in parts), rtol=1e-6)
-    one = jax.jit(accumulate, static_argnums=1)(batch, 1)[2]
-    for got, whole, *each in zip(
-        *map(jax.tree.leaves, (histories, one, *(part[1][1] for part in parts))), strict=True
-    ):
-        np.testing.assert_allclose(got, np.max(each, axis=0), rtol=1e-6)
-        np.testing.assert_array_equal(got[:, 1:], whole[:, 1:])  # rolled once, not four times
-    for got, *each in zip(
-        *map(jax.tree.leaves, (grads, *(part[1][0] for part in parts))), strict=True
-    ):
-        # bfloat16 activations inside: one program rounds elsewhere than another.
-        assert np.linalg.norm(got - sum(each)) <= 2e-2 * np.linalg.norm(got)
 
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
@@ -193,29 +152,6 @@ def test_a_training_step_holds_three_float8_products_a_linear(precision, data):
     batch["weights"] = jax.ShapeDtypeStruct((16, 64), jnp.float32)
     jaxpr = run.step.trace(run.state, batch).jaxpr
     assert float8_products(jaxpr.jaxpr) == 3 * 7  # the layers are one loop body
-
-
-def test_histories_reach_neither_clipping_nor_the_optimizer(data):
-    _, _, state = steps(tiny(data, precision="fp8_delayed"), 2)
-    assert jax.tree.structure(state.histories) != jax.tree.structure({})
-    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
-    assert len(moments) == 2 * len(jax.tree.leaves(state.params))
-    variables = abstract_variables(build(tiny(data, precision="fp8_delayed")).model)
-    assert set(variables) == {"params", HISTORIES}
-
-
-def test_a_rejected_step_changes_nothing(data):
-    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
-    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
-    batch = to_devices(next(batches), run.batch_sharding)
-    batches.close()
-    with jax.set_mesh(run.mesh):
-        state, _ = run.seed_step(run.initialise(), batch)
-        bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
-        before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
-        after, out = run.step(state, bad)
-    assert np.isnan(out["loss"])
-    jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
 # The loop -----------------------------------------------------------------------------------------
@@ -272,12 +208,58 @@ def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(
     assert len(losses_of(tmp_path)) == 8
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 5 and resume["seeding"]
-    config.update(precision="bf16", num_steps=9, batch_size=8)
-    train_and_evaluate(config, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, tmp_path):
+    """A run of 6 steps goes on to 9 with half the batch and another learning rate."""
+    train_and_evaluate(tiny(data, num_steps=6), str(tmp_path))
+    config = tiny(data, num_steps=9, batch_size=8, learning_rate=1e-3, resume_with_changes=True)
+    last = train_and_evaluate(config, str(tmp_path))
     assert len(losses_of(tmp_path)) == 9
-    with Checkpointer(tmp_path / "checkpoints", every=1, keep=1) as checkpointer:
+    (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
+    assert resume["step"] == 6 and resume["changes"] == [
+        "batch_size: 16 -> 8", "learning_rate: 0.003 -> 0.001", "num_steps: 6 -> 9"
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
+    # The schedule is that of the new run at the steps it is at: the last has the final rate.
+    np.testing.assert_allclose(last["learning_rate"], 1e-4, rtol=1e-6)
+    with Checkpointer(tmp_path / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
         step, meta = checkpointer.read_meta()
-    assert (step, meta["rows"]) == (9, 8 * 16 + 8)  # no row read twice, none left out
+    assert (step, meta["position"]["rows"]) == (9, 6 * 16 + 3 * 8)  # none twice, none left out
+    assert sum(n for name, n in last.items() if name.startswith("rows/")) == 6 * 16 + 3 * 8
+
+
+@pytest.mark.slow
+def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
+    """On request: text every 5 steps, a trace of steps 3 and 4, and the step that validated best
+    although later ones are kept."""
+    config = tiny(data, num_steps=15, valid_every=5, checkpoint_keep=1, checkpoint_keep_best=1,
+                  sample_every=5, sample_tokens=24, sample_prompt="The ")  # fmt: skip
+    # A learning rate that breaks the model again after step 5.
+    config.update(warmup_steps=14, learning_rate=3.0)
+    train_and_evaluate(config, str(tmp_path), profile=(3, 4))
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [5, 10, 15]
+    for sample in samples:
+        assert sample["text"].startswith("The ") and len(sample["text"]) <= 28
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    valid = {
+        line["step"]: line["valid_loss"]
+        for line in read_jsonl(tmp_path / "metrics.jsonl")
+        if "valid_loss" in line
+    }
+    best = min(valid, key=valid.get)
+    assert best != 15
+    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [best, 15]
+    profiled, found = read_jsonl(tmp_path / "events.jsonl")
+    assert (profiled["kind"], profiled["step"]) == ("profiled", 4)
+    assert (found["kind"], found["step"], found["valid_loss"]) == (
+        "best_checkpoint", best, valid[best]
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="profile=3:4 does not lie within the steps 16 to 15"):
+        train_and_evaluate(config, str(tmp_path), profile=(3, 4))
 
 
 @pytest.mark.slow
@@ -311,6 +293,15 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
         (dict(schedule="cosin"), "unknown schedule"),
         (dict(warmup_steps=20), "warmup_steps=20 does not lie"),
         (dict(model_overrides__vocab_size=256), "vocab_size=256 is less than .* 258"),
+        (dict(model="gpt2_tiny", seq_len=2048), "seq_len=2048 is more than .*positions=1024"),
+        (dict(attention="cudn"), "unknown attention 'cudn'; did you mean 'cudnn'"),
+        (dict(sample_every=5), "a sample of 1 tokens of prompt and sample_tokens=128 .*seq_len=64"),
+        (dict(sample_every=5, sample_tokens=0), "sample_tokens=0 must be at least 1"),
+        (dict(sample_every=5, sample_tokens=8, sample_temperature=-1.0), "temperature=-1.0 is neg"),
+        (
+            dict(checkpoint_keep_best=1, checkpoint_every=5, valid_every=10),
+            "checkpoint_every=5 must be a multiple of valid_every=10",
+        ),
     ],
 )
 def test_bad_configs_are_refused_with_names_and_numbers(data, changes, message):
@@ -321,6 +312,11 @@ def test_bad_configs_are_refused_with_names_and_numbers(data, changes, message):
 def test_a_backend_that_cannot_do_the_policy_says_why(data):
     with pytest.raises(NotImplementedError, match="'xla' cannot run recipe 'fp8_block': fwd has"):
         build(tiny(data, precision="fp8_block", backend="xla"))
+
+
+def test_an_attention_that_cannot_run_here_says_why(data):
+    with pytest.raises(NotImplementedError, match="'cudnn' cannot run here: it needs an NVIDIA"):
+        build(tiny(data, attention="cudnn"))
 
 
 @pytest.mark.gpu

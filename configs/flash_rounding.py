@@ -1,0 +1,43 @@
+"""Why low-precision transformer training fails: GPT-2 in BF16, attention in blocks (2510.04212).
+
+python -m experiments.train --config=configs/flash_rounding.py --workdir=runs/flash_rounding
+
+runs a GPT-2 of 0.8M parameters on bytes, on a laptop. The paper's run, whose loss explodes after
+several thousand steps, is --config=configs/flash_rounding.py:gpt2_125m: 512 rows of 1024 tokens a
+step of OpenWebText, no weight decay, no biases (here the norms keep theirs). Give the text with
+--config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. --config.attention=xla is the
+baseline that keeps whole rows of scores.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = ("small", "gpt2_125m")
+
+
+def get_config(size: str = "small") -> ml_collections.ConfigDict:
+    if size not in SIZES:
+        raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
+    config = base.get_config()
+    config.attention = "reference"
+    config.model_overrides.biases = "none"
+    config.weight_decay = 0.0
+    config.final_fraction = 0.01
+    if size == "small":
+        config.model = "gpt2_tiny"
+        config.num_steps = 150
+        config.warmup_steps = 15
+        config.valid_every = 50
+        config.valid_batches = 8
+        return config
+    config.model = size
+    config.seq_len = 1024
+    config.batch_size = 512
+    config.grad_accum = 4
+    config.num_steps = 600_000
+    config.warmup_steps = 2000
+    config.valid_every = 1000
+    config.valid_batches = 16
+    config.checkpoint_every = 1000
+    return config

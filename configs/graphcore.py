@@ -1,0 +1,47 @@
+"""Training in 8-bit floating point with one scale a tensor: GPT and Llama 2 (2309.17224).
+
+python -m experiments.train --config=configs/graphcore.py --workdir=runs/graphcore
+
+runs a GPT of 0.8M parameters on bytes, on a laptop. The paper's sizes are
+--config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m, gpt_1.3b, gpt_6.7b, gpt_13b,
+llama2_7b, llama2_13b, llama2_70b (and gpt_256m, gpt_2.7b, which complete the family): rows of 2048
+tokens. The paper fine-tunes them; learning rate, batch and steps here are ours. Give the text with
+--config.data and the tokenizer with --config.tokenizer=bpe:PATH. The recipe is current scaling,
+E4M3 forward and E5M2 gradients; the baseline is --config.precision=bf16.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = (
+    "small", "gpt_111m", "gpt_256m", "gpt_590m", "gpt_1.3b", "gpt_2.7b", "gpt_6.7b", "gpt_13b",
+    "llama2_7b", "llama2_13b", "llama2_70b",
+)  # fmt: skip
+
+
+def get_config(size: str = "small") -> ml_collections.ConfigDict:
+    if size not in SIZES:
+        raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
+    config = base.get_config()
+    config.precision = "fp8_current"
+    if size == "small":
+        config.model = "gpt2_tiny"
+        config.model_overrides.mlp = "gelu"
+        config.num_steps = 150
+        config.warmup_steps = 15
+        config.valid_every = 50
+        config.valid_batches = 8
+        return config
+    config.model = size
+    config.mesh = "fsdp"
+    config.remat = "full"
+    config.seq_len = 2048
+    config.batch_size = 128
+    config.num_steps = 10_000
+    config.warmup_steps = 500
+    config.learning_rate = 2e-4
+    config.valid_every = 500
+    config.valid_batches = 16
+    config.checkpoint_every = 500
+    return config

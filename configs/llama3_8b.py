@@ -1,0 +1,33 @@
+"""Llama 3 8B: the size at which FP8 begins to pay, for a pod or for a dry run.
+
+python -m experiments.train --config=configs/llama3_8b.py --workdir=runs/llama3_8b
+
+needs several GPUs; what it would take is said, on any machine, by
+
+python -m experiments.train --config=configs/llama3_8b.py --dry_run
+
+Give the text with --config.data and Llama's tokenizer with --config.tokenizer=bpe:PATH. The
+learning rate is the release's, batch and steps are ours.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = base.get_config()
+    config.model = "llama3_8b"
+    config.precision = "fp8_delayed"
+    config.mesh = "fsdp"
+    config.remat = "full"
+    config.seq_len = 8192
+    config.batch_size = 64
+    config.grad_accum = 8
+    config.num_steps = 100_000
+    config.warmup_steps = 2000
+    config.learning_rate = 3e-4
+    config.valid_every = 1000
+    config.valid_batches = 16
+    config.checkpoint_every = 1000
+    return config

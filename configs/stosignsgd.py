@@ -1,0 +1,42 @@
+"""StoSignSGD's baseline: GPT-2 in FP8 with AdamW (2604.15416).
+
+python -m experiments.train --config=configs/stosignsgd.py --workdir=runs/stosignsgd
+
+runs a GPT-2 of 0.8M parameters on bytes, on a laptop. The paper's run is
+--config=configs/stosignsgd.py:gpt2_125m: 256 rows of 1024 tokens a step of OpenWebText, 50,000
+steps. Give the text with --config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. The
+optimizer is AdamW with float32 moments; the paper stores moments in FP8 without scales.
+"""
+
+import ml_collections
+
+from configs import base
+
+SIZES = ("small", "gpt2_125m")
+
+
+def get_config(size: str = "small") -> ml_collections.ConfigDict:
+    if size not in SIZES:
+        raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
+    config = base.get_config()
+    config.precision = "fp8_current"
+    config.model_overrides.biases = "none"
+    config.final_fraction = 0.01
+    if size == "small":
+        config.model = "gpt2_tiny"
+        config.num_steps = 150
+        config.warmup_steps = 15
+        config.valid_every = 50
+        config.valid_batches = 8
+        return config
+    config.model = size
+    config.seed = 61
+    config.seq_len = 1024
+    config.batch_size = 256
+    config.num_steps = 50_000
+    config.warmup_steps = 2000
+    config.learning_rate = 1e-4
+    config.valid_every = 1000
+    config.valid_batches = 16
+    config.checkpoint_every = 1000
+    return config

@@ -1,0 +1,70 @@
+"""One step as a pure function: accumulation, what histories never reach, the gate."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.data import train_batches
+from fp8jax.model import abstract_variables
+from fp8jax.nn import HISTORIES
+from fp8jax.step import accumulate as accumulate_step
+from fp8jax.step import loss_sum
+from fp8jax.train import build, to_devices
+from tests.train_test import corpus, steps, tiny
+
+
+def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
+    """Against each microbatch by itself: same sums but for float32 order, same maxima."""
+    config = tiny(data, precision="fp8_delayed", grad_accum=4)
+    _, run, state = steps(config, 2, jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=5, batch_size=16)
+    batch = {k: jnp.asarray(v) for k, v in next(batches).items()}
+    batches.close()
+    accumulate = functools.partial(accumulate_step, run.model, state)
+    loss, grads, histories = jax.jit(accumulate, static_argnums=1)(batch, 4)
+    total = batch["weights"].sum()
+    parts = []
+    for j in range(4):
+        micro = {k: v[j::4] for k, v in batch.items()}
+        f = jax.value_and_grad(
+            lambda p, h, m=micro: loss_sum(run.model, p, h, m, None) / total, argnums=(0, 1)
+        )
+        parts.append(jax.jit(f)(state.params, state.histories))
+    np.testing.assert_allclose(loss, sum(part[0] for part in parts), rtol=1e-6)
+    one = jax.jit(accumulate, static_argnums=1)(batch, 1)[2]
+    for got, whole, *each in zip(
+        *map(jax.tree.leaves, (histories, one, *(part[1][1] for part in parts))), strict=True
+    ):
+        np.testing.assert_allclose(got, np.max(each, axis=0), rtol=1e-6)
+        np.testing.assert_array_equal(got[:, 1:], whole[:, 1:])  # rolled once, not four times
+    for got, *each in zip(
+        *map(jax.tree.leaves, (grads, *(part[1][0] for part in parts))), strict=True
+    ):
+        # bfloat16 activations inside: one program rounds elsewhere than another.
+        assert np.linalg.norm(got - sum(each)) <= 2e-2 * np.linalg.norm(got)
+
+
+def test_histories_reach_neither_clipping_nor_the_optimizer(data):
+    _, _, state = steps(tiny(data, precision="fp8_delayed"), 2)
+    assert jax.tree.structure(state.histories) != jax.tree.structure({})
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(state.params))
+    variables = abstract_variables(build(tiny(data, precision="fp8_delayed")).model)
+    assert set(variables) == {"params", HISTORIES}
+
+
+def test_a_rejected_step_changes_nothing(data):
+    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    batch = to_devices(next(batches), run.batch_sharding)
+    batches.close()
+    with jax.set_mesh(run.mesh):
+        state, _ = run.seed_step(run.initialise(), batch)
+        bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
+        before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
+        after, out = run.step(state, bad)
+    assert np.isnan(out["loss"])
+    jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
