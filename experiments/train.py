@@ -58,11 +58,10 @@ def _run() -> None:
         raise ValueError(
             f"--profile={_PROFILE.value} traces training, and --dry_run trains nothing"
         )
-    if _DRY_RUN.value:
-        # Read when JAX's backends start; a run would take most of the device at once.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    else:
+    if not _DRY_RUN.value:
         logging.info("config:\n%s", _CONFIG.value)
+    elif not _DUMP_HLO.value:  # whose programs are those that a run would have
+        runtime.allocate_nothing()
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:

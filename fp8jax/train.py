@@ -170,6 +170,9 @@ def _sampler(
     if config.sample_temperature < 0:
         raise ValueError(f"sample_temperature={config.sample_temperature} is negative")
 
+    # Whatever attention trains: not every one takes rows of this length.
+    model = model.clone(attention=None)
+
     def sample(state: TrainState) -> Array:
         variables = as_variables(state.params, state.histories)
         return generate(

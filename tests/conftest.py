@@ -4,6 +4,7 @@ Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the 
 """
 
 import atexit
+import collections
 import os
 import shutil
 import tempfile
@@ -40,3 +41,10 @@ def data(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("data")
     return write_generated_text(folder, documents=400), str(folder / "cache")
+
+
+def pytest_collection_modifyitems(items):
+    """Files with the most slow tests first, so that no process is left alone with one at the end.
+    A file's tests stay together and in their order."""
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])

@@ -44,6 +44,26 @@ def test_a_file_of_flags_is_read_but_not_edited(monkeypatch, tmp_path):
     assert os.environ["XLA_FLAGS"] == str(path)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "--xla_gpu_autotune_level=0"),
+        (f"{_FLAG}=false", f"{_FLAG}=false --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_autotune_level=2", "--xla_gpu_autotune_level=2"),
+        ("/a/file/of/flags", "/a/file/of/flags"),
+    ],
+)
+def test_a_dry_run_takes_no_memory_of_a_gpu(monkeypatch, before, after):
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    runtime.allocate_nothing()
+    runtime.allocate_nothing()
+    assert os.environ["XLA_FLAGS"] == after
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
 def test_too_late_on_a_gpu_is_said(monkeypatch):
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -1,5 +1,6 @@
 """Specs and file formats: every document in order, every bad input refused with its name."""
 
+import functools
 import gzip
 import json
 import os
@@ -292,17 +293,18 @@ def example_texts(first: int, last: int) -> list[str]:
 SPLITS_OF_EXAMPLES = {"train": example_texts(0, 1500), "test": example_texts(1500, 1510)}
 
 
-@pytest.fixture(scope="module")
-def tfds():
+@functools.cache
+def import_tfds():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its dependencies' deprecations are not ours
-        import tensorflow_datasets as tfds
-    return tfds
+        import tensorflow_datasets
+    return tensorflow_datasets
 
 
-@pytest.fixture(scope="module")
-def dataset(tfds, tmp_path_factory):
-    """A dataset that tfds prepared; returns its folder and its builder class."""
+@functools.cache
+def examples_class():
+    """A builder; once a process, since tfds takes a name only once."""
+    tfds = import_tfds()
 
     class Examples(tfds.core.GeneratorBasedBuilder):
         name = "fp8jax_examples"
@@ -331,9 +333,20 @@ def dataset(tfds, tmp_path_factory):
                     "raw": b"\xff" if i == 3 else b"raw text",
                 }  # fmt: skip
 
+    return Examples
+
+
+@pytest.fixture(scope="module")
+def tfds():
+    return import_tfds()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A dataset that tfds prepared; returns its folder and its builder class."""
     folder = tmp_path_factory.mktemp("tfds")
-    Examples(data_dir=folder, file_format="array_record").download_and_prepare()
-    return folder, Examples
+    examples_class()(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder, examples_class()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 What needs a process of its own (kill, signals, the command line) is in end_to_end_test.py.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -15,12 +16,19 @@ import pytest
 
 from configs import base
 from fp8jax import runtime
+from fp8jax.attention import ATTENTIONS
 from fp8jax.checkpoint import Checkpointer
 from fp8jax.data import build_corpus, train_batches
 from fp8jax.metrics import read_jsonl
 from fp8jax.recipe import POLICIES
 from fp8jax.text import tokenizer
-from fp8jax.train import NonFiniteError, build, to_devices, train_and_evaluate
+from fp8jax.train import (
+    NonFiniteError,
+    build,
+    sample_text,
+    to_devices,
+    train_and_evaluate,
+)
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
@@ -312,6 +320,17 @@ def test_bad_configs_are_refused_with_names_and_numbers(data, changes, message):
 def test_a_backend_that_cannot_do_the_policy_says_why(data):
     with pytest.raises(NotImplementedError, match="'xla' cannot run recipe 'fp8_block': fwd has"):
         build(tiny(data, precision="fp8_block", backend="xla"))
+
+
+def test_samples_may_be_longer_or_shorter_than_the_attention_of_training_takes(data, monkeypatch):
+    """Like cudnn, which takes rows of an even length only: this one takes those of training."""
+    picky = dataclasses.replace(
+        ATTENTIONS["xla"], refuses=lambda q: None if q.shape[1] == 64 else f"length {q.shape[1]}"
+    )
+    monkeypatch.setitem(ATTENTIONS, "picky", picky)
+    run = build(tiny(data, attention="picky", sample_every=5, sample_tokens=8), jax.devices()[:1])
+    with jax.set_mesh(run.mesh):
+        assert isinstance(sample_text(run, run.initialise()), str)
 
 
 def test_an_attention_that_cannot_run_here_says_why(data):
