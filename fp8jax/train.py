@@ -412,6 +412,9 @@ def train_and_evaluate(
         # Rows read so far say where the data goes on, also if batch size or mixture have changed.
         start = 0 if restored is None else restored.step
         position = corpus.train.start(None if restored is None else restored.meta["position"])
+        trace = _Trace(profile, workdir)
+        trace.require_within(start, config.num_steps)
+        stack.callback(trace.stop)
         metrics = stack.enter_context(
             Metrics(workdir, num_steps=max(config.num_steps, start), start_step=start)
         )
@@ -429,9 +432,6 @@ def train_and_evaluate(
             if "fp8" in restored.arrays:
                 state = dataclasses.replace(state, histories=restored.arrays["fp8"])
             metrics.event(start, "resume", seeding=seeding, changes=changes)
-        trace = _Trace(profile, workdir)
-        trace.require_within(start, config.num_steps)
-        stack.callback(trace.stop)
         if start >= config.num_steps:
             metrics.event(start, "already_finished", num_steps=config.num_steps)
         batches = train_batches(
