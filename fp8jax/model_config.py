@@ -113,11 +113,12 @@ class ModelConfig:
         lookup("choice of biases", self.biases, BIASES)
         if self.learned_positions < 0:
             raise ValueError(f"learned_positions={self.learned_positions} is negative")
-        if self.learned_positions and self.rope_scaling is not None:
-            raise ValueError(
-                f"rope_scaling={self.rope_scaling!r} scales rotary positions, and this model has "
-                f"learned_positions={self.learned_positions}"
-            )
+        for name, unset in (("rope_theta", 1e4), ("rope_scaling", None)):
+            if self.learned_positions and getattr(self, name) != unset:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for rotary positions, and this model has "
+                    f"learned_positions={self.learned_positions}"
+                )
         if not self.learned_positions and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
 

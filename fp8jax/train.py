@@ -80,6 +80,8 @@ def _require_positive(config: ConfigDict) -> None:
     for name in names:
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
+    if config.sample_prompt and config.sample_every is None:
+        raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")
     if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:
         raise ValueError(
             f"checkpoint_keep_best={config.checkpoint_keep_best} compares validation losses: "

@@ -196,6 +196,10 @@ def test_every_rope_scaling_is_taken(scaling):
         (dict(biases="qk"), "unknown choice of biases 'qk'.*'qkv'"),
         (dict(learned_positions=-2), "learned_positions=-2 is negative"),
         (
+            dict(learned_positions=32, rope_theta=5e5),
+            "rope_theta=500000.0 .*learned_positions=32",
+        ),
+        (
             dict(learned_positions=32, rope_scaling="linear_2"),
             "rope_scaling='linear_2' .*learned_positions=32",
         ),

@@ -304,6 +304,7 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
         (dict(model="gpt2_tiny", seq_len=2048), "seq_len=2048 is more than .*positions=1024"),
         (dict(attention="cudn"), "unknown attention 'cudn'; did you mean 'cudnn'"),
         (dict(sample_every=5), "a sample of 1 tokens of prompt and sample_tokens=128 .*seq_len=64"),
+        (dict(sample_prompt="The"), "sample_prompt='The' is for samples: set sample_every"),
         (dict(sample_every=5, sample_tokens=0), "sample_tokens=0 must be at least 1"),
         (dict(sample_every=5, sample_tokens=8, sample_temperature=-1.0), "temperature=-1.0 is neg"),
         (
