@@ -2,7 +2,7 @@
 
 python -m experiments.train --config=configs/flash_rounding.py --workdir=runs/flash_rounding
 
-runs a GPT-2 of 0.8M parameters on bytes, on a laptop. The paper's run, whose loss explodes after
+runs a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's run, whose loss explodes after
 several thousand steps, is --config=configs/flash_rounding.py:gpt2_125m: 512 rows of 1024 tokens a
 step of OpenWebText, no weight decay, no biases (here the norms keep theirs). Give the text with
 --config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. --config.attention=xla is the

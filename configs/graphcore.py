@@ -2,7 +2,7 @@
 
 python -m experiments.train --config=configs/graphcore.py --workdir=runs/graphcore
 
-runs a GPT of 0.8M parameters on bytes, on a laptop. The paper's sizes are
+runs a GPT of 1.0M parameters on bytes, on a laptop. The paper's sizes are
 --config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m, gpt_1.3b, gpt_6.7b, gpt_13b,
 llama2_7b, llama2_13b, llama2_70b (and gpt_256m, gpt_2.7b, which complete the family): rows of 2048
 tokens. The paper fine-tunes them; learning rate, batch and steps here are ours. Give the text with

@@ -2,7 +2,7 @@
 
 python -m experiments.train --config=configs/infir2.py --workdir=runs/infir2
 
-runs a Qwen of 0.9M parameters on bytes, on a laptop: warm-up, stable phase and decay in the paper's
+runs a Qwen of 0.8M parameters on bytes, on a laptop: warm-up, stable phase and decay in the paper's
 proportions. The paper's own sizes are --config=configs/infir2.py:qwen2.5_1.5b and :qwen2.5_7b, for
 a pod: 128 rows of 32,768 tokens a step, 40,000 steps. They start from random weights; the paper
 starts from Qwen's. Its data mixture is unknown: give yours with --config.data, and Qwen's tokenizer

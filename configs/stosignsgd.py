@@ -2,7 +2,7 @@
 
 python -m experiments.train --config=configs/stosignsgd.py --workdir=runs/stosignsgd
 
-runs a GPT-2 of 0.8M parameters on bytes, on a laptop. The paper's run is
+runs a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's run is
 --config=configs/stosignsgd.py:gpt2_125m: 256 rows of 1024 tokens a step of OpenWebText, 50,000
 steps. Give the text with --config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. The
 optimizer is AdamW with float32 moments; the paper stores moments in FP8 without scales.

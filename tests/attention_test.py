@@ -150,13 +150,18 @@ def test_what_is_not_seen_does_not_count_at_all(name, poison):
         assert (got[sees] != reference[sees]).any(axis=(-1, -2)).all()
 
 
-@anywhere
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((n, jnp.float32) for n in ON_A_CPU),
+        *((n, jnp.bfloat16) for n in ON_A_CPU),
+        pytest.param("cudnn", jnp.bfloat16, marks=pytest.mark.gpu),
+    ],
+    indirect=["name"],
+)
 def test_padding_is_finite_forward_and_backward(name, dtype):
     """A whole row of padding, and padding at an end: its values are not used, but a NaN among
-    them would reach the gradients of all."""
-    if name == "cudnn" and dtype == jnp.float32:
-        pytest.skip("cuDNN takes bfloat16 and float16")
+    them would reach the gradients of all. (cuDNN takes no float32.)"""
     q, k, v = (jnp.asarray(a, dtype) for a in inputs(2))
     segments = jnp.asarray(np.stack([np.zeros(T, np.int32), SEGMENTS[0]]))
     for value in gradients_of(name)(q, k, v, segments, jnp.ones_like(q)):
