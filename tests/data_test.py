@@ -389,7 +389,10 @@ for batch in batches:
     )
     assert process.stdout.readline() == "(2, 3)\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    try:
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()  # where it did not end, it would load the machine for all other tests
     assert process.returncode == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1  # and nothing about threads
