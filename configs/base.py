@@ -9,8 +9,11 @@ def get_config() -> ml_collections.ConfigDict:
 
     # Precision
     config.precision = "bf16"  # a policy: which module runs which recipe (README's table)
+    config.precision_schedule = ()  # (share of the steps done, next policy): ((0.9, "bf16"),)
     config.backend = placeholder(str)  # emulated or xla; None takes the fastest that can
-    config.attention = placeholder(str)  # xla, cudnn or reference; None takes xla
+    config.attention = placeholder(str)  # a key of fp8jax.attention.ATTENTIONS; None takes xla
+    config.attention_beta = placeholder(float)  # of attention=stabilised(_bf16); None: its own
+    config.attention_tie_tolerance = placeholder(float)  # of the same; None for its own
     config.remat = "none"  # what layers recompute in the backward: none, dots or full
 
     # Model
@@ -25,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.head_dim = placeholder(int)  # size of a head
     config.model_overrides.norm = placeholder(str)  # rms or layer
     config.model_overrides.norm_eps = placeholder(float)  # of the norms
-    config.model_overrides.mlp = placeholder(str)  # swiglu, gelu or gelu_tanh
+    config.model_overrides.mlp = placeholder(str)  # swiglu, smooth_swiglu, gelu or gelu_tanh
     config.model_overrides.biases = placeholder(str)  # none, qkv or all
     config.model_overrides.qk_norm = placeholder(bool)  # queries and keys normalised
     config.model_overrides.tie_embeddings = placeholder(bool)  # the head is the embedding

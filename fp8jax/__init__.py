@@ -12,7 +12,8 @@ from fp8jax.dot import dot_general, einsum, init_state  # noqa: E402
 from fp8jax.formats import FORMATS, cast  # noqa: E402
 from fp8jax.model import Transformer  # noqa: E402
 from fp8jax.model_config import MODELS, ModelConfig  # noqa: E402
-from fp8jax.recipe import POLICIES, RECIPES, Cast, Policy, Recipe  # noqa: E402
+from fp8jax.policy import POLICIES, Policy, PrecisionSchedule  # noqa: E402
+from fp8jax.recipe import RECIPES, Cast, Recipe  # noqa: E402
 from fp8jax.scaling import (  # noqa: E402
     BLOCK128,
     MX32,
@@ -32,7 +33,7 @@ from fp8jax.train import train_and_evaluate  # noqa: E402
 
 __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
-    "POLICIES", "Policy", "Pow2", "Quantized", "RECIPES", "ROW", "Recipe", "TENSOR", "TILE128",
-    "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum", "init_state", "nn",
-    "quantize", "train_and_evaluate",
+    "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES", "ROW", "Recipe",
+    "TENSOR", "TILE128", "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum",
+    "init_state", "nn", "quantize", "train_and_evaluate",
 ]  # fmt: skip

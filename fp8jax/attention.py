@@ -26,6 +26,17 @@ the log-sum-exp L = m + log l. There p = exp(s - L) is computed again, block by 
     dq = ds k       dk = ds^T q
 
 Blocks of queries, which the kernels have too, are left out: they change no number.
+
+Why low-precision training fails (arXiv 2510.04212). Where two keys of a row share the largest
+score, their p is exactly 1. The sum of two bfloat16 values of one sign has a bit too many: every
+other one is a tie, which the small rest of the row breaks to the same side each time. delta
+inherits the bias, and dq adds it up over tokens and steps. `RowMax` raises m for such rows: the
+softmax is the same for any m, and with another p < 1 in each row the sums are no ties.
+
+    reference, stabilised            float32 sums, without and with the fix. Only out is rounded,
+                                     with a bias where sharing keys' values are unlike the others'
+    reference_bf16, stabilised_bf16  p v rounded to v's dtype in each block, as in the authors'
+                                     code: with a bias wherever values have one sign
 """
 
 import dataclasses
@@ -45,13 +56,22 @@ from fp8jax.names import lookup
 BLOCK = 128  # keys in a block of the reference
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to compute attention: the function, and why it refuses such queries (None: it takes
+    them). Compares and hashes as these two do: it is part of what a program is compiled for."""
+
+    attend: Callable[..., Array]
+    refuses: Callable[[Array | jax.ShapeDtypeStruct], str | None]
+
+
 def dot_product_attention(
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segments_BT: Int[Array, "B T"],
     *,
-    implementation: str | None = None,
+    implementation: str | Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """softmax(q k^T / sqrt(H)) v, causal and within segments; N is a multiple of K (GQA).
 
@@ -59,8 +79,8 @@ def dot_product_attention(
       q_BTNH, k_BTKH, v_BTKH: one float dtype, which is also that of the result.
       segments_BT: document number of each position within its row; 0 is padding, and attends to
         padding.
-      implementation: a key of `ATTENTIONS`; None is "xla", which runs everywhere and gives the same
-        bits twice.
+      implementation: a key of `ATTENTIONS` or an `Implementation`; None is "xla", which runs
+        everywhere and gives the same bits twice.
 
     Raises:
       ValueError: an unknown implementation.
@@ -70,10 +90,12 @@ def dot_product_attention(
     return chosen.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
 
 
-def choose_attention(name: str | None, q_BTNH: Array | jax.ShapeDtypeStruct) -> "Implementation":
-    """The entry of `ATTENTIONS` for such queries; raises as `dot_product_attention` does."""
+def choose_attention(
+    name: str | Implementation | None, q_BTNH: Array | jax.ShapeDtypeStruct
+) -> Implementation:
+    """`name`, resolved, for such queries; raises as `dot_product_attention` does."""
     name = "xla" if name is None else name
-    chosen = lookup("attention", name, ATTENTIONS)
+    chosen = name if isinstance(name, Implementation) else lookup("attention", name, ATTENTIONS)
     reason = chosen.refuses(q_BTNH)
     if reason is not None:
         raise NotImplementedError(f"attention {name!r} cannot run here: {reason}")
@@ -113,12 +135,50 @@ def _cudnn_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
 # The blockwise reference --------------------------------------------------------------------------
 
 
-def _reference(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    """Heads grouped by the key head they share, and back."""
-    batch, length, heads, size = q_BTNH.shape
-    q_BTKGH = q_BTNH.reshape(batch, length, k_BTKH.shape[2], -1, size)
-    out = _blockwise(q_BTKGH, k_BTKH, v_BTKH, segments_BT)
-    return out.reshape(batch, length, heads, size)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowMax:
+    """The m of rows whose largest score r in a block is shared by several keys: beta r where r > 0,
+    0 where r < 0 (Algorithm 1 of arXiv 2510.04212).
+
+    One deviation: as printed, p underflows at large |r|, and the row is 0 / 0. Here m - r takes at
+    most half the exponents of p's dtype, which leaves weights down to 2^-63 of the largest normal
+    in bfloat16; beyond, it starts again at a quarter. A constant limit was rejected: its p, one for
+    all such rows, is rounded alike in all, or as exact as 1. Beta 2 gets there at r = 44, 7 at 7.3.
+
+    Attributes:
+      beta: the authors advise 2 to 8, show a run with 7, and have 2 in their code.
+      tolerance: scores this little below the largest share it.
+    """
+
+    beta: float = 2.0
+    tolerance: float = 1e-3
+
+    def __post_init__(self):
+        if not (1 < self.beta < math.inf and 0 <= self.tolerance < math.inf):
+            raise ValueError(f"beta must be above 1, tolerance at least 0, both finite: {self}")
+
+    def raised(self, s_BKGTC: Array, r_BKGT: Array, dtype: Any) -> Array:
+        """The row maxima `r_BKGT` of scores, raised where they are shared; `dtype` is p's."""
+        sharing = jnp.sum(s_BKGTC >= (r_BKGT - self.tolerance)[..., None], axis=-1)
+        size = jnp.where((sharing > 1) & jnp.isfinite(r_BKGT), jnp.abs(r_BKGT), 0.0)  # not masked
+        slope = jnp.where(r_BKGT > 0, self.beta - 1, 1.0)
+        quarter = -math.log(jnp.finfo(dtype).tiny) / 4 / slope
+        return r_BKGT + slope * jnp.minimum(size, quarter + size % quarter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blockwise:
+    """The blockwise algorithm, with `row_max` or without; `rounded`: p v to v's dtype."""
+
+    row_max: RowMax | None
+    rounded: bool
+
+    def __call__(self, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+        """Heads grouped by the key head they share, and back."""
+        batch, length, heads, size = q_BTNH.shape
+        q_BTKGH = q_BTNH.reshape(batch, length, k_BTKH.shape[2], -1, size)
+        out = _blockwise(self, q_BTKGH, k_BTKH, v_BTKH, segments_BT)
+        return out.reshape(batch, length, heads, size)
 
 
 def _key_blocks(x: Array, fill: int = 0) -> Array:
@@ -139,12 +199,12 @@ def _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index):
     return jnp.where(seen_BTC[:, None, None], s_BKGTC / math.sqrt(q_BTKGH.shape[-1]), -jnp.inf)
 
 
-@jax.custom_vjp
-def _blockwise(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
-    return _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
+    return _blockwise_fwd(how, q_BTKGH, k_BSKH, v_BSKH, segments_BT)[0]
 
 
-def _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
+def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
     rows = jnp.moveaxis(q_BTKGH, 1, 3)[..., 0]  # for its shape, [B, K, G, T]
 
@@ -152,7 +212,10 @@ def _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
         m, l, o = carry  # noqa: E741
         index, k_BCKH, v_BCKH, segments_BC = scanned
         s_BKGTC = _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
-        new_m = jnp.maximum(m, jnp.max(s_BKGTC, axis=-1))
+        r_BKGT = jnp.max(s_BKGTC, axis=-1)
+        if how.row_max is not None:
+            r_BKGT = how.row_max.raised(s_BKGTC, r_BKGT, v_BCKH.dtype)
+        new_m = jnp.maximum(m, r_BKGT)
         # A query that has seen no key yet has m = -inf, and -inf - -inf is no number.
         finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
         p_BKGTC = jnp.exp(s_BKGTC - finite_m[..., None])
@@ -161,6 +224,9 @@ def _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
         pv = jnp.einsum(
             "BKGTC,BCKH->BKGTH", p_BKGTC.astype(v_BCKH.dtype), v_BCKH, preferred_element_type=dtype
         )
+        if how.rounded:  # not by two casts, which XLA may drop
+            info = jnp.finfo(v_BCKH.dtype)
+            pv = lax.reduce_precision(pv, info.nexp, info.nmant)
         return (new_m, l, shrink[..., None] * o + pv), None
 
     blocks = (_key_blocks(k_BSKH), _key_blocks(v_BSKH), _key_blocks(segments_BT, fill=-1))
@@ -174,7 +240,7 @@ def _blockwise_fwd(q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, m + jnp.log(l))
 
 
-def _blockwise_bwd(kept, do_BTKGH):
+def _blockwise_bwd(how: Blockwise, kept, do_BTKGH):
     q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, lse_BKGT = kept
     dtype = lse_BKGT.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -207,17 +273,21 @@ def _blockwise_bwd(kept, do_BTKGH):
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """One way to compute attention: the function, and why it refuses such queries (None: it takes
-    them)."""
+def _refuses_nothing(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
+    return None
 
-    attend: Callable[..., Array]
-    refuses: Callable[[Array | jax.ShapeDtypeStruct], str | None]
+
+def reference(row_max: RowMax | None = None, *, rounded: bool = False) -> Implementation:
+    """The blockwise reference, with the fix `row_max` if given; `rounded` as in `Blockwise`."""
+    attend = Blockwise(row_max=row_max, rounded=rounded)
+    return Implementation(attend=attend, refuses=_refuses_nothing)
 
 
 ATTENTIONS: dict[str, Implementation] = {
-    "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=lambda q: None),
+    "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=_refuses_nothing),
     "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
-    "reference": Implementation(attend=_reference, refuses=lambda q: None),
+    "reference": reference(),
+    "stabilised": reference(RowMax()),
+    "reference_bf16": reference(rounded=True),
+    "stabilised_bf16": reference(RowMax(), rounded=True),
 }

@@ -29,7 +29,8 @@ leaf has flax's max-combining dtype (nn.max_combining); this file only gives bac
 
 Backends. `emulated` quantises, dequantises and multiplies exactly, on every device and for every
 recipe: it defines what a recipe means. `xla` hands the float8 codes to `lax.dot_general` and
-multiplies the scales afterwards. The spelling that suggests itself, dequantise and then multiply,
+multiplies the scales afterwards; on Blackwell it hands MXFP8 and NVFP4 codes with their scales to
+`jax.nn.scaled_matmul`. The spelling that suggests itself, dequantise and then multiply,
 was rejected for `xla`: where XLA does not recognise the pattern it runs a BF16 GEMM, and on a GPU
 even drops the rounding, without a word.
 """
@@ -47,9 +48,21 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax import runtime
+from fp8jax.kernels.block_scaled import scaled_matmul
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe, as_recipe
-from fp8jax.scaling import TENSOR, Quantized, dequantize, quantize, record_amax, tensor_amax
+from fp8jax.runtime import Device
+from fp8jax.scaling import (
+    E8M0,
+    TENSOR,
+    NvFp4,
+    Quantized,
+    dequantize,
+    hadamard,
+    quantize,
+    record_amax,
+    tensor_amax,
+)
 
 State = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 # Order of the casts' keys: fold_in(key, index). Part of what makes a run reproducible.
@@ -114,6 +127,8 @@ def _emulated(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
 def _xla(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     """float8 codes into the matrix unit, scales multiplied into its result."""
     assert isinstance(a, Coded) and isinstance(b, Coded)  # what `_xla_refuses` is for
+    if _block_scaled(a.cast, b.cast):
+        return scaled_matmul(a.q, b.q, ca, cb).astype(dtype)
     y = _product(a.q.values, b.q.values, ca, cb, dtype)
     scale = _scale_of_result(a.q, b.q, ca, cb)
     if scale.size == 1 and runtime.folds_scales():
@@ -124,20 +139,32 @@ def _xla(a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:
     return (y.astype(jnp.float32) * scale).astype(dtype)
 
 
-def _emulated_refuses(recipe: Recipe) -> str | None:
+def _block_scaled(lhs: Cast, rhs: Cast) -> bool:
+    """Whether this is MXFP8 or NVFP4 on both sides, the products that Blackwell has a unit for."""
+    casts = (lhs, rhs)
+    mxfp8 = all(c.tile.contract == 32 and isinstance(c.scale, E8M0) for c in casts)
+    nvfp4 = all(c.tile.contract == 16 and isinstance(c.scale, NvFp4) for c in casts)
+    return nvfp4 or (mxfp8 and all(c.format.bits == 8 for c in casts))
+
+
+def _emulated_refuses(recipe: Recipe, device: Device) -> str | None:
     return None
 
 
-def _xla_refuses(recipe: Recipe) -> str | None:
-    """Why `xla` cannot run a recipe on this machine, or None."""
+def _xla_refuses(recipe: Recipe, device: Device) -> str | None:
+    """Why `xla` cannot run a recipe on such a device, or None."""
     for name, (lhs, rhs) in recipe.products.items():
         if lhs is None and rhs is None:
             continue
         if lhs is None or rhs is None:
             return f"{name} has one quantised and one high-precision operand"
+        if _block_scaled(lhs, rhs):
+            if not device.block_scaled:
+                return f"{name} has a scale for every {lhs.tile.contract} numbers: only Blackwell's"
+            continue
         for cast in (lhs, rhs):
             if cast.format.bits != 8:
-                return f"{name} has an operand in {cast.format.name}: XLA has no 4-bit product here"
+                return f"{name} has an operand in {cast.format.name}: XLA has no such 4-bit product"
             if not cast.separable:
                 return (
                     f"{name} has scales that change along the contraction ({cast.tile}): XLA "
@@ -145,8 +172,8 @@ def _xla_refuses(recipe: Recipe) -> str | None:
                 )
         if lhs.format.name == rhs.format.name == "e5m2":
             return f"{name} multiplies e5m2 by e5m2: no GPU does"
-    if recipe.casts and runtime.platform() != "cpu" and not runtime.has_fp8_matmul():
-        return f"{runtime.device_kind()} has no FP8 matrix unit: XLA would widen to 16 bits"
+    if recipe.casts and device.platform != "cpu" and not device.fp8:
+        return f"{device.kind} has no FP8 matrix unit: XLA would widen to 16 bits"
     return None
 
 
@@ -158,12 +185,12 @@ class Backend:
       name: key in `BACKENDS`.
       matmul: (a, b, contracting axis of a, of b, dtype) -> [..., M, N]; at least one operand is
         `Coded`.
-      refuses: recipe -> why this backend cannot run it here, or None.
+      refuses: (recipe, device) -> why this backend cannot run it there, or None.
     """
 
     name: str
     matmul: Callable[[Operand, Operand, int, int, jnp.dtype], jax.Array]
-    refuses: Callable[[Recipe], str | None]
+    refuses: Callable[[Recipe, Device], str | None]
 
 
 BACKENDS: dict[str, Backend] = {
@@ -177,29 +204,32 @@ def _log_choice(recipe: str, backend: str, why: str) -> None:
     logging.info("recipe %s: backend %s (%s)", recipe, backend, why)
 
 
-def choose_backend(backend: str | None, recipe: Recipe) -> Backend:
-    """The backend of that name, or for None the fastest that can run `recipe` on this machine.
+def choose_backend(backend: str | None, recipe: Recipe, device: Device | None = None) -> Backend:
+    """The backend of that name, or for None the fastest that can run `recipe` on `device` (None:
+    the default one of this process).
 
     Raises:
       ValueError: unknown name.
       NotImplementedError: a named backend that cannot run the recipe; says why.
     """
+    device = runtime.device() if device is None else device
     if backend is not None:
         chosen = lookup("backend", backend, BACKENDS)
-        reason = chosen.refuses(recipe)
+        reason = chosen.refuses(recipe, device)
         if reason is not None:
             raise NotImplementedError(
-                f"backend {backend!r} cannot run recipe {recipe.name!r}: {reason}"
+                f"backend {backend!r} cannot run recipe {recipe.name!r} here ({device.kind}): "
+                + reason
             )
         return chosen
     if not recipe.casts:
         return BACKENDS["emulated"]  # nothing to quantise: every backend is the same
-    if not runtime.has_fp8_matmul():
-        reason = f"{runtime.device_kind()} has no FP8 matrix unit"
+    if not device.fp8:
+        reason = f"{device.kind} has no FP8 matrix unit"
     else:
-        reason = BACKENDS["xla"].refuses(recipe)
+        reason = BACKENDS["xla"].refuses(recipe, device)
     choice = "xla" if reason is None else "emulated"
-    _log_choice(recipe.name, choice, reason or "float8 operands into the matrix unit")
+    _log_choice(recipe.name, choice, reason or "codes into the matrix unit")
     return BACKENDS[choice]
 
 
@@ -231,7 +261,12 @@ def _operand(
     cast: Cast | None = getattr(context.recipe, name)
     if cast is None:
         return x
-    amax = jnp.max(histories[name[-1]]) if cast.timing == "delayed" else None
+    amax = None
+    if cast.timing == "delayed":
+        history = histories[name[-1]]
+        amax = jnp.max(history) if cast.amax == "max" else history[0]
+    if cast.hadamard > 1:
+        x = hadamard(x, cast.hadamard, axis=axis)
     if cast.rounding == "stochastic":
         key = jax.random.fold_in(key, KEY_ORDER.index(name))
     else:
@@ -247,7 +282,7 @@ def _same_codes(one: Cast | None, other: Cast | None) -> bool:
     """Whether two casts of a tensor along different axes are one and the same."""
     if one is None or one != other:
         return False
-    return one.tile == TENSOR and one.rounding == "nearest"
+    return one.tile == TENSOR and one.rounding == "nearest" and one.hadamard == 1
 
 
 def _multiply(context: _Context, a: Operand, b: Operand, ca: int, cb: int, dtype) -> jax.Array:

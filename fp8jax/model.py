@@ -23,12 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from fp8jax.attention import dot_product_attention
+from fp8jax.attention import Implementation, dot_product_attention
 from fp8jax.embedding import look_up
+from fp8jax.formats import power_of_two_below
 from fp8jax.model_config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.names import lookup
 from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining
-from fp8jax.recipe import HIGH_PRECISION, Policy, as_policy
+from fp8jax.policy import Policy, as_policy
+from fp8jax.recipe import HIGH_PRECISION
 from fp8jax.rope import rotate
 from fp8jax.sharding import constrain
 
@@ -84,7 +86,7 @@ def _norm(config: ModelConfig, name: str) -> Callable[..., Any]:
 class Attention(nn.Module):
     config: ModelConfig
     dense: Callable[..., Callable[..., Any]]
-    implementation: str | None
+    implementation: str | Implementation | None
 
     @nn.compact
     def __call__(self, x_BLD, segments_BL, positions_BL):
@@ -121,7 +123,15 @@ class FeedForward(nn.Module):
         else:
             hidden_BLF = mlp.activation(self.dense("up", features, ("embed", "mlp"))(x_BLD))
         hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
-        return self.dense("down", self.config.d_model, ("mlp", "embed"))(hidden_BLF)
+        scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
+        return self.dense("down", self.config.d_model, ("mlp", "embed"))(hidden_BLF, scale_F)
+
+
+def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
+    """The power of two just below each channel's amax; 1 where there is none."""
+    amax_F = jnp.max(jnp.abs(x_BLF), axis=(0, 1)).astype(jnp.float32)
+    scale_F = power_of_two_below(lax.stop_gradient(amax_F))
+    return jnp.where(jnp.isfinite(scale_F) & (scale_F > 0), scale_F, 1.0)
 
 
 class Block(nn.Module):
@@ -130,7 +140,7 @@ class Block(nn.Module):
     config: ModelConfig
     policy: Policy
     backend: str | None
-    attention: str | None
+    attention: str | Implementation | None
 
     @nn.compact
     def __call__(
@@ -152,7 +162,7 @@ class Block(nn.Module):
                     features, self.policy.recipe(path), self.backend, path in BIASES[c.biases],
                     kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
                 )  # fmt: skip
-                return lambda x: layer(x, _fold_in(key, MODULES.index(path)))
+                return lambda x, scale=None: layer(x, _fold_in(key, MODULES.index(path)), scale)
 
             return make
 
@@ -172,7 +182,7 @@ class Transformer(nn.Module):
       policy: a key of `POLICIES` or a `Policy`. The first step of a delayed one runs with
         `policy.seeding()`.
       backend: a key of `BACKENDS`, or None for the fastest that can.
-      attention: a key of `fp8jax.attention.ATTENTIONS`, or None for "xla".
+      attention: a key of `fp8jax.attention.ATTENTIONS`, an `Implementation`, or None for "xla".
       remat: a key of `REMAT`.
       unroll: layers a loop iteration; n_layers for no loop, which compiles longer and saves the
         copies in and out of the stack.
@@ -182,7 +192,7 @@ class Transformer(nn.Module):
     config: ModelConfig
     policy: str | Policy = "bf16"
     backend: str | None = None
-    attention: str | None = None
+    attention: str | Implementation | None = None
     remat: str = "none"
     unroll: int = 1
     dtype: Any = jnp.bfloat16
@@ -293,7 +303,8 @@ def _delays_layers(policy: Policy) -> bool:
 def _stretches(policy: Policy, n_layers: int) -> list[tuple[int, int, Policy]]:
     """(first layer, one past the last, policy) of each stretch of layers with the same recipes."""
     exempt = Policy((("layers/*", HIGH_PRECISION),), name="bf16")
-    first, last = policy.bf16_first, n_layers - policy.bf16_last
+    first, last = policy.exempt(n_layers)
+    last = n_layers - last
     stretches = [
         (0, first, exempt),
         (first, last, policy.without_exemptions()),

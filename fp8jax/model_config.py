@@ -42,14 +42,21 @@ MODULES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """hidden = activation(gate) * up if `gated`, else activation(up)."""
+    """hidden = activation(gate) * up if `gated`, else activation(up). If `smooth`, "down" quantises
+    its channels divided by powers of two near their amaxes: Smooth-SwiGLU (arXiv 2409.12517)."""
 
     gated: bool
     activation: Callable[[Float[Array, "..."]], Float[Array, "..."]]
+    smooth: bool = False
+
+    def __post_init__(self):
+        if self.smooth and not (self.gated and self.activation is jax.nn.silu):
+            raise ValueError(f"smooth=True is for a gated MLP with SiLU, got {self}")
 
 
 MLPS = {
     "swiglu": MLP(gated=True, activation=jax.nn.silu),
+    "smooth_swiglu": MLP(gated=True, activation=jax.nn.silu, smooth=True),
     "gelu": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_tanh": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=True)),
 }

@@ -99,12 +99,20 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "... K"], key: Shaped[Array, "..."] | None = None
+        self,
+        x: Float[Array, "... K"],
+        key: Shaped[Array, "..."] | None = None,
+        input_scale: Float[Array, " K"] | None = None,
     ) -> Float[Array, "... N"]:
-        """`key` is for recipes that round stochastically."""
+        """`key` is for recipes that round stochastically. Before both are quantised, x is divided
+        by `input_scale`, powers of two, and the kernel's rows are multiplied: range moves from x to
+        the kernel, of which a second one in float32 is kept for the backward."""
         kernel = self.param(
             "kernel", _named(self.kernel_init, self.kernel_axes), (x.shape[-1], self.features)
         )
+        if input_scale is not None:
+            x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+            kernel = kernel * input_scale[:, None]
         recipe = as_recipe(self.recipe)
         y = dot_general(
             x, kernel, (((x.ndim - 1,), (0,)), ((), ())),

@@ -12,6 +12,9 @@ what XLA allocates for a step: its arguments, its temporaries, and those results
 an argument's place. XLA does not say what a temporary holds. At the end of the backward all
 gradients are among them, as float32 and sharded like the weights; the rest is shown as activations
 and work space.
+
+Under a precision schedule these figures are the first stage's. The later ones differ in the total
+and the histories: their totals are compiled too, and count for the verdict on what fits.
 """
 
 import dataclasses
@@ -30,19 +33,23 @@ from ml_collections import ConfigDict
 from fp8jax.dot import choose_backend
 from fp8jax.model import count_params
 from fp8jax.model_config import flops_per_token
-from fp8jax.recipe import HIGH_PRECISION, as_policy
+from fp8jax.recipe import HIGH_PRECISION
 from fp8jax.sources import parse_sources
 from fp8jax.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The figures of one run. Those in bytes a device are for the fullest moment of a step.
+    """The figures of one run. Those in bytes a device are for the fullest moment of a step, in the
+    first stage of the precision schedule.
 
     Attributes:
       model, policy: as the config names them.
+      later: (finished steps when it begins, policy, what XLA allocates on each device for a step)
+        of each later stage of the precision schedule.
       sources: names of the sources of text.
-      backends: recipe -> the backend that multiplies for it, for recipes that quantise.
+      backends: recipe -> the backend that multiplies for it, for recipes that quantise, of all
+        stages.
       device_kind, devices, mesh: the vendor's name, how many, and mesh axis -> devices along it.
       parameters: embedding and head included.
       flops_per_token: of training: forward and backward.
@@ -61,6 +68,7 @@ class Plan:
 
     model: str
     policy: str
+    later: tuple[tuple[int, str, int], ...]
     sources: tuple[str, ...]
     backends: dict[str, str]
     device_kind: str
@@ -101,7 +109,8 @@ class Plan:
     @property
     def peak_bytes(self) -> int:
         """On each device, the most that any program of the run allocates."""
-        return max(self.total_bytes, self.initialise_bytes)
+        later = (size for _, _, size in self.later)
+        return max(self.total_bytes, self.initialise_bytes, *later)
 
     def text(self) -> str:
         """The report, several lines: label, value and unit, then memory in GiB and in bytes."""
@@ -152,6 +161,8 @@ class Plan:
                 "The first step seeds the histories in a program of its own, compiled too:"
                 f" {self.first_step_bytes / 2**30:,.3f} GiB. The total is the larger of the two."
             )
+        for begin, policy, size in self.later:
+            yield f"After step {begin:,} policy {policy}: {size / 2**30:,.3f} GiB a step."
         if self.device_kind == "cpu":
             yield (
                 "This is a CPU, and its programs were compiled: on a GPU activations and work"
@@ -180,8 +191,8 @@ def _memory_line(label: str, size: int) -> str:
 
 
 def make_plan(run: Run, config: ConfigDict) -> Plan:
-    """The figures of `run`, which `build(config)` gave. Compiles the programs of training;
-    allocates no array, and looks up the files of the sources without reading them.
+    """The figures of `run`, which `build(config)` gave. Compiles the programs of training, of all
+    stages; allocates no array, and looks up the files of the sources without reading them.
 
     Raises:
       ValueError: a source of text that is unknown or has no files.
@@ -194,9 +205,15 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
     weights, optimizer, histories, inputs = map(device_bytes, parts)
     initialise = totals.pop("initialise")
     total = max(totals.values())
+    later = []
+    for begin, stage in run.later:
+        programs, more = _compile(stage, config, training_programs(stage))
+        later.append((begin, stage.policy.name, max(map(_program_bytes, programs.values()))))
+        seconds += more
     rest = total - (weights + optimizer + histories + inputs + weights)
     return Plan(
-        model=config.model, policy=config.precision, sources=sources, backends=_backends(run),
+        model=config.model, policy=config.precision, later=tuple(later), sources=sources,
+        backends=_backends(run),
         device_kind=run.mesh.devices.flat[0].device_kind, devices=run.mesh.devices.size,
         mesh=dict(run.mesh.shape), parameters=count_params(run.model.config),
         flops_per_token=flops_per_token(run.model.config, config.seq_len),
@@ -243,9 +260,13 @@ def _program_bytes(program: Any) -> int:
     return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
+def _stages(run: Run) -> list[Run]:
+    return [run, *(stage for _, stage in run.later)]
+
+
 def _backends(run: Run) -> dict[str, str]:
-    policy = as_policy(run.model.policy)
-    recipes = [policy.recipe(path) for path in run.model.config.modules]
+    paths = run.model.config.modules
+    recipes = [stage.policy.recipe(path) for stage in _stages(run) for path in paths]
     return {
         recipe.name: choose_backend(run.model.backend, recipe).name
         for recipe in recipes
@@ -267,9 +288,9 @@ def abstract_batch(run: Run, rows: int, seq_len: int) -> dict[str, jax.ShapeDtyp
 
 
 def training_programs(run: Run) -> list[str]:
-    """The fields of `run` that training steps use: `step`, for a delayed policy after one of
-    `seed_step`."""
-    return ["seed_step", "step"] if as_policy(run.model.policy).delayed else ["step"]
+    """The fields of `run` that training steps use: `step`, where there are new histories after one
+    of `seed_step`."""
+    return ["seed_step", "step"] if run.seeds else ["step"]
 
 
 def _lower(run: Run, config: ConfigDict, name: str) -> Any:
@@ -292,6 +313,8 @@ def _compile(run: Run, config: ConfigDict, names: list[str]) -> tuple[dict[str, 
 def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) -> list[Path]:
     """Writes every program of training and validation as text, before and after XLA.
 
+    Those of later stages of the precision schedule have the number of the stage before their name.
+
     Args:
       run: what `build(config)` gave.
       config: all keys of configs/base.py.
@@ -299,17 +322,20 @@ def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) ->
 
     Returns:
       The files: NAME.stablehlo.txt is what JAX asks for, NAME.hlo.txt what XLA made of it for this
-      device; NAME is step, eval_step, and seed_step where the first step is a program of its own.
+      device; NAME is step, eval_step, and seed_step where the first step is a program of its own;
+      stage2_step and so on for the second stage of the precision schedule.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name in [*training_programs(run), "eval_step"]:
-        lowered = _lower(run, config, name)
-        texts = {"stablehlo": lowered.as_text(), "hlo": lowered.compile().as_text()}
-        for kind, text in texts.items():
-            written.append(folder / f"{name}.{kind}.txt")
-            written[-1].write_text(text, encoding="utf-8")
+    for number, stage in enumerate(_stages(run), start=1):
+        prefix = "" if number == 1 else f"stage{number}_"
+        for name in [*training_programs(stage), "eval_step"]:
+            lowered = _lower(stage, config, name)
+            texts = {"stablehlo": lowered.as_text(), "hlo": lowered.compile().as_text()}
+            for kind, text in texts.items():
+                written.append(folder / f"{prefix}{name}.{kind}.txt")
+                written[-1].write_text(text, encoding="utf-8")
     return written
 
 
@@ -318,15 +344,19 @@ def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) ->
 
 def parameter_table(run: Run) -> str:
     """One line a parameter: path, shape, dtype, mesh axes of its dimensions, bytes on each device,
-    and the recipe of the linear that multiplies by it ("-" for biases, norms and look-ups)."""
-    rows = [("parameter", "shape", "dtype", "sharding", "bytes a device", "recipe")]
+    and the recipe of the linear that multiplies by it ("-" for biases, norms and look-ups), in each
+    stage of the precision schedule."""
+    begins = [f"after step {begin}" for begin, _ in run.later]
+    rows = [("parameter", "shape", "dtype", "sharding", "bytes a device", "recipe", *begins)]
     for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         shape = "x".join(map(str, leaf.shape))
         sharding = str(leaf.sharding.spec)
         size = f"{device_bytes(leaf):,}"
-        rows.append((name, shape, str(leaf.dtype), sharding, size, _recipe_name(run, name)))
-    rows.append(("total", "", "", "", f"{device_bytes(run.state.params):,}", ""))
+        recipes = [_recipe_name(stage, name) for stage in _stages(run)]
+        rows.append((name, shape, str(leaf.dtype), sharding, size, *recipes))
+    sizes = f"{device_bytes(run.state.params):,}"
+    rows.append(("total", "", "", "", sizes, *("" for _ in _stages(run))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -335,7 +365,7 @@ def parameter_table(run: Run) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, *_exempt_note(run)])
+    return "\n".join([*lines, *_exempt_notes(run)])
 
 
 def _recipe_name(run: Run, parameter: str) -> str:
@@ -343,17 +373,19 @@ def _recipe_name(run: Run, parameter: str) -> str:
     if run.model.config.tie_embeddings and parameter == "embedding":
         module, leaf = "lm_head", "kernel"  # multiplies by the embedding
     read_by_linear = leaf == "kernel" and module in run.model.config.modules
-    return as_policy(run.model.policy).recipe(module).name if read_by_linear else "-"
+    return run.policy.recipe(module).name if read_by_linear else "-"
 
 
-def _exempt_note(run: Run) -> list[str]:
-    policy = as_policy(run.model.policy)
-    if not policy.bf16_first + policy.bf16_last:
-        return []
-    return [
-        f"Of the {run.model.config.n_layers} stacked layers, the first {policy.bf16_first} and the"
-        f" last {policy.bf16_last} run in {HIGH_PRECISION.name}, whatever their recipe."
-    ]
+def _exempt_notes(run: Run) -> Iterable[str]:
+    n_layers = run.model.config.n_layers
+    for begin, stage in [(0, run), *run.later]:
+        first, last = stage.policy.exempt(n_layers)
+        if first + last:
+            when = f"After step {begin:,}, of" if begin else "Of"
+            yield (
+                f"{when} the {n_layers} stacked layers, the first {first} and the last {last} run"
+                f" in {HIGH_PRECISION.name}, whatever their recipe."
+            )
 
 
 # Flags --------------------------------------------------------------------------------------------

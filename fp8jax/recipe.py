@@ -1,4 +1,4 @@
-"""Recipes and policies: which operand is cast to what, and which module does it. Data, no code.
+"""Recipes: which operand of which product is cast to what. Data, no code.
 
 A linear layer is three products. With x [M, K], w [K, N] and g = dL/dy [M, N]:
 
@@ -7,12 +7,14 @@ A linear layer is three products. With x [M, K], w [K, N] and g = dL/dy [M, N]:
     wgrad   dw = x^T g       contracts M      x by wgrad_x    g by wgrad_g
 
 A `Recipe` is the six casts; None leaves an operand in high precision. An operand is cast anew for
-each product unless its two casts would give the same codes (one scale for the whole tensor).
+each product, from the high-precision source, unless its two casts would give the same codes (one
+scale for the whole tensor).
 
 A `Cast` says format, tile, scale rule and *timing*, where the amax comes from:
 
     current   from the tensor itself, now
-    delayed   the maximum of the amaxes of the last `history` steps, kept as state
+    delayed   from the amaxes of the last `history` steps, kept as state: their maximum, or the
+              newest
     seeding   current, and also written to the history: what `seeding()` makes of delayed
     constant  nowhere: the scale is a given number
 
@@ -20,36 +22,58 @@ A delayed recipe's very first step runs with `seeding()`: an empty history says 
 the tensors, and a scale of 1 flushes most of a language model's gradients to zero. That is a
 second program rather than a condition in the first, so the steady step pays nothing for it.
 
-A `Policy` maps module paths to recipes: an ordered list of (pattern, recipe), the first match
-wins, what no pattern matches stays in high precision, and the first and last layers can be exempt.
-Patterns are shell-style (`layers/mlp/*`) and never hold a layer's index: layers are one stack.
+Sources, and what they leave open (policy.py makes the other readings options of a name):
 
-Where the published recipes leave something open: TransformerEngine's delayed scaling keeps 1024
-amaxes; here it is 16, which follows the decay of gradients sooner (a field of the cast). The FP4
-paper (arXiv 2502.11458) gives neither its block size nor its backward format: `fp4_block` has
-1x128 tiles in the forward, and InfiR2's E4M3 blocks in the backward.
+    fp8_amax    Graphcore, arXiv 2309.17224: a power-of-two bias from the current amax. Margin 0;
+                the paper is said to take 3 (`margin=3`), which a re-implementation found unstable.
+    fp8_cscale  the same with one constant bias. CSCALE_BIAS is the middle of the interval in which
+                small models train here (docs/log.md); no constant is right for every model.
+    fp8_block   DeepSeek-V3 (2412.19437) and InfiR2 (2509.22536): E4M3 everywhere. InfiR2 compares
+                float32 scales with powers of two, fp8_block_ue8m0, which its scripts run.
+    fp8_rowwise torchao's recipe of that name, with float32 scales; there they are powers of two
+                (`scale=pow2`). fp8_rowwise_wgrad_bf16 is its rowwise_with_gw_hp: the weight
+                gradient in high precision, the weight of dgrad with one scale.
+    fp8_delayed TransformerEngine's delayed scaling. It keeps 1024 amaxes; here they are 16, which
+                follow the decay of gradients sooner (`history=1024`; `amax=newest`; `margin=1`).
+    mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
+                rounds them down and saturates the largest values (`scale=e8m0_floor`).
+    nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad see the
+                same ones; a random rotation of wgrad's operands; gradients rounded stochastically.
+                It leaves about 15% of the linears in BF16: the policy nvfp4_mixed.
+    mxfp4       the same methods with MX tiles: what that paper compares with.
+    fp4_block   2502.11458, FP4 forward, FP8 backward. Its block size and its backward format are
+                not known: tiles of 128, and the backward of fp8_block. fp4_naive is what it argues
+                against: FP4 everywhere, rounded to nearest.
 """
 
 import dataclasses
-import fnmatch
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from fp8jax.formats import FORMATS, ROUNDINGS, Format
 from fp8jax.names import lookup, unknown
 from fp8jax.scaling import (
     BLOCK128,
+    MX32,
+    NV16,
+    ROW,
     SCALES,
     TENSOR,
     TILE128,
     Constant,
+    NV16x16,
     NvFp4,
+    Pow2,
     ScaleRule,
     Tile,
+    check_hadamard,
 )
 
 TIMINGS = ("current", "delayed", "seeding", "constant")
+AMAXES = ("max", "newest")
 HISTORY = 16  # steps; see above
+CSCALE_BIAS = 6  # see above
+HADAMARD = 16  # elements that NVFP4's rotation mixes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +86,10 @@ class Cast:
       scale: one of `SCALES`, `Pow2(margin)` or `Constant(value)`.
       timing: one of `TIMINGS`.
       history: how many amaxes a delayed cast keeps; 0 for the others.
+      amax: of a history, "max" or the "newest".
       rounding: "nearest" or "stochastic".
+      hadamard: elements along the contraction that a random rotation mixes before the cast
+        (scaling.py); 1 for none. Both operands of a product are rotated or none.
     """
 
     format: Format
@@ -70,13 +97,18 @@ class Cast:
     scale: ScaleRule = SCALES["fp32"]
     timing: str = "current"
     history: int = 0
+    amax: str = "max"
     rounding: str = "nearest"
+    hadamard: int = 1
 
     def __post_init__(self):
         if self.timing not in TIMINGS:
             raise unknown("timing", self.timing, TIMINGS)
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", self.rounding, ROUNDINGS)
+        if self.amax not in AMAXES:
+            raise unknown("amax of a history", self.amax, AMAXES)
+        check_hadamard(self.hadamard)
         if not self.format.signed:
             raise ValueError(f"{self.format.name} holds scales, not values")
         if self.history < 0 or self.delayed != (self.history > 0):
@@ -88,6 +120,13 @@ class Cast:
             raise ValueError(
                 "a history holds one amax for the whole tensor: delayed scaling contradicts"
                 f" tile={self.tile}, scale={self.scale}"
+            )
+        if self.amax != "max" and not self.delayed:
+            raise ValueError(f"amax={self.amax!r} is of a history: contradicts {self.timing=}")
+        if self.hadamard > 1 and self.timing != "current":
+            raise ValueError(
+                f"hadamard={self.hadamard} contradicts timing={self.timing!r}: amaxes are those of"
+                " the tensor, not of its rotation"
             )
         if (self.timing == "constant") != isinstance(self.scale, Constant):
             raise ValueError(f"timing={self.timing!r} contradicts scale={self.scale}")
@@ -134,6 +173,13 @@ class Recipe:
             lengths = {cast.history for cast in casts if cast.delayed}
             if len(lengths) > 1:
                 raise ValueError(f"{operand} has one history, but its casts ask for {lengths}")
+        for name, pair in self.products.items():
+            sizes = [1 if cast is None else cast.hadamard for cast in pair]
+            if sizes[0] != sizes[1]:
+                raise ValueError(
+                    f"{name} rotates its operands by hadamard={sizes[0]} and {sizes[1]}: only equal"
+                    " rotations cancel in the product"
+                )
 
     def _operands(self) -> dict[str, tuple[Cast, ...]]:
         pairs = {
@@ -170,139 +216,81 @@ class Recipe:
         """Whether a key is needed."""
         return any(cast.rounding == "stochastic" for cast in self.casts)
 
+    def map(self, change: Callable[[str, Cast], Cast]) -> "Recipe":
+        """The recipe with each cast replaced by change(its name, such as "dgrad_g", the cast)."""
+        casts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        casts.pop("name")
+        new = {name: cast and change(name, cast) for name, cast in casts.items()}
+        return Recipe(**new, name=self.name)
+
     def seeding(self) -> "Recipe":
         """The same, its delayed casts taking the current amax and still writing histories."""
-        new: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            new[field.name] = value.seeding() if isinstance(value, Cast) else value
-        return Recipe(**new)
+        return self.map(lambda _, cast: cast.seeding())
+
+    def with_forward(self, other: "Recipe") -> "Recipe":
+        """This backward with the forward casts of another recipe."""
+        return dataclasses.replace(self, fwd_x=other.fwd_x, fwd_w=other.fwd_w, name="custom")
 
 
-def _per_tensor(name: str, *, timing: str, history: int = 0) -> Recipe:
-    """One float32 scale a tensor: E4M3 for weights and activations, E5M2 for gradients."""
-    e4m3 = Cast(format=FORMATS["e4m3"], timing=timing, history=history)
-    e5m2 = dataclasses.replace(e4m3, format=FORMATS["e5m2"])
-    return Recipe(
-        name=name, fwd_x=e4m3, fwd_w=e4m3, dgrad_g=e5m2, dgrad_w=e4m3, wgrad_x=e4m3, wgrad_g=e5m2
-    )
+E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 
 
-def _blocks(name: str, *, scale: ScaleRule) -> Recipe:
-    """DeepSeek-V3's and InfiR2's granularity: 1x128 tiles and 128x128 weight blocks, E4M3."""
-    tile = Cast(format=FORMATS["e4m3"], tile=TILE128, scale=scale)
-    block = dataclasses.replace(tile, tile=BLOCK128)
-    return Recipe(
-        name=name,
-        fwd_x=tile,
-        fwd_w=block,
-        dgrad_g=tile,
-        dgrad_w=block,
-        wgrad_x=tile,
-        wgrad_g=tile,
-    )
+def _recipe(name: str, x: Cast, w: Cast | None = None, g: Cast | None = None) -> Recipe:
+    """One cast an operand, the same in both of its products; w and g are cast as x if not given."""
+    w, g = w or x, g or x
+    return Recipe(name=name, fwd_x=x, fwd_w=w, dgrad_g=g, dgrad_w=w, wgrad_x=x, wgrad_g=g)
 
 
-def _fp4_forward(name: str, backward: Recipe) -> Recipe:
-    """E2M1 in tiles of 1x128 for the forward product, `backward` for the other two."""
-    tile = Cast(format=FORMATS["e2m1"], tile=TILE128)
-    return dataclasses.replace(backward, name=name, fwd_x=tile, fwd_w=tile)
+def _per_tensor(name: str, **fields) -> Recipe:
+    """One scale a tensor: E4M3 for weights and activations, E5M2 for gradients."""
+    return _recipe(name, Cast(format=E4M3, **fields), g=Cast(format=E5M2, **fields))
 
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
+def _blocks(name: str, scale: ScaleRule) -> Recipe:
+    """1x128 tiles, and 128x128 blocks for weights."""
+    tile = Cast(format=E4M3, tile=TILE128, scale=scale)
+    return _recipe(name, tile, w=dataclasses.replace(tile, tile=BLOCK128))
+
+
+def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recipe:
+    """NVIDIA's methods: weights in `block`, stochastic gradients, wgrad's operands rotated."""
+    x = Cast(format=E2M1, tile=tile, scale=scale)
+    g = dataclasses.replace(x, rounding="stochastic")
+    recipe = _recipe(name, x, w=dataclasses.replace(x, tile=block), g=g)
+    rotated = [dataclasses.replace(cast, hadamard=HADAMARD) for cast in (x, g)]
+    return dataclasses.replace(recipe, wgrad_x=rotated[0], wgrad_g=rotated[1])
+
+
+def _table() -> tuple[Recipe, ...]:
+    block = _blocks("fp8_block", SCALES["fp32"])
+    naive = _recipe("fp4_naive", Cast(format=E2M1, tile=TILE128))
+    row = _recipe("fp8_rowwise", Cast(format=E4M3, tile=ROW))
+    constant = Constant(2.0**-CSCALE_BIAS)
+    return (
         Recipe(name="bf16"),
         _per_tensor("fp8_delayed", timing="delayed", history=HISTORY),
-        _per_tensor("fp8_current", timing="current"),
-        _blocks("fp8_block", scale=SCALES["fp32"]),
-        _blocks("fp8_block_ue8m0", scale=SCALES["e8m0"]),
-        _fp4_forward("fp4_block", _blocks("", scale=SCALES["fp32"])),
-    )
-}
+        _per_tensor("fp8_current"),
+        _per_tensor("fp8_amax", scale=Pow2()),
+        _per_tensor("fp8_cscale", timing="constant", scale=constant),
+        row,
+        dataclasses.replace(
+            row, name="fp8_rowwise_wgrad_bf16", dgrad_w=Cast(format=E4M3), wgrad_x=None,
+            wgrad_g=None,
+        ),
+        block,
+        _blocks("fp8_block_ue8m0", SCALES["e8m0"]),
+        _recipe("mxfp8", Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"])),
+        dataclasses.replace(block.with_forward(naive), name="fp4_block"),
+        naive,
+        _fp4_training("nvfp4", NV16, NV16x16, SCALES["nvfp4"]),
+        _fp4_training("mxfp4", MX32, MX32, SCALES["e8m0"]),
+    )  # fmt: skip
+
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _table()}
 HIGH_PRECISION = RECIPES["bf16"]
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
     """`recipe`, resolved if it is a name. Raises ValueError for an unknown one."""
     return recipe if isinstance(recipe, Recipe) else lookup("recipe", recipe, RECIPES)
-
-
-# Policies -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """Which module gets which recipe.
-
-    Attributes:
-      rules: (shell-style pattern over module paths, recipe), first match wins.
-      bf16_first, bf16_last: that many layers at either end run in high precision.
-      name: for logs and errors; not part of its identity.
-    """
-
-    rules: tuple[tuple[str, Recipe], ...]
-    bf16_first: int = 0
-    bf16_last: int = 0
-    name: str = dataclasses.field(default="custom", compare=False)
-
-    def __post_init__(self):
-        if min(self.bf16_first, self.bf16_last) < 0:
-            raise ValueError(f"negative: {self.bf16_first=}, {self.bf16_last=}")
-
-    def recipe(self, path: str) -> Recipe:
-        """The recipe of the module at `path`, such as "layers/mlp/down"."""
-        for pattern, recipe in self.rules:
-            if fnmatch.fnmatchcase(path, pattern):
-                return recipe
-        return HIGH_PRECISION
-
-    def check(self, paths: Iterable[str], num_layers: int) -> None:
-        """Raises ValueError for a rule that no path matches (a typo would leave those modules in
-        high precision without a word), and for more exempt layers than there are."""
-        paths = list(paths)
-        for pattern, _ in self.rules:
-            if not fnmatch.filter(paths, pattern):
-                raise ValueError(
-                    f"policy {self.name!r}: rule {pattern!r} matches no module. "
-                    f"There are: {', '.join(paths)}"
-                )
-        if self.bf16_first + self.bf16_last > num_layers:
-            raise ValueError(
-                f"policy {self.name!r}: {self.bf16_first} first and {self.bf16_last} last layers"
-                f" in high precision, of {num_layers}"
-            )
-
-    @property
-    def delayed(self) -> bool:
-        """Whether any module keeps amax histories, so that a first step has to seed them."""
-        return any(recipe.histories for _, recipe in self.rules)
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether any module needs a key."""
-        return any(recipe.stochastic for _, recipe in self.rules)
-
-    def seeding(self) -> "Policy":
-        """The policy of the first step after initialisation or after a switch to this policy."""
-        rules = tuple((pattern, recipe.seeding()) for pattern, recipe in self.rules)
-        return dataclasses.replace(self, rules=rules)
-
-    def without_exemptions(self) -> "Policy":
-        """The policy of the layers between the first and the last."""
-        return dataclasses.replace(self, bf16_first=0, bf16_last=0)
-
-
-# Embedding, LM head, norms and the attention core match none of these: they stay in BF16.
-POLICIES: dict[str, Policy] = {
-    **{name: Policy((("layers/*", recipe),), name=name) for name, recipe in RECIPES.items()},
-    "fp4_mixed": Policy(
-        (("layers/mlp/*", RECIPES["fp4_block"]), ("layers/attention/*", RECIPES["fp8_block"])),
-        name="fp4_mixed",
-    ),
-}
-
-
-def as_policy(policy: str | Policy) -> Policy:
-    """`policy`, resolved if it is a name. Raises ValueError for an unknown one."""
-    return policy if isinstance(policy, Policy) else lookup("policy", policy, POLICIES)

@@ -5,6 +5,7 @@
 which platform this is starts JAX's backends.
 """
 
+import dataclasses
 import hashlib
 import os
 import platform as host
@@ -111,6 +112,48 @@ def platform() -> str:
     return jax.default_backend()
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What decides which products run natively.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      kind: the vendor's name, such as "NVIDIA H200" or "TPU v5 lite".
+      capability: the compute capability of an NVIDIA GPU, such as (9, 0) for Hopper; else None.
+    """
+
+    platform: str
+    kind: str
+    capability: tuple[int, int] | None = None
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it multiplies float8 matrices in hardware, as far as this library uses it.
+
+        True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later. False for
+        other GPUs, TPUs and CPUs: there XLA may accept float8 operands, but widens them before the
+        product. (TPU v7 has FP8 units by its data sheet; that XLA uses them was not seen.)
+        """
+        return self.capability is not None and self.capability >= (8, 9)
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether cuDNN multiplies MXFP8 and NVFP4 with their scales: data-centre Blackwell."""
+        return self.capability is not None and self.capability[0] == 10
+
+
+# For tables: what a recipe would run on.
+DEVICES = (
+    Device("gpu", "T4", (7, 5)),
+    Device("gpu", "A100", (8, 0)),
+    Device("gpu", "L4", (8, 9)),
+    Device("gpu", "H100, H200", (9, 0)),
+    Device("gpu", "B200", (10, 0)),
+    Device("tpu", "TPU v4, v5e, v5p, v6e, v7"),
+    Device("cpu", "CPU"),
+)
+
+
 def device_kind() -> str:
     """The vendor's name of the default device, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
     return jax.local_devices()[0].device_kind
@@ -125,14 +168,9 @@ def compute_capability() -> tuple[int, int] | None:
     return None if version is None else (int(version[1]), int(version[2]))
 
 
-def has_fp8_matmul() -> bool:
-    """Whether the default device multiplies float8 matrices in hardware.
-
-    True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later. False for other
-    GPUs, TPUs and CPUs: there XLA may accept float8 operands, but widens them before the product.
-    """
-    capability = compute_capability()
-    return capability is not None and capability >= (8, 9)
+def device() -> Device:
+    """The default device of this process. Starts JAX's backends."""
+    return Device(platform(), device_kind(), compute_capability())
 
 
 def peak_flops(kind: str) -> float | None:

@@ -23,12 +23,14 @@ padded with zeros, which never raise an amax.
 
 Scale rules turn an amax into that scale, M being the largest number of the format:
 
-    fp32      amax / M, to within a unit in the last place
-    pow2      2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
-    Pow2(m)   2^(ceil(log2(amax / M)) + m): Graphcore's bias is b = -log2(scale), m their margin
-    e8m0      pow2, stored in one byte as float8_e8m0fnu (UE8M0)
-    nvfp4     an e4m3 scale a tile under a float32 scale for the tensor
-    Constant  a given number
+    fp32        amax / M, to within a unit in the last place; Fp32(m): times 2^m
+    pow2        2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
+    Pow2(m)     2^(ceil(log2(amax / M)) + m): Graphcore's bias is b = -log2(scale), m their margin
+    e8m0        pow2, stored in one byte as float8_e8m0fnu (UE8M0)
+    e8m0_floor  2^(floor(log2(amax)) - floor(log2(M))), as OCP Microscaling has it: one binade more
+                is in use where e8m0 rounds up, but numbers above M * scale saturate
+    nvfp4       an e4m3 scale a tile under a float32 scale for the tensor
+    Constant    a given number
 
 An amax of zero gives scale 1. Powers of two are found on the bits of the float32, not with
 log2 and exp2, which are off by one binade at exact powers on some backends.
@@ -38,6 +40,14 @@ that the cast need not wait for a reduction over all of it. A value above every 
 history saturates, silently; an infinity or a NaN must not. So `quantize` looks at the tensor's own
 amax too, beside the cast and not before it, and makes the returned scale NaN where that is not
 finite: the product becomes NaN and the non-finite gate sees it.
+
+A random Hadamard transform mixes n elements along the contraction before the cast: with the
+n x n matrix H of entries +-1, H H^T = n I, and random signs d,
+
+    x' = x diag(d) H / sqrt(n),       x' y'^T = x y^T
+
+so that it cancels in a product of two operands, while an outlier is spread over n elements that
+share a scale. The signs are fixed (the first bits of pi), as in NVFP4: fresh ones gain nothing.
 """
 
 import dataclasses
@@ -48,7 +58,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.formats import FORMATS, Format, as_format, cast
+from fp8jax.formats import FORMATS, Format, as_format, cast, power_of_two_below
 from fp8jax.names import unknown
 
 # Scales and their reciprocals stay normal float32 numbers: XLA flushes subnormals to zero on some
@@ -118,8 +128,10 @@ def tensor_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
     return tile_amax(x, (None,) * x.ndim).reshape(())
 
 
-def _expand(scale: jax.Array, tile: tuple[int | None, ...], shape: tuple[int, ...]) -> jax.Array:
-    """One entry a tile spread to one entry an element, or left at 1 where it broadcasts."""
+def spread(
+    scale: Shaped[Array, "..."], tile: tuple[int | None, ...], shape: tuple[int, ...]
+) -> Shaped[Array, "..."]:
+    """One entry a tile of such an array, spread to one an element; 1 stays where it broadcasts."""
     for axis, (n, t) in enumerate(_grid(shape, tile)):
         if n > 1 and t > 1:
             repeated = jnp.repeat(scale, t, axis=axis, total_repeat_length=n * t)
@@ -142,12 +154,13 @@ def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Fp32:
-    """scale = amax / max: the whole range of the format is used."""
+    """scale = amax / max * 2^margin: at margin 0 the whole range of the format is used."""
 
+    margin: int = 0
     power_of_two = False
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
-        return _nonzero(amax, _over(amax, fmt.max)), None
+        return _nonzero(amax, _over(amax, fmt.max) * 2.0**self.margin), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,11 +184,15 @@ class Pow2:
 
 @dataclasses.dataclass(frozen=True)
 class E8M0:
-    """`Pow2()` stored as float8_e8m0fnu."""
+    """`Pow2()` stored as float8_e8m0fnu; with `floor`, the exponents rounded down instead."""
 
+    floor: bool = False
     power_of_two = True
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        if self.floor:  # ceil(log2(a / b)) = log2(a) - log2(b) for powers of two
+            amax = power_of_two_below(amax.astype(jnp.float32))
+            fmt = dataclasses.replace(fmt, max=2.0 ** np.floor(np.log2(fmt.max)))
         return cast(Pow2()(amax, fmt)[0], "e8m0"), None
 
 
@@ -216,7 +233,10 @@ class Constant:
 
 
 ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
-SCALES: dict[str, ScaleRule] = {"fp32": Fp32(), "pow2": Pow2(), "e8m0": E8M0(), "nvfp4": NvFp4()}
+SCALES: dict[str, ScaleRule] = {
+    "fp32": Fp32(), "pow2": Pow2(), "e8m0": E8M0(), "e8m0_floor": E8M0(floor=True),
+    "nvfp4": NvFp4(),
+}  # fmt: skip
 
 
 def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
@@ -293,7 +313,7 @@ def quantize(
     # only afterwards, so that a delayed cast does not wait for that reduction.
     finite = jnp.isfinite(own) & jnp.isfinite(source)
     reciprocal = 1.0 / Quantized(clean, clean, tensor_scale, axes).float_scale()
-    scaled = x.astype(jnp.float32) * _expand(reciprocal, axes, x.shape)
+    scaled = x.astype(jnp.float32) * spread(reciprocal, axes, x.shape)
     values = cast(scaled, fmt, rounding=rounding, key=key)
     checked = jnp.where(finite, clean, jnp.array(jnp.nan, clean.dtype))
     return Quantized(values, checked, tensor_scale, axes)
@@ -307,7 +327,40 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
     of a format would silently not happen.
     """
     values = lax.optimization_barrier(q.values).astype(jnp.float32)
-    return (values * _expand(q.float_scale(), q.tile, q.values.shape)).astype(dtype)
+    return (values * spread(q.float_scale(), q.tile, q.values.shape)).astype(dtype)
+
+
+# The random Hadamard transform --------------------------------------------------------------------
+
+_SIGNS = 0x243F6A8885A308D313198A2E03707344  # the first 128 bits of pi's fraction
+
+
+def check_hadamard(size: int) -> None:
+    """Raises ValueError for a size that has no transform here."""
+    if size not in (1, 2, 4, 8, 16, 32, 64, 128):
+        raise ValueError(f"a Hadamard transform mixes 2, 4, ... 128 elements (1: none), got {size}")
+
+
+def hadamard(x: Float[Array, "..."], size: int, *, axis: int = -1) -> Float[Array, "..."]:
+    """float32 `x` rotated in blocks of `size` along `axis`, which is filled up with zeros to whole
+    blocks. Sums of pairs, in log2(size) rounds: the same bits on every device.
+
+    Raises ValueError for a size that is no power of two up to 128.
+    """
+    check_hadamard(size)
+    x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
+    *others, length = x.shape
+    blocks = -(-length // size)
+    x = jnp.pad(x, [(0, 0)] * len(others) + [(0, blocks * size - length)])
+    signs = np.array([1 - 2 * (_SIGNS >> (127 - i) & 1) for i in range(size)], np.float32)
+    x = x.reshape(*others, blocks, size) * signs.reshape((1,) * x.ndim + (-1,))
+    half = 1
+    while half < size:
+        x = x.reshape(*others, blocks, size // (2 * half), 2, half)
+        x = jnp.stack([x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]], axis=-2)
+        half *= 2
+    x = x.reshape(*others, blocks * size) * np.float32(size**-0.5)
+    return jnp.moveaxis(x, -1, axis)
 
 
 # Amax histories -----------------------------------------------------------------------------------

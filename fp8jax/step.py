@@ -5,20 +5,23 @@
     the gate: if loss or gradient norm is not finite, nothing of it is kept
 
 They know nothing of files, names or devices: train.py compiles them and calls them in a loop.
+`enter` is what happens to the state between two steps where the policy changes.
 """
 
+import dataclasses
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.model import Transformer
 from fp8jax.nn import HISTORIES
-from fp8jax.recipe import as_policy
+from fp8jax.policy import as_policy
 from fp8jax.scaling import merge_history
 from fp8jax.sharding import constrain
 from fp8jax.stability import gate, is_finite
@@ -135,3 +138,52 @@ def eval_step(
     key = state.key if as_policy(model.policy).stochastic else None
     nats = loss_sum(model, state.params, state.histories, batch, key)
     return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
+
+
+# Another policy -----------------------------------------------------------------------------------
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as "layers/mlp/up/x_amax_history"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def kept_histories(
+    before: Transformer, old: TrainState, after: Transformer, new: TrainState
+) -> frozenset[str]:
+    """Names of the histories that a change from one policy to another keeps, from the models and
+    their abstract states: those that both have of a module and operand, in the same shape.
+
+    One leaf holds all layers of a module. Where some of them were in high precision before and are
+    not now, what it holds of them says nothing, and it begins anew.
+    """
+    shapes = {name: leaf.shape for name, leaf in by_name(old.histories).items()}
+    grown = not _quantised_layers(after) <= _quantised_layers(before)
+    return frozenset(
+        name
+        for name, leaf in by_name(new.histories).items()
+        if name in shapes and shapes[name] == leaf.shape
+        if not (grown and name.startswith("layers/"))
+    )
+
+
+def _quantised_layers(model: Transformer) -> set[int]:
+    first, last = as_policy(model.policy).exempt(model.config.n_layers)
+    return set(range(first, model.config.n_layers - last))
+
+
+def enter(state: TrainState, abstract: TrainState, kept: frozenset[str]) -> TrainState:
+    """`state` with the histories of `abstract`: those named in `kept` are the same arrays, the
+    others zeros. All else is the same arrays too; nothing is copied or compiled."""
+    old = by_name(state.histories)
+
+    def history(name: str, leaf: Any) -> Array:
+        if name in kept:
+            return old[name]
+        zeros = np.zeros(leaf.shape, leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
+
+    leaves = [history(name, leaf) for name, leaf in by_name(abstract.histories).items()]
+    histories = jax.tree.unflatten(jax.tree.structure(abstract.histories), leaves)
+    return dataclasses.replace(state, histories=histories)

@@ -8,7 +8,11 @@ waits for the host. A non-finite step is therefore noticed one step late; by the
 already kept it out of the state, and nothing is saved before its metrics were read.
 
 The first step after the start of a delayed policy runs a second program, made with
-`policy.seeding()` (recipe.py).
+`policy.seeding()` (policy.py).
+
+A precision schedule is one `Run` a stage, all made at the start, so that a later one that cannot
+run is refused before anything is trained. Each compiles its own programs of training, validation
+and samples, when it first calls them.
 """
 
 import contextlib
@@ -33,7 +37,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from fp8jax import runtime
-from fp8jax.attention import choose_attention
+from fp8jax.attention import RowMax, choose_attention, reference
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
 from fp8jax.inference import generate
@@ -43,9 +47,18 @@ from fp8jax.model_config import MODELS, flops_per_token
 from fp8jax.names import lookup
 from fp8jax.nn import HISTORIES
 from fp8jax.optim import OptimizerConfig, make_optimizer
-from fp8jax.recipe import as_policy
+from fp8jax.policy import Policy, as_policy, as_schedule
 from fp8jax.sharding import check_batch, make_mesh, mesh_axes, spec, tree_shardings
-from fp8jax.step import Batch, TrainState, as_variables, eval_step, train_step
+from fp8jax.step import (
+    Batch,
+    TrainState,
+    as_variables,
+    by_name,
+    enter,
+    eval_step,
+    kept_histories,
+    train_step,
+)
 from fp8jax.text import Tokenizer, tokenizer
 
 
@@ -58,7 +71,10 @@ class NonFiniteError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A config resolved to objects; the config itself goes no further."""
+    """A config resolved to objects; the config itself goes no further.
+
+    All of it is for the first stage of the precision schedule; `later` are the other stages.
+    """
 
     model: Transformer
     mesh: Mesh
@@ -70,6 +86,27 @@ class Run:
     eval_step: Callable[[TrainState, Batch], dict[str, Array]]
     sample: Callable[[TrainState], Array] | None  # tokens of a generated text, if asked for
     batch_sharding: NamedSharding
+    kept: frozenset[str]  # names of the histories that the stage before hands on
+    later: tuple[tuple[int, "Run"], ...] = ()  # finished steps when it begins, and the stage
+
+    @property
+    def policy(self) -> Policy:
+        return as_policy(self.model.policy)
+
+    @property
+    def seeds(self) -> bool:
+        """Whether the first step has new histories to seed."""
+        return bool(by_name(self.state.histories).keys() - self.kept)
+
+    @property
+    def policies(self) -> str:
+        """For people: the policy's name, and those of the later stages."""
+        later = [f", after step {begin} {stage.policy.name}" for begin, stage in self.later]
+        return self.policy.name + "".join(later)
+
+    def at(self, step: int) -> "Run":
+        """The stage that trains step `step`, counted from 1."""
+        return [self, *(stage for begin, stage in self.later if begin < step)][-1]
 
 
 def _require_positive(config: ConfigDict) -> None:
@@ -90,7 +127,7 @@ def _require_positive(config: ConfigDict) -> None:
         )
 
 
-def _model(config: ConfigDict, num_tokens: int, mesh: Mesh) -> Transformer:
+def _model(config: ConfigDict, policy: Policy, num_tokens: int, mesh: Mesh) -> Transformer:
     shape = lookup("model", config.model, MODELS)
     given = {key: value for key, value in config.model_overrides.items() if value is not None}
     shape = dataclasses.replace(shape, **given)
@@ -98,13 +135,19 @@ def _model(config: ConfigDict, num_tokens: int, mesh: Mesh) -> Transformer:
     shape.check_length(config.seq_len)
     if shape.vocab_size < num_tokens:
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {num_tokens}")
-    model = Transformer(
-        shape, as_policy(config.precision), config.backend, config.attention, config.remat,
-        config.unroll,
-    )  # fmt: skip
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
-    choose_attention(config.attention, jax.ShapeDtypeStruct(queries, model.dtype))
-    return model
+    attention = choose_attention(config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype))
+    fix = {"beta": config.attention_beta, "tolerance": config.attention_tie_tolerance}
+    fix = {field: value for field, value in fix.items() if value is not None}
+    if fix:
+        if config.attention not in ("stabilised", "stabilised_bf16"):
+            raise ValueError(
+                f"attention_beta={config.attention_beta} and attention_tie_tolerance="
+                f"{config.attention_tie_tolerance} are of attention='stabilised' or "
+                f"'stabilised_bf16', got attention={config.attention!r}"
+            )
+        attention = reference(RowMax(**fix), rounded=config.attention == "stabilised_bf16")
+    return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll)
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
@@ -112,14 +155,26 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
 
     Raises:
       ValueError: unknown names, and sizes that do not fit together, with the numbers.
-      NotImplementedError: a backend that cannot run the policy.
+      NotImplementedError: a backend that cannot run the policy of some stage.
     """
     _require_positive(config)
+    schedule = as_schedule(config.precision, config.precision_schedule)
+    begins = schedule.begins(config.num_steps)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     check_batch(config.batch_size, config.grad_accum, mesh)
     tokens = tokenizer(config.tokenizer)
-    model = _model(config, tokens.vocab_size, mesh)
-    policy = as_policy(config.precision)
+    stages: list[Run] = []
+    for policy in schedule.policies:
+        before = stages[-1] if stages else None
+        stages.append(_stage(config, policy, before, tokens, mesh))
+    return dataclasses.replace(stages[0], later=tuple(zip(begins[1:], stages[1:], strict=True)))
+
+
+def _stage(
+    config: ConfigDict, policy: Policy, before: Run | None, tokens: Tokenizer, mesh: Mesh
+) -> Run:
+    """What trains in `policy`, after the stage `before`."""
+    model = _model(config, policy, tokens.vocab_size, mesh)
     fields = {f.name for f in dataclasses.fields(OptimizerConfig)} - {"name"}
     optimizer, schedule = make_optimizer(
         OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
@@ -156,6 +211,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         ),
         sample=None if config.sample_every is None else _sampler(config, model, tokens, mesh),
         batch_sharding=NamedSharding(mesh, spec("batch", "length")),
+        kept=kept_histories(before.model, before.state, model, state) if before else frozenset(),
     )  # fmt: skip
 
 
@@ -270,7 +326,8 @@ def _resume(
     """The newest sound checkpoint, if it belongs to this config, or if a change was asked for;
     and what has changed.
 
-    Under another precision the amax histories are left out: they start anew.
+    Under another policy than trained its last step, the amax histories are left out: they start
+    anew.
 
     Raises:
       ValueError: it comes from another config or other data; the message shows the difference.
@@ -279,7 +336,10 @@ def _resume(
     if found is None:
         return None, []
     step, meta = found
-    differences = config_difference(meta["config"], config)
+    # Keys that old checkpoints lack, as they then were.
+    new = dict.fromkeys(("attention_beta", "attention_tie_tolerance")) | {"precision_schedule": []}
+    before = new | meta["config"]
+    differences = config_difference(before, config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:
         differences.append(
@@ -293,10 +353,34 @@ def _resume(
         )
     for line in differences:
         logging.warning("resuming with a change: %s", line)
-    abstract = _as_items(run.state)
-    if meta["config"]["precision"] != config["precision"]:
+    abstract = _as_items(run.at(step).state)
+    if _policy_of(before, step) != _policy_of(config, step):
         abstract.pop("fp8")
     return checkpointer.restore(abstract), differences
+
+
+def _policy_of(config: dict[str, Any], step: int) -> Policy | None:
+    """The policy that trains step `step` of a config, which may be an old one: None where its
+    names mean nothing any more."""
+    try:
+        schedule = as_schedule(config["precision"], config["precision_schedule"])
+        return schedule.policy_of(step, config["num_steps"])
+    except ValueError:
+        return None
+
+
+def _begin(run: Run, restored: Restored | None) -> tuple[Run, TrainState, bool]:
+    """The stage to begin in, its state, and whether its first step seeds histories."""
+    if restored is None:
+        return run, run.initialise(), run.seeds
+    arrays = restored.arrays
+    if "fp8" in arrays:  # still in the stage of the last step, though the next may begin another
+        stage = run.at(restored.step)
+        state = dataclasses.replace(stage.state, **arrays["state"], histories=arrays["fp8"])
+        return stage, state, False
+    stage = run.at(restored.step + 1)
+    state = enter(dataclasses.replace(stage.state, **arrays["state"]), stage.state, frozenset())
+    return stage, state, bool(by_name(state.histories))
 
 
 def _as_items(state: TrainState) -> dict[str, Any]:
@@ -315,7 +399,7 @@ def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
     logging.info("data:\n%s", corpus.summary())
     logging.info(
         "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
-        config.model, f"{count_params(run.model.config):,}", config.precision, devices.size,
+        config.model, f"{count_params(run.model.config):,}", run.policies, devices.size,
         runtime.device_kind(), dict(run.mesh.shape),
         f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
     )  # fmt: skip
@@ -424,15 +508,8 @@ def train_and_evaluate(
             json.dump(settings, file, indent=2, sort_keys=True)
         for step, reason in checkpointer.rejected:
             metrics.event(step, "damaged_checkpoint", reason=reason)
-        if restored is None or "fp8" not in restored.arrays:
-            state = run.initialise()
-            seeding = as_policy(config.precision).delayed
-        else:
-            state, seeding = run.state, False
+        stage, state, seeding = _begin(run, restored)
         if restored is not None:
-            state = dataclasses.replace(state, **restored.arrays["state"])
-            if "fp8" in restored.arrays:
-                state = dataclasses.replace(state, histories=restored.arrays["fp8"])
             metrics.event(start, "resume", seeding=seeding, changes=changes)
         if start >= config.num_steps:
             metrics.event(start, "already_finished", num_steps=config.num_steps)
@@ -464,7 +541,12 @@ def train_and_evaluate(
         for step in range(start + 1, config.num_steps + 1):
             batch = to_devices(next(batches), run.batch_sharding)
             trace.start_if_due(step, state)
-            state, out = (run.seed_step if seeding else run.step)(state, batch)
+            if (following := run.at(step)) is not stage:
+                names = {"from": stage.policy.name, "to": following.policy.name}
+                stage, seeding = following, following.seeds
+                state = enter(state, stage.state, stage.kept)
+                metrics.event(step - 1, "precision_switch", **names, seeding=seeding)
+            state, out = (stage.seed_step if seeding else stage.step)(state, batch)
             seeding = False
             if pending is not None:
                 metrics.write(pending[0], read(*pending))
@@ -482,12 +564,12 @@ def train_and_evaluate(
             written, pending = read(step, out), None
             read_rows = (step - start) * config.batch_size
             if valid_due:
-                written |= validate(run, state, corpus, config)
+                written |= validate(stage, state, corpus, config)
                 counts = corpus.train.counts(position, read_rows)
                 written |= {f"rows/{name}": count for name, count in counts.items()}
             metrics.write(step, written)
             if sample_due:
-                metrics.sample(step, sample_text(run, state))
+                metrics.sample(step, sample_text(stage, state))
             if save_due:
                 meta = {
                     "config": settings, "data": corpus.fingerprint,

@@ -36,6 +36,8 @@ FLOORS = {
     "tasks": 1,
     "plots": 1,
     "recipe": 2,
+    "policy": 3,
+    "cost": 4,
     "optim": 2,
     "diagnostics": 2,
     "report": 2,
@@ -74,6 +76,9 @@ UNMIRRORED = {
     "experiments",
     "families",
     "readme",
+    "peers",
+    "schedule",
+    "sqnr",
 }
 
 

@@ -15,27 +15,39 @@ from jax import lax
 from fp8jax import dot, runtime
 from fp8jax.dot import BACKENDS, dot_general, einsum, init_state
 from fp8jax.formats import FORMATS
+from fp8jax.kernels import block_scaled
+from fp8jax.policy import as_policy
 from fp8jax.recipe import RECIPES, Cast, Recipe
-from fp8jax.scaling import ROW, TENSOR, TILE128
+from fp8jax.scaling import TENSOR, TILE128
 from tests import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
 # No tile of 128 divides these; with 128-tiles each axis has two or three of them.
 M, K, N = 136, 264, 144
-_ROW = Cast(format=FORMATS["e4m3"], tile=ROW)
-CASES = {
-    **RECIPES,
-    "per_row": Recipe(
-        fwd_x=_ROW, fwd_w=_ROW, dgrad_g=_ROW, dgrad_w=_ROW, wgrad_x=_ROW, wgrad_g=_ROW
-    ),
-}
+
+
+def variant(name: str) -> Recipe:
+    """The recipe of a policy's layers, options and all."""
+    return as_policy(name).recipe("layers/mlp/up")
+
+
+# Every recipe, and the readings that their papers leave open.
+CASES = RECIPES | {
+    name: variant(name)
+    for name in (
+        "fp8_amax:margin=3", "fp8_delayed:history=4,margin=1,amax=newest", "fp8_cscale:bias=2",
+        "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
+    )
+}  # fmt: skip
+BLACKWELL = runtime.Device("gpu", "B200", (10, 0))
 PAIRS = [
     (case, backend)
     for case in CASES
     for backend in BACKENDS
-    if BACKENDS[backend].refuses(CASES[case]) is None
+    if BACKENDS[backend].refuses(CASES[case], runtime.device()) is None
 ]
 REFUSED = [(r, b) for r in RECIPES for b in BACKENDS if (r, b) not in PAIRS]
+KEY = jax.random.key(7)
 # Product -> its operands as (cast, contracting axis of the canonical operand).
 CONTRACTED = {
     "fwd": (("x", -1), ("w", -2)),
@@ -56,36 +68,28 @@ def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
 
 @functools.partial(jax.jit, static_argnames=("recipe", "backend"))
 def run(x, w, g, state, *, recipe: Recipe, backend: str):
-    """y, dx, dw, the new state."""
-    f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, backend=backend)
-    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s), x, w, state)
+    """y, dx, dw, the new state; of batches of matrices if there are three axes."""
+    numbers = MATMUL if x.ndim == 2 else (((2,), (1,)), ((0,), (0,)))
+    f = functools.partial(dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend)
+    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=KEY), x, w, state)
     return y, *vjp(g)
 
 
 def float_products(x, w, g) -> dict[str, np.ndarray]:
     x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
-    return {"fwd": x @ w, "dgrad": g @ w.T, "wgrad": x.T @ g}
+    return {"fwd": x @ w, "dgrad": g @ w.swapaxes(-1, -2), "wgrad": x.swapaxes(-1, -2) @ g}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("product", CONTRACTED)
-@pytest.mark.parametrize(("name", "backend"), PAIRS)
-def test_exact_on_representable_operands(name, backend, product, dtype):
-    """Every code is hit exactly and every scale is a power of two, so the only rounding left is
-    that of the result to its dtype: float32 holds it (checked below)."""
-    recipe = CASES[name]
-    rng = np.random.default_rng(1)
-    operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in SHAPES.items()}
-    casts = recipe.products[product]
-    unit = 1.0
-    for cast, (operand, axis) in zip(casts, CONTRACTED[product], strict=True):
-        operands[operand] = reference.pinned(rng, SHAPES[operand], cast, axis)
-        unit *= {None: 1, "e4m3": 0.5, "e5m2": 64, "e2m1": 0.25}[cast and cast.format.name]
-    (a, ca), (b, cb) = CONTRACTED[product]
-    left = np.abs(operands[a]) if ca == -1 else np.abs(operands[a]).T
-    right = np.abs(operands[b]) if cb == -2 else np.abs(operands[b]).T
-    assert (left @ right).max() / unit < 2**24  # float32 sums of such terms are exact
-
+def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
+    """Operands that the casts of the product hit exactly, with power-of-two scales: the only
+    rounding left is that of the result to its dtype, since float32 holds all sums (checked)."""
+    rng, unit = np.random.default_rng(1), 1.0
+    operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in shapes.items()}
+    for cast, (operand, axis) in zip(recipe.products[product], CONTRACTED[product], strict=True):
+        operands[operand] = reference.pinned(rng, shapes[operand], cast, axis)
+        unit *= reference.unit(cast)
+    magnitudes = float_products(*(np.abs(operands[k]) for k in "xwg"))[product]
+    assert magnitudes.max() / unit < 2**24
     x, w, g = (jnp.asarray(operands[k]) for k in "xwg")
     y, dx, dw, _ = run(
         x.astype(dtype), w, g.astype(dtype), state_for(recipe, operands),
@@ -99,11 +103,31 @@ def test_exact_on_representable_operands(name, backend, product, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
+def test_exact_on_representable_operands(name, backend, product, dtype):
+    check_exact(CASES[name], backend, product, dtype, SHAPES)
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact_on_representable_batches(name, product):
+    """An einsum with a batch axis, [E, M, K] x [E, K, N]: experts, for instance."""
+    shapes = {"x": (2, 24, 40), "w": (2, 40, 32), "g": (2, 24, 32)}
+    check_exact(RECIPES[name], "emulated", product, jnp.float32, shapes)
+
+
 def random_operands(seed=0):
     """Normal data of unlike scales: nothing is near 1, and gradients are as small as they are."""
     rng = np.random.default_rng(seed)
     sigma = {"x": 3.0, "w": 0.02, "g": 1e-5}
     return {k: (rng.normal(size=s) * sigma[k]).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def as_seen(value: np.ndarray, name: str, cast: Cast | None, axis: int) -> np.ndarray:
+    """An operand as its product sees it, in float64: rotated where that is asked for, quantised."""
+    return reference.apply_cast(value, cast, axis, key=KEY, name=name)
 
 
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
@@ -119,8 +143,8 @@ def test_products_are_those_of_the_reference_quantisers(name, backend):
     got = {"fwd": y, "dgrad": dx, "wgrad": dw}
     for product, casts in recipe.products.items():
         (a, ca), (b, cb) = CONTRACTED[product]
-        left = reference.apply_cast(operands[a], casts.lhs, ca)
-        right = reference.apply_cast(operands[b], casts.rhs, cb)
+        left = as_seen(operands[a], f"{product}_{a}", casts.lhs, ca)
+        right = as_seen(operands[b], f"{product}_{b}", casts.rhs, cb)
         left = left if ca == -1 else left.T
         right = right if cb == -2 else right.T
         bound = (264 + 4) * 2.0**-24 * (np.abs(left) @ np.abs(right))
@@ -130,8 +154,8 @@ def test_products_are_those_of_the_reference_quantisers(name, backend):
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
 def test_error_is_what_the_roundings_imply(name, backend):
     """With independent roundings of relative size r and s (root mean square), the product of two
-    operands is off by sqrt(r^2 + s^2) in Frobenius norm; both are measured on the operands.
-    Two-sided, within 10%: an operand that is silently not quantised fails too."""
+    operands is off by sqrt(r^2 + s^2 + r^2 s^2) in Frobenius norm; both are measured on the
+    operands. Two-sided, within 10%: an operand that is silently not quantised fails too."""
     recipe, operands = CASES[name], random_operands(2)
     x, w, g = (operands[k] for k in "xwg")
     y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
@@ -142,45 +166,105 @@ def test_error_is_what_the_roundings_imply(name, backend):
             recipe.products[product], CONTRACTED[product], strict=True
         ):
             value = operands[operand]
-            rounded = reference.apply_cast(value, cast, axis)
+            rounded = as_seen(value, f"{product}_{operand}", cast, axis)
+            if cast is not None:
+                value = reference.hadamard(value, cast.hadamard, axis)
             roundings.append(np.linalg.norm(rounded - value) / np.linalg.norm(value))
             if cast is not None:
                 assert roundings[-1] > 0.3 * cast.format.unit_roundoff
-        expected = np.hypot(*roundings)
+        expected = np.sqrt(np.prod([1 + r**2 for r in roundings]) - 1)
         error = np.linalg.norm(got - exact[product]) / np.linalg.norm(exact[product])
         assert abs(error - expected) <= 0.1 * expected + 264 * 2.0**-24
 
 
 @pytest.mark.parametrize(("name", "backend"), REFUSED)
 def test_a_backend_that_cannot_do_a_recipe_says_why(name, backend):
-    with pytest.raises(NotImplementedError, match=f"{backend}.*{name}.*: "):
+    with pytest.raises(NotImplementedError, match=f"{backend}.*{name}.*cpu.*: "):
         dot_general(
             jnp.ones((2, 4)), jnp.ones((4, 3)), MATMUL, recipe=name, backend=backend,
-            state=init_state(name),
+            state=init_state(name), key=KEY,
         )  # fmt: skip
 
 
-def test_the_table_of_backends_is_as_documented():
-    assert {r for r, b in PAIRS if b == "emulated"} == set(CASES)
-    assert {r for r, b in PAIRS if b == "xla"} == {"bf16", "fp8_delayed", "fp8_current", "per_row"}
+PER_TENSOR = {"bf16", "fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_rowwise"}
+PER_TENSOR.add("fp8_rowwise_wgrad_bf16")
+# Recipe -> where it runs natively if not where all float8 does.
+NATIVE = {
+    runtime.Device("gpu", "T4", (7, 5)): {"bf16"},
+    runtime.Device("gpu", "A100", (8, 0)): {"bf16"},
+    runtime.Device("gpu", "L4", (8, 9)): PER_TENSOR,
+    runtime.Device("gpu", "H200", (9, 0)): PER_TENSOR,
+    BLACKWELL: PER_TENSOR | {"mxfp8", "nvfp4"},
+    runtime.Device("gpu", "RTX 5090", (12, 0)): PER_TENSOR,
+    runtime.Device("tpu", "TPU v6 lite"): {"bf16"},
+    runtime.Device("cpu", "cpu"): PER_TENSOR,  # when asked for: XLA widens
+}
 
 
-def test_no_backend_given_takes_one_that_can(monkeypatch):
-    assert dot.choose_backend(None, RECIPES["fp8_delayed"]).name == "emulated"  # a CPU
-    monkeypatch.setattr(runtime, "has_fp8_matmul", lambda: True)
-    assert dot.choose_backend(None, RECIPES["fp8_delayed"]).name == "xla"
-    assert dot.choose_backend(None, RECIPES["fp8_block"]).name == "emulated"
-    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
-    monkeypatch.setattr(runtime, "has_fp8_matmul", lambda: False)
-    assert "no FP8 matrix unit" in BACKENDS["xla"].refuses(RECIPES["fp8_current"])
+@pytest.mark.parametrize("device", NATIVE, ids=lambda device: device.kind)
+def test_the_table_of_backends_is_as_documented(device):
+    for name, recipe in RECIPES.items():
+        assert BACKENDS["emulated"].refuses(recipe, device) is None
+        refusal = BACKENDS["xla"].refuses(recipe, device)
+        assert (refusal is None) == (name in NATIVE[device]), (name, refusal)
+        best = dot.choose_backend(None, recipe, device).name
+        native = name in NATIVE[device] and name != "bf16" and device.platform == "gpu"
+        assert best == ("xla" if native else "emulated")
 
 
-def test_xla_refuses_mixed_products_and_e5m2_by_e5m2():
+def test_a_refusal_names_what_is_missing():
     e4m3, e5m2 = Cast(format=FORMATS["e4m3"]), Cast(format=FORMATS["e5m2"])
+    hopper, t4 = (runtime.Device("gpu", "an H200", (9, 0)), runtime.Device("gpu", "a T4", (7, 5)))
     refuses = BACKENDS["xla"].refuses
-    assert "high-precision operand" in refuses(Recipe(fwd_x=e4m3))
-    assert "e5m2 by e5m2" in refuses(Recipe(fwd_x=e5m2, fwd_w=e5m2))
-    assert "4-bit" in refuses(Recipe(fwd_x=Cast(format=FORMATS["e2m1"]), fwd_w=e4m3))
+    assert "a T4 has no FP8 matrix unit" in refuses(RECIPES["fp8_current"], t4)
+    assert "high-precision operand" in refuses(Recipe(fwd_x=e4m3), hopper)
+    assert "e5m2 by e5m2" in refuses(Recipe(fwd_x=e5m2, fwd_w=e5m2), hopper)
+    assert "4-bit" in refuses(Recipe(fwd_x=Cast(format=FORMATS["e2m1"]), fwd_w=e4m3), hopper)
+    assert "change along the contraction" in refuses(RECIPES["fp8_block"], BLACKWELL)
+    assert "every 32 numbers: only Blackwell's" in refuses(RECIPES["mxfp8"], hopper)
+    assert "e2m1" in refuses(RECIPES["mxfp4"], BLACKWELL)
+
+
+def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
+    """What jax.nn.scaled_matmul, which only GPUs have, says it computes."""
+    assert preferred_element_type == jnp.float32 and a.shape[0] == b.shape[0]
+    block = a.shape[-1] // a_scales.shape[-1]
+    assert (a.dtype.itemsize, a_scales.dtype, block) in [
+        (1, jnp.float8_e8m0fnu, 32), (1, jnp.float8_e4m3fn, 16)
+    ]  # fmt: skip
+    left, right = (
+        codes.astype(jnp.float32) * jnp.repeat(scales.astype(jnp.float32), block, axis=-1)
+        for codes, scales in ((a, a_scales), (b, b_scales))
+    )
+    return jnp.einsum("BMK,BNK->BMN", left, right, precision="highest")
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, product, monkeypatch):
+    monkeypatch.setattr(runtime, "device", lambda: BLACKWELL)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", documented_scaled_matmul)
+    jax.clear_caches()  # the other tests' programs
+    check_exact(CASES[name], "xla", product, jnp.float32, SHAPES)
+    shapes = {"x": (2, 24, 40), "w": (2, 40, 30), "g": (2, 24, 30)}
+    check_exact(CASES[name], "xla", product, jnp.bfloat16, shapes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_scaled_matmul_computes_what_it_says(name):
+    """Off Blackwell XLA dequantises its operands: the layout is tested there, too."""
+    recipe, operands = RECIPES[name], random_operands()
+    args = (operands["x"], recipe.fwd_x), (operands["w"], recipe.fwd_w)
+    x, w = (
+        dot.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
+        for (a, c), axis in zip(args, (-1, -2), strict=True)
+    )
+    got = jax.jit(lambda x, w: block_scaled.scaled_matmul(x, w, -1, -2))(x, w)
+    left, right = (np.asarray(dot.dequantize(q), np.float64) for q in (x, w))
+    # Dequantised to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
+    bound = (2 * 2.0**-8 + K * 2.0**-24) * (np.abs(left) @ np.abs(right))
+    assert (np.abs(np.asarray(got, np.float64) - left @ right) <= bound).all()
 
 
 # State --------------------------------------------------------------------------------------------
@@ -208,13 +292,23 @@ def test_a_non_finite_operand_poisons_the_product_but_no_history():
     np.testing.assert_array_equal(new["x"], old["x"])
 
 
-@pytest.mark.parametrize("name", [r for r in RECIPES if r != "bf16"])
-def test_an_overflow_in_the_source_never_hides(name):
-    recipe, operands = RECIPES[name], random_operands()
-    operands["x"][3, 4] = np.inf
-    y, _, dw, _ = run(*(operands[k] for k in "xwg"), state_for(recipe, random_operands()),
-                      recipe=recipe, backend="emulated")  # fmt: skip
-    assert not np.isfinite(np.asarray(y)[3]).any() and not np.isfinite(np.asarray(dw)[4]).any()
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", CASES)
+def test_an_overflow_in_a_source_never_hides(name, bad):
+    """What an operand's element (3, 4) is part of is not finite, and histories stay finite."""
+    recipe = CASES[name]
+    affected = {"x": ("y", 3, "dw", 4), "w": ("y", (slice(None), 4), "dx", (slice(None), 3)),
+                "g": ("dx", 3, "dw", (slice(None), 4))}  # fmt: skip
+    for operand, (one, there, other, where) in affected.items():
+        operands = random_operands()
+        state = state_for(recipe, operands)
+        operands[operand][3, 4] = bad
+        got = run(*(operands[k] for k in "xwg"), state, recipe=recipe, backend="emulated")
+        values = dict(zip(("y", "dx", "dw"), map(np.asarray, got[:3]), strict=True))
+        assert not np.isfinite(values[one][there]).any()
+        assert not np.isfinite(values[other][where]).any()
+        for history in jax.tree.leaves(got[3]):
+            assert np.isfinite(history).all()
 
 
 def test_seeding_takes_the_current_amax_and_writes_histories():
@@ -259,16 +353,17 @@ def test_xla_makes_exactly_three_float8_products(name):
     assert float8_products(jaxpr.jaxpr) == 3
 
 
-@pytest.mark.parametrize("name", [r for r in RECIPES if r != "bf16"])
+@pytest.mark.parametrize("name", [r for r in RECIPES if RECIPES[r].wgrad_x is not None])
 def test_no_high_precision_activation_is_a_residual(name):
     """x is bfloat16, two bytes an element: what is kept of it has one. w is kept as it came."""
     recipe = RECIPES[name]
+    padded = -(-M // recipe.wgrad_x.hadamard) * recipe.wgrad_x.hadamard  # tokens, if rotated
     x, w = jnp.ones((M, K), jnp.bfloat16), jnp.ones((K, N), jnp.float32)
     f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, backend="emulated")
-    _, vjp = jax.vjp(lambda x, w: f(x, w, state=init_state(recipe)), x, w)
+    _, vjp = jax.vjp(lambda x, w: f(x, w, state=init_state(recipe), key=KEY), x, w)
     kept = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size") and leaf.size >= M * K]
-    assert [leaf.dtype.itemsize for leaf in kept if leaf.shape == (M, K)] == [1]
-    assert all(leaf.shape in ((M, K), (K, N)) for leaf in kept)
+    assert [leaf.dtype.itemsize for leaf in kept if leaf.shape == (padded, K)] == [1]
+    assert all(leaf.shape in ((padded, K), (K, N)) for leaf in kept)
 
 
 @pytest.mark.gpu
@@ -344,6 +439,7 @@ def test_empty_and_one_row_operands(name, m, k, n):
     x, w, g = jnp.ones((m, k)), jnp.ones((k, n)), jnp.ones((m, n))
     recipe = RECIPES[name].seeding()
     y, dx, dw, _ = run(x, w, g, init_state(recipe), recipe=recipe, backend="emulated")
+    # Ones are exact with a power-of-two scale; with 1 / 6 in e4m3 under a float32 one not quite.
     np.testing.assert_allclose(y, np.full((m, n), float(k)), rtol=0.01)
     assert dx.shape == x.shape and dw.shape == w.shape and np.isfinite(dw).all()
 
@@ -354,6 +450,32 @@ def test_zero_in_zero_out(name):
     x, w, g = jnp.zeros((M, K)), jnp.zeros((K, N)), jnp.zeros((M, N))
     for value in run(x, w, g, init_state(recipe), recipe=recipe, backend="emulated")[:3]:
         assert (np.asarray(value) == 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eight_devices_equal_one(name):
+    """Sharded along tokens and features, amaxes over all devices: the same codes. So results differ
+    by the order of float32 sums only, of at most 256 terms on either side."""
+    recipe, rng = CASES[name], np.random.default_rng(3)
+    shapes = {"x": (136, 256), "w": (256, 128), "g": (136, 128)}
+    operands = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+    state = state_for(recipe, operands)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"x": ("a", None), "w": ("b", "a"), "g": ("a", "b")}
+    sharded = [
+        jax.device_put(operands[k], jax.NamedSharding(mesh, jax.P(*specs[k]))) for k in "xwg"
+    ]
+    *one, histories = run(*(operands[k] for k in "xwg"), state, recipe=recipe, backend="emulated")
+    *eight, sharded_histories = run(*sharded, state, recipe=recipe, backend="emulated")
+    for product, got, expected in zip(recipe.products, eight, one, strict=True):
+        (a, ca), (b, cb) = CONTRACTED[product]
+        casts = recipe.products[product]
+        left = np.abs(as_seen(operands[a], f"{product}_{a}", casts.lhs, ca))
+        right = np.abs(as_seen(operands[b], f"{product}_{b}", casts.rhs, cb))
+        sums = (left if ca == -1 else left.T) @ (right if cb == -2 else right.T)
+        assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 256 * 2.0**-24 * sums).all()
+    for operand, history in histories.items():
+        np.testing.assert_array_equal(sharded_histories[operand], history)
 
 
 # Randomness and bad input -------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from fp8jax.text import tokenizer, train_bpe
 
 
 def run_command(name: str, *flags: str) -> subprocess.CompletedProcess:
+    # ml_collections loads config files in a way that Python 3.12 drops.
+    warnings = ("-W", "error", "-W", "ignore:the load_module:DeprecationWarning")
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"experiments.{name}", *flags],
+        [sys.executable, *warnings, "-m", f"experiments.{name}", *flags],
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
@@ -75,3 +77,31 @@ def test_tokenizer_refuses_in_one_line(tmp_path, data, flags, message):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
     assert not output.exists()
+
+
+# Studies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["recipes", "--output=docs/recipes.md", "--seeds=1"], "error: --seeds is not for recipes"),
+        (["curves"], "error: curves needs --config"),
+        (["sweep", "--config=configs/cscale_sweep.py", "--biases=4", "--workdir={}"],
+         "error: --biases=4: expected FIRST:LAST"),
+        (["curves", "--config=configs/smoke.py", "--workdir={}",
+          "--precisions=fp8_block,fp8_delayed:history=4,margn=1"],
+         "error: unknown option 'margn'; did you mean 'margin'"),
+    ],
+)  # fmt: skip
+def test_study_refuses_in_one_line(tmp_path, flags, message):
+    done = run_command("study", *(flag.format(tmp_path / "study") for flag in flags))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "study").exists()
+
+
+def test_study_needs_a_command():
+    done = run_command("study", "--workdir=runs/x")
+    assert done.returncode == 1
+    assert "first comes one of recipes, curves, sweep; got []" in done.stdout + done.stderr

@@ -18,7 +18,8 @@ from configs import base
 from fp8jax.model import LayerNorm, Transformer, abstract_variables
 from fp8jax.model_config import MODELS, ModelConfig
 from fp8jax.nn import HISTORIES
-from fp8jax.recipe import POLICIES, RECIPES, Policy
+from fp8jax.policy import POLICIES, Policy
+from fp8jax.recipe import RECIPES
 from fp8jax.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
 from fp8jax.step import loss_sum
 from fp8jax.train import build, to_devices

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from fp8jax.model import Transformer, abstract_variables, count_params
-from fp8jax.model_config import BIASES, MLPS, MODELS, MODULES, flops_per_token
+from fp8jax.model_config import BIASES, MLP, MLPS, MODELS, MODULES, flops_per_token
 from fp8jax.rope import ROPE_SCALINGS
 from fp8jax.step import loss_sum
 
@@ -208,6 +208,21 @@ def test_every_rope_scaling_is_taken(scaling):
 def test_fields_that_contradict_each_other_raise_with_their_values(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(gated=False, activation=jax.nn.silu), dict(gated=True, activation=jax.nn.gelu)]
+)
+def test_only_swiglu_is_smoothed(fields):
+    with pytest.raises(ValueError, match=f"smooth=True is for .*gated={fields['gated']}"):
+        MLP(smooth=True, **fields)
+    assert not MLP(**fields).smooth
+
+
+def test_smoothing_changes_neither_linears_nor_flops():
+    smooth = dataclasses.replace(CONFIG, mlp="smooth_swiglu")
+    assert smooth.modules == CONFIG.modules
+    assert flops_per_token(smooth, 16) == flops_per_token(CONFIG, 16)
 
 
 def test_learned_positions_take_an_odd_head_dim():

@@ -15,17 +15,20 @@ import pytest
 from jax import lax
 
 from fp8jax import dot, step
+from fp8jax.attention import RowMax, reference
 from fp8jax.dot import KEY_ORDER
 from fp8jax.model import (
     REMAT,
     Block,
+    FeedForward,
     RMSNorm,
     Transformer,
     abstract_variables,
 )
 from fp8jax.model_config import MODULES, ModelConfig
 from fp8jax.nn import HISTORIES, Dense
-from fp8jax.recipe import POLICIES, RECIPES, Policy, Recipe, as_policy
+from fp8jax.policy import POLICIES, Policy, as_policy
+from fp8jax.recipe import RECIPES, Recipe, as_recipe
 from fp8jax.scaling import merge_history
 from tests.dot_test import float8_products
 from tests.model_config_test import equations
@@ -505,6 +508,109 @@ def test_the_first_step_of_delayed_scaling_has_the_gradients_of_bf16():
             assert cosine(*pair) >= 0.97, (path, i)
 
 
+# Smooth-SwiGLU ------------------------------------------------------------------------------------
+
+SMOOTH = dataclasses.replace(CONFIG, mlp="smooth_swiglu")
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp8_delayed"])
+def test_smoothing_keeps_the_parameter_tree(policy):
+    assert abstract_variables(Transformer(SMOOTH, policy)) == abstract_variables(
+        Transformer(CONFIG, policy)
+    )
+
+
+def test_a_smooth_model_has_the_same_bits_in_high_precision_and_trains_in_fp8():
+    """Powers of two are taken from one factor and given to the other. In FP8, where rounding tells
+    them apart, a step down the gradient is one down the loss."""
+    tokens = batch()["tokens"]
+    one, other = (logits_of(Transformer(config), enlarged(), tokens) for config in (CONFIG, SMOOTH))
+    np.testing.assert_array_equal(one, other)
+    policy = Policy((("layers/mlp/down", RECIPES["fp8_current"]),), name="down")
+    params = jax.device_get(enlarged())
+    before, (gradient, _) = gradients(Transformer(SMOOTH, policy), params, {}, batch())
+    gradient = jax.device_get(gradient)
+    assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradient))
+    stepped = jax.tree.map(lambda w, g: w - np.float32(1e-3) * g, params, gradient)
+    after, _ = gradients(Transformer(SMOOTH, policy), stepped, {}, batch())
+    assert np.isfinite(after) and after < before
+
+
+def feed_forward(config: ModelConfig, params, x, recipe: str = "bf16"):
+    """y of one MLP, and the gradients of x and parameters for dy = cos y; `recipe` is for the last
+    product alone."""
+
+    def dense(name, features, axes):
+        return Dense(features, recipe if name == "down" else "bf16", "emulated", name=name)
+
+    class Whole(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            linears = lambda *args: lambda x, s=None: dense(*args)(x, None, s)  # noqa: E731
+            return FeedForward(config, linears, name="mlp")(x)
+
+    def value(params, x):
+        y = Whole().apply({"params": {"mlp": params}}, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    (_, y), gradients = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))(params, x)
+    return y, gradients
+
+
+def mlp_inputs(dtype, larger: float = 1.0):
+    """x and kernels of an MLP whose hidden units are of size 1 or so, but for number 7: it is
+    `larger` times as large, and its row of the last kernel as much smaller."""
+    rng = np.random.default_rng(0)
+    kernels = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    params = {name: {"kernel": rng.normal(size=s) / 4} for name, s in kernels.items()}
+    params["up"]["kernel"][:, 7] *= larger
+    params["down"]["kernel"][7] /= larger
+    as_dtype = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    params = jax.tree.map(lambda kernel: jnp.asarray(kernel, as_dtype), params)
+    return params, jnp.asarray(rng.normal(size=(B, L, D)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
+def test_smoothing_is_the_same_function(dtype):
+    """To the bit (for float64, 1e-12 of each array's norm is what was asked for), forward and
+    backward; channels of zeros and of numbers as large as 2^60 among them."""
+    with jax.enable_x64(dtype == jnp.float64):
+        params, x = mlp_inputs(dtype, larger=2.0**60)
+        params["up"]["kernel"] = params["up"]["kernel"].at[:, 3].set(0.0)
+        plain, smooth = (feed_forward(config, params, x) for config in (CONFIG, SMOOTH))
+        assert plain[0].dtype == dtype and np.isfinite(np.asarray(plain[0], np.float64)).all()
+        assert_same(smooth, plain)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "larger", "lost"),
+    [("fp8_current", 2.0**10, 0.0), ("fp8_current", 2.0**20, 0.9), ("fp4_block", 2.0**10, 0.7)],
+)
+def test_smoothing_makes_channels_of_all_sizes_alike(recipe, larger, lost):
+    """An outlier channel whose row of the kernel is as much smaller changes no bit of the result,
+    as each channel is divided by its own size. The error is that of two roundings to nearest: at
+    most 2 * 2^-4 in E4M3 and 2 * 2^-2 in E2M1, if they never cancelled.
+
+    Without smoothing, E4M3 takes an outlier of 2^10 as it takes none: its normal numbers span
+    2^14.8. At 2^20 what is less than half its smallest number, 2^-18.8 of the largest, is lost: all
+    of the other channels but numbers 2.3 times as large as the largest of this one was, and so most
+    of the output. E2M1 loses what is under 2^-4.6 of a token's largest, at 2^10 all the others of
+    the tokens where the outlier is not by chance near zero."""
+    x = mlp_inputs(jnp.bfloat16)[1]
+    params, outlier = (mlp_inputs(jnp.bfloat16, factor)[0] for factor in (1.0, larger))
+    exact = np.asarray(feed_forward(CONFIG, params, x.astype(jnp.float32))[0], np.float64)
+
+    def error(y):
+        return np.linalg.norm(np.asarray(y, np.float64) - exact) / np.linalg.norm(exact)
+
+    smooth, _ = feed_forward(SMOOTH, params, x, recipe)
+    np.testing.assert_array_equal(feed_forward(SMOOTH, outlier, x, recipe)[0], smooth)
+    bound = 2 * as_recipe(recipe).fwd_x.format.unit_roundoff
+    assert error(smooth) < bound
+    plain = error(feed_forward(CONFIG, outlier, x, recipe)[0])
+    assert plain > lost if lost else plain < bound
+
+
 # Randomness ---------------------------------------------------------------------------------------
 
 
@@ -574,6 +680,21 @@ def test_exempt_layers_make_no_float8_products(first, last):
         and all(v.aval.dtype.itemsize == 1 for v in eqn.invars)
     )
     assert run == 21 * (LAYERS - first - last)
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+def test_an_attention_object_is_as_good_as_its_name():
+    """The same bits; and an equal object is an equal model, so that nothing is compiled anew."""
+    named, given = (
+        logits_of(Transformer(CONFIG, attention=fix), enlarged(), batch()["tokens"])
+        for fix in ("stabilised", reference(RowMax()))
+    )
+    np.testing.assert_array_equal(given, named)
+    one, other = (Transformer(CONFIG, attention=reference(RowMax())) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+    assert one != Transformer(CONFIG, attention=reference(RowMax(beta=3.0)))
 
 
 # Bad input ----------------------------------------------------------------------------------------

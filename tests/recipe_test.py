@@ -1,21 +1,21 @@
-"""Recipes and policies: the table as documented, and every contradiction refused by name."""
+"""Recipes: the table as documented, and every contradiction refused by name."""
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from fp8jax.formats import FORMATS
-from fp8jax.model_config import MODULES
 from fp8jax.recipe import (
+    CSCALE_BIAS,
     HIGH_PRECISION,
     HISTORY,
-    POLICIES,
     RECIPES,
     Cast,
-    Policy,
     Recipe,
-    as_policy,
     as_recipe,
 )
 from fp8jax.scaling import (
@@ -27,6 +27,7 @@ from fp8jax.scaling import (
     TENSOR,
     TILE128,
     Constant,
+    NV16x16,
     Pow2,
 )
 
@@ -70,7 +71,7 @@ CURRENT = Cast(format=E4M3)
             ["delayed scaling", "NvFp4()"],
         ),
         # A constant that is none, and the other way round.
-        (dict(format=E4M3, timing="constant"), ["timing='constant'", "Fp32()"]),
+        (dict(format=E4M3, timing="constant"), ["timing='constant'", "Fp32(margin=0)"]),
         (dict(format=E4M3, timing="constant", scale=Pow2(3)), ["'constant'", "Pow2(margin=3)"]),
         (dict(format=E4M3, scale=Constant(2.0)), ["timing='current'", "Constant(value=2.0)"]),
         (
@@ -78,6 +79,18 @@ CURRENT = Cast(format=E4M3)
             ["constant", str(TILE128)],
         ),
         (dict(format=E4M3, tile=NV16, scale=SCALES["nvfp4"]), ["nvfp4", "e2m1", "format=e4m3"]),
+        # What is of a history, and what is not.
+        (dict(format=E4M3, amax="newest"), ["amax='newest'", "timing='current'"]),
+        (dict(format=E4M3, amax="mean"), ["unknown amax", "'mean'", "newest"]),
+        (dict(format=E2M1, hadamard=12), ["Hadamard", "got 12"]),
+        (
+            dict(format=E4M3, timing="delayed", history=4, hadamard=16),
+            ["hadamard=16", "timing='delayed'"],
+        ),
+        (
+            dict(format=E4M3, timing="constant", scale=Constant(2.0), hadamard=16),
+            ["hadamard=16", "timing='constant'"],
+        ),
     ],
 )
 def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
@@ -93,7 +106,8 @@ def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
         dict(format=E4M3),
         dict(format=E4M3, tile=MX32, scale=SCALES["e8m0"]),
         dict(format=E2M1, tile=NV16, scale=SCALES["nvfp4"], rounding="stochastic"),
-        dict(format=E5M2, timing="delayed", history=1, scale=Pow2(1)),
+        dict(format=E5M2, timing="delayed", history=1, scale=Pow2(1), amax="newest"),
+        dict(format=E2M1, tile=MX32, scale=SCALES["e8m0_floor"], hadamard=128),
         dict(format=E5M2, timing="constant", scale=Constant(2.0**-8)),
     ],
 )
@@ -130,38 +144,64 @@ def test_operands_may_have_histories_of_unlike_lengths():
     assert recipe.casts == (DELAYED, longer, CURRENT)
 
 
-def cast_of(fmt, tile, scale, timing, history) -> Cast:
-    return Cast(format=fmt, tile=tile, scale=scale, timing=timing, history=history)
+@pytest.mark.parametrize(
+    ("product", "one", "other"),
+    [("fwd", "fwd_x", "fwd_w"), ("dgrad", "dgrad_g", "dgrad_w"), ("wgrad", "wgrad_x", "wgrad_g")],
+)
+def test_a_rotation_has_to_cancel(product, one, other):
+    rotated = dataclasses.replace(CURRENT, hadamard=16)
+    for casts in ({one: rotated, other: CURRENT}, {one: rotated}, {other: rotated}):
+        with pytest.raises(ValueError, match=f"{product} rotates.*hadamard=(16 and 1|1 and 16)"):
+            Recipe(**casts)
+    Recipe(**{one: rotated, other: rotated})
 
 
 FP32, UE8M0 = SCALES["fp32"], SCALES["e8m0"]
-# Operand by operand: (format, tile, scale rule, timing, history), rounding to nearest everywhere.
+
+
+def six(x: Cast, w: Cast, g: Cast, **others: Cast | None) -> dict[str, Cast | None]:
+    """The casts by name; what differs between an operand's two products is given by name."""
+    both = dict(fwd_x=x, fwd_w=w, dgrad_g=g, dgrad_w=w, wgrad_x=x, wgrad_g=g)
+    return both | others
+
+
+def fp8(fmt=E4M3, tile=TENSOR, scale=FP32, timing="current", history=0) -> Cast:
+    return Cast(format=fmt, tile=tile, scale=scale, timing=timing, history=history)
+
+
+def fp4(tile, scale=FP32, rounding="nearest", hadamard=1) -> Cast:
+    return Cast(format=E2M1, tile=tile, scale=scale, rounding=rounding, hadamard=hadamard)
+
+
+_DELAYED = dict(timing="delayed", history=16)
+_CONSTANT = dict(timing="constant", scale=Constant(2.0**-CSCALE_BIAS))
+_ROW, _BLOCK = fp8(tile=ROW), fp8(tile=TILE128)
+_NV, _MX = SCALES["nvfp4"], MX32
 DOCUMENTED = {
-    "bf16": {},
-    "fp8_delayed": dict(
-        fwd_x=(E4M3, TENSOR, FP32, "delayed", 16), fwd_w=(E4M3, TENSOR, FP32, "delayed", 16),
-        dgrad_g=(E5M2, TENSOR, FP32, "delayed", 16), dgrad_w=(E4M3, TENSOR, FP32, "delayed", 16),
-        wgrad_x=(E4M3, TENSOR, FP32, "delayed", 16), wgrad_g=(E5M2, TENSOR, FP32, "delayed", 16),
+    "bf16": dict.fromkeys(OPERANDS),
+    "fp8_delayed": six(fp8(**_DELAYED), fp8(**_DELAYED), fp8(E5M2, **_DELAYED)),
+    "fp8_current": six(fp8(), fp8(), fp8(E5M2)),
+    "fp8_amax": six(fp8(scale=Pow2()), fp8(scale=Pow2()), fp8(E5M2, scale=Pow2())),
+    "fp8_cscale": six(fp8(**_CONSTANT), fp8(**_CONSTANT), fp8(E5M2, **_CONSTANT)),
+    "fp8_rowwise": six(_ROW, _ROW, _ROW),
+    "fp8_rowwise_wgrad_bf16": six(_ROW, _ROW, _ROW, dgrad_w=fp8(), wgrad_x=None, wgrad_g=None),
+    "fp8_block": six(_BLOCK, fp8(tile=BLOCK128), _BLOCK),
+    "fp8_block_ue8m0": six(
+        fp8(tile=TILE128, scale=UE8M0), fp8(tile=BLOCK128, scale=UE8M0),
+        fp8(tile=TILE128, scale=UE8M0),
     ),
-    "fp8_current": dict(
-        fwd_x=(E4M3, TENSOR, FP32, "current", 0), fwd_w=(E4M3, TENSOR, FP32, "current", 0),
-        dgrad_g=(E5M2, TENSOR, FP32, "current", 0), dgrad_w=(E4M3, TENSOR, FP32, "current", 0),
-        wgrad_x=(E4M3, TENSOR, FP32, "current", 0), wgrad_g=(E5M2, TENSOR, FP32, "current", 0),
+    "mxfp8": six(*[fp8(tile=MX32, scale=UE8M0)] * 3),
+    "fp4_block": six(
+        _BLOCK, fp8(tile=BLOCK128), _BLOCK, fwd_x=fp4(TILE128), fwd_w=fp4(TILE128)
     ),
-    "fp8_block": dict(
-        fwd_x=(E4M3, TILE128, FP32, "current", 0), fwd_w=(E4M3, BLOCK128, FP32, "current", 0),
-        dgrad_g=(E4M3, TILE128, FP32, "current", 0), dgrad_w=(E4M3, BLOCK128, FP32, "current", 0),
-        wgrad_x=(E4M3, TILE128, FP32, "current", 0), wgrad_g=(E4M3, TILE128, FP32, "current", 0),
+    "fp4_naive": six(*[fp4(TILE128)] * 3),
+    "nvfp4": six(
+        fp4(NV16, _NV), fp4(NV16x16, _NV), fp4(NV16, _NV, "stochastic"),
+        wgrad_x=fp4(NV16, _NV, hadamard=16), wgrad_g=fp4(NV16, _NV, "stochastic", 16),
     ),
-    "fp8_block_ue8m0": dict(
-        fwd_x=(E4M3, TILE128, UE8M0, "current", 0), fwd_w=(E4M3, BLOCK128, UE8M0, "current", 0),
-        dgrad_g=(E4M3, TILE128, UE8M0, "current", 0), dgrad_w=(E4M3, BLOCK128, UE8M0, "current", 0),
-        wgrad_x=(E4M3, TILE128, UE8M0, "current", 0), wgrad_g=(E4M3, TILE128, UE8M0, "current", 0),
-    ),
-    "fp4_block": dict(
-        fwd_x=(E2M1, TILE128, FP32, "current", 0), fwd_w=(E2M1, TILE128, FP32, "current", 0),
-        dgrad_g=(E4M3, TILE128, FP32, "current", 0), dgrad_w=(E4M3, BLOCK128, FP32, "current", 0),
-        wgrad_x=(E4M3, TILE128, FP32, "current", 0), wgrad_g=(E4M3, TILE128, FP32, "current", 0),
+    "mxfp4": six(
+        fp4(_MX, UE8M0), fp4(_MX, UE8M0), fp4(_MX, UE8M0, "stochastic"),
+        wgrad_x=fp4(_MX, UE8M0, hadamard=16), wgrad_g=fp4(_MX, UE8M0, "stochastic", 16),
     ),
 }  # fmt: skip
 
@@ -175,9 +215,7 @@ def test_every_recipe_is_documented_here_and_knows_its_name():
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_table_of_recipes(name):
     for operand in OPERANDS:
-        expected = DOCUMENTED[name].get(operand)
-        got = getattr(RECIPES[name], operand)
-        assert got == (None if expected is None else cast_of(*expected)), operand
+        assert getattr(RECIPES[name], operand) == DOCUMENTED[name][operand], operand
 
 
 def test_products_pair_the_operands():
@@ -246,109 +284,43 @@ def test_histories(name):
     assert RECIPES[name].histories == expected
 
 
-# Policies -----------------------------------------------------------------------------------------
+def test_map_changes_casts_by_name():
+    recipe = RECIPES["fp4_block"].map(
+        lambda name, cast: dataclasses.replace(cast, format=E5M2) if name == "dgrad_g" else cast
+    )
+    assert recipe.dgrad_g.format is E5M2 and recipe.wgrad_g == RECIPES["fp4_block"].wgrad_g
+    assert recipe.name == "fp4_block" and RECIPES["bf16"].map(lambda *_: CURRENT) == HIGH_PRECISION
+    mixed = RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])
+    assert (mixed.fwd_x, mixed.fwd_w) == (_BLOCK, fp8(tile=BLOCK128))
+    assert mixed.products["wgrad"] == RECIPES["fp4_naive"].products["wgrad"]
 
 
-def test_the_first_match_wins_and_what_is_unmatched_is_bf16():
-    block, current = RECIPES["fp8_block"], RECIPES["fp8_current"]
-    policy = Policy((("layers/mlp/down", block), ("layers/mlp/*", current)))
-    assert policy.recipe("layers/mlp/down") is block
-    assert policy.recipe("layers/mlp/up") is current
-    assert policy.recipe("layers/attention/q") == policy.recipe("lm_head") == HIGH_PRECISION
-    reversed_rules = Policy(policy.rules[::-1])
-    assert reversed_rules.recipe("layers/mlp/down") is current
-    assert policy != reversed_rules
+def collected(lines: str, name: str) -> set[str]:
+    """The tests that have a case of that recipe or policy."""
+    cases = re.findall(r"^tests/(\S+)\[(\S+)\]$", lines, re.M)
+    return {test for test, case in cases if name in re.split("[-:]", case)}
 
 
-def test_patterns_match_whole_paths_and_their_case():
-    policy = Policy((("mlp/*", RECIPES["fp8_block"]), ("LAYERS/*", RECIPES["fp8_block"])))
-    assert policy.recipe("layers/mlp/down") == HIGH_PRECISION
-
-
-@pytest.mark.parametrize("pattern", ["layers/mpl/*", "mlp/*", "layers/0/mlp/*", "layers/mlp"])
-def test_a_rule_that_matches_nothing_raises_with_its_pattern_and_what_there_is(pattern):
-    policy = Policy((("layers/*", HIGH_PRECISION), (pattern, HIGH_PRECISION)), name="mine")
-    message = re.escape(repr(pattern)) + " matches no module.*layers/mlp/down"
-    with pytest.raises(ValueError, match=f"'mine'.*{message}"):
-        policy.check(MODULES, 4)
-
-
-def test_a_rule_that_an_earlier_one_hides_still_matches_a_module():
-    """It is redundant, not a typo."""
-    Policy((("layers/*", HIGH_PRECISION), ("layers/mlp/*", HIGH_PRECISION))).check(MODULES, 1)
-
-
-def test_more_exempt_layers_than_there_are():
-    policy = Policy((("layers/*", RECIPES["fp8_block"]),), 3, 2, name="mine")
-    policy.check(MODULES, 5)
-    with pytest.raises(ValueError, match="'mine': 3 first and 2 last layers.*, of 4"):
-        policy.check(MODULES, 4)
-    for first, last in [(-1, 0), (0, -1), (3, -2)]:
-        with pytest.raises(ValueError, match=rf"negative: .*first={first}.*last={last}"):
-            Policy((), first, last)
-
-
-def test_policies_are_equal_by_rules_and_exemptions():
-    policy = POLICIES["fp8_block"]
-    copy = Policy((("layers/*", dataclasses.replace(RECIPES["fp8_block"], name="y")),), name="x")
-    assert copy == policy and hash(copy) == hash(policy)
-    assert dataclasses.replace(policy, bf16_first=1) != policy
-    assert dataclasses.replace(policy, bf16_last=1) != policy
-    exempt = dataclasses.replace(policy, bf16_first=1, bf16_last=2)
-    assert exempt.without_exemptions() == policy
-    assert exempt.without_exemptions().name == policy.name == "fp8_block"
-
-
-def test_seeding_of_a_policy():
-    rules = (("layers/mlp/*", RECIPES["fp8_block"]), ("layers/*", RECIPES["fp8_delayed"]))
-    policy = Policy(rules, 1, 2, name="mine")
-    seeding = policy.seeding()
-    assert seeding.rules == (rules[0], ("layers/*", RECIPES["fp8_delayed"].seeding()))
-    assert (seeding.bf16_first, seeding.bf16_last, seeding.name) == (1, 2, "mine")
-    assert seeding.seeding() == seeding != policy
-    assert policy.delayed and seeding.delayed
-    for name, other in POLICIES.items():
-        assert other.delayed == (name == "fp8_delayed") == (other.seeding() != other)
-
-
-def test_a_policy_is_stochastic_if_one_of_its_casts_is():
-    assert not any(policy.stochastic for policy in POLICIES.values())
-    recipe = Recipe(wgrad_g=dataclasses.replace(CURRENT, rounding="stochastic"))
-    assert Policy((("layers/*", HIGH_PRECISION), ("lm_head", recipe))).stochastic
-
-
-def test_there_is_a_policy_for_each_recipe():
-    """Every linear of every layer; the head stays as it is."""
-    assert set(POLICIES) == {*RECIPES, "fp4_mixed"}
-    for name, recipe in RECIPES.items():
-        policy = POLICIES[name]
-        assert policy.name == name and (policy.bf16_first, policy.bf16_last) == (0, 0)
-        for path in MODULES:
-            assert policy.recipe(path) == (HIGH_PRECISION if path == "lm_head" else recipe)
-
-
-def test_fp4_mixed_has_fp4_in_the_mlp_and_fp8_in_the_attention():
-    assert {path: POLICIES["fp4_mixed"].recipe(path).name for path in MODULES} == {
-        "layers/attention/q": "fp8_block",
-        "layers/attention/k": "fp8_block",
-        "layers/attention/v": "fp8_block",
-        "layers/attention/o": "fp8_block",
-        "layers/mlp/gate": "fp4_block",
-        "layers/mlp/up": "fp4_block",
-        "layers/mlp/down": "fp4_block",
-        "lm_head": "bf16",
+@pytest.mark.slow
+def test_a_recipe_is_one_entry():
+    """One added on the fly gets a case of every test that walks the tables; dot_test's pass."""
+    root = Path(__file__).parents[1]
+    modules = [f"tests/{name}_test.py" for name in ("dot", "recipe", "policy", "sqnr", "model")]
+    plugin = [sys.executable, "-m", "pytest", "-p", "tests.extra_recipe", "-o", "addopts="]
+    options = dict(cwd=root, capture_output=True, text=True)
+    listed = subprocess.run([*plugin, "--collect-only", "-q", *modules], **options).stdout
+    # The same tests as of another recipe that only `emulated` runs and nothing else names.
+    assert collected(listed, "fp8_tile64") == collected(listed, "mxfp8") - {
+        "recipe_test.py::test_the_table_of_recipes",  # a second list, on purpose
+        "dot_test.py::test_blackwells_product_gets_codes_and_scales_in_its_layout",
+        "dot_test.py::test_scaled_matmul_computes_what_it_says",
     }
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_fits_the_model(name):
-    POLICIES[name].check(MODULES, 1)
+    ran = subprocess.run([*plugin, "-q", "-k", "fp8_tile64", *modules[:3]], **options).stdout
+    assert re.search(r"^\d+ passed, \d+ deselected", ran, re.M), ran
+    assert int(re.search(r"^(\d+) passed", ran, re.M)[1]) > 20
 
 
 def test_names_and_objects_resolve_alike():
     assert as_recipe("fp8_block") is RECIPES["fp8_block"] is as_recipe(RECIPES["fp8_block"])
-    assert as_policy("fp4_mixed") is POLICIES["fp4_mixed"] is as_policy(POLICIES["fp4_mixed"])
     with pytest.raises(ValueError, match="unknown recipe 'fp8_curent'.*'fp8_current'"):
         as_recipe("fp8_curent")
-    with pytest.raises(ValueError, match="unknown policy 'fp4_mix'.*'fp4_mixed'"):
-        as_policy("fp4_mix")

@@ -1,11 +1,13 @@
 """Plain NumPy and ml_dtypes: what the library's quantisers and products are tested against.
 
 Written for being obviously right, tile by tile, and independent of fp8jax but for the names of
-its scale rules and casts.
+its scale rules and casts. Only the random draws of stochastic rounding come from JAX.
 """
 
 import itertools
+import math
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -19,6 +21,7 @@ DTYPES = {
     "e8m0": ml_dtypes.float8_e8m0fnu,
 }
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+KEY_ORDER = ["fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g"]
 
 
 def tiles(shape, tile: Tile, contract_axis: int):
@@ -40,8 +43,35 @@ def tiles(shape, tile: Tile, contract_axis: int):
         yield index, tuple(slice(c, c + s) for c, s in zip(corner, sizes, strict=True))
 
 
+# Rounding -----------------------------------------------------------------------------------------
+
+
 def saturating_cast(x: np.ndarray, fmt: str) -> np.ndarray:
     return np.clip(x, -MAX[fmt], MAX[fmt]).astype(np.float32).astype(DTYPES[fmt])
+
+
+def finite_values(fmt: str) -> np.ndarray:
+    """Every finite number of a format in float64, ascending, zero once and positive."""
+    bits = 4 if fmt == "e2m1" else 8
+    values = np.arange(2**bits, dtype=np.uint8).view(DTYPES[fmt]).astype(np.float64)
+    return np.unique(values[np.isfinite(values)] + 0.0)
+
+
+def stochastic_cast(x: np.ndarray, fmt: str, draws: np.ndarray) -> np.ndarray:
+    """Up to the next number of the format where draw < (x - lo) / (hi - lo), else down."""
+    table = finite_values(fmt)
+    x = np.clip(np.asarray(x, np.float32).astype(np.float64), table[0], table[-1])
+    above = np.searchsorted(table, x, side="right").clip(1, len(table) - 1)
+    lo, hi = table[above - 1], table[above]
+    return np.where(draws < (x - lo) / (hi - lo), hi, lo).astype(np.float32).astype(DTYPES[fmt])
+
+
+def uniform(key, name: str, shape) -> np.ndarray:
+    """The draws of the cast of that name, such as "dgrad_g", under the key of the product."""
+    return np.asarray(jax.random.uniform(jax.random.fold_in(key, KEY_ORDER.index(name)), shape))
+
+
+# Scales -------------------------------------------------------------------------------------------
 
 
 def pow2_scale(amax: np.float32, fmt: str, margin: int = 0) -> np.float32:
@@ -52,63 +82,184 @@ def pow2_scale(amax: np.float32, fmt: str, margin: int = 0) -> np.float32:
     return np.float32(2.0 ** min(126, max(-126, k + margin)))
 
 
+def floor_scale(amax: np.float32, fmt: str) -> np.float32:
+    """OCP Microscaling v1.0: 2^(floor(log2(amax)) - exponent of the format's largest number)."""
+    if amax == 0:
+        return np.float32(1)
+    # math.frexp's mantissa lies in [0.5, 1): one more than the exponent meant here, on both sides.
+    k = math.frexp(float(amax))[1] - math.frexp(MAX[fmt])[1]
+    return np.float32(2.0 ** min(126, max(-126, k)))
+
+
 def scale_of(rule, amax: np.float32, fmt: str, tensor_amax: np.float32):
     """(scale as stored, tensor scale or None) of one tile."""
-    one = np.float32(1)
+    one, smallest = np.float32(1), np.float32(2.0**-126)
     if isinstance(rule, Constant):
         return np.float32(rule.value), None
     if isinstance(rule, Fp32):
-        return one if amax == 0 else amax * (one / np.float32(MAX[fmt])), None
+        scale = amax * (one / np.float32(MAX[fmt])) * np.float32(2.0**rule.margin)
+        return one if amax == 0 else max(scale, smallest), None
     if isinstance(rule, Pow2):
         return one if amax == 0 else pow2_scale(amax, fmt, rule.margin), None
     if isinstance(rule, E8M0):
-        return pow2_scale(amax, fmt).astype(DTYPES["e8m0"]), None
+        scale = floor_scale(amax, fmt) if rule.floor else pow2_scale(amax, fmt)
+        return scale.astype(DTYPES["e8m0"]), None
     if isinstance(rule, NvFp4):
         tensor = one if tensor_amax == 0 else tensor_amax * (one / np.float32(6 * 448))
+        tensor = max(tensor, smallest)
         tile = amax * (one / np.float32(6)) * (one / tensor)
         tile = one if amax == 0 else max(tile, np.float32(2.0**-9))
         return saturating_cast(tile, "e4m3"), tensor
     raise AssertionError(rule)
 
 
-def quantize(x: np.ndarray, fmt: str, tile: Tile, contract_axis: int, rule, amax=None):
-    """(values, float32 scale spread over the elements, scales by tile index)."""
+def quantize(
+    x: np.ndarray, fmt: str, tile: Tile, contract_axis: int, rule, amax=None, *, draws=None
+):
+    """(values, float32 scale spread over the elements, scales by tile index); rounded to nearest,
+    or with `draws`, uniform numbers of x's shape, stochastically."""
     x = np.asarray(x, np.float32)
-    values = np.zeros(x.shape, DTYPES[fmt])
-    spread = np.zeros(x.shape, np.float32)
+    spread = np.ones(x.shape, np.float32)
     scales = {}
+    tensor_amax = np.abs(x).max(initial=0)
     for index, where in tiles(x.shape, tile, contract_axis):
         own = np.float32(np.abs(x[where]).max()) if amax is None else np.float32(amax)
-        scale, tensor = scale_of(rule, own, fmt, np.abs(x).max())
-        whole = np.float32(scale) if tensor is None else np.float32(np.float32(scale) * tensor)
-        values[where] = saturating_cast(x[where] * np.float32(np.float32(1) / whole), fmt)
-        spread[where] = whole
-        scales[index] = scale
+        scales[index], tensor = scale_of(rule, own, fmt, tensor_amax)
+        spread[where] = np.float32(scales[index]) * np.float32(1 if tensor is None else tensor)
+    scaled = x * (np.float32(1) / spread)
+    values = saturating_cast(scaled, fmt) if draws is None else stochastic_cast(scaled, fmt, draws)
     return values, spread, scales
 
 
-def apply_cast(x: np.ndarray, cast: Cast | None, contract_axis: int, amax=None) -> np.ndarray:
-    """x as a product sees it, in float64."""
+# The random Hadamard transform --------------------------------------------------------------------
+
+
+def bits_of_pi(n: int) -> list[int]:
+    """The first n bits of pi's fraction, by Machin's formula in integers."""
+    unit = 1 << (n + 32)
+
+    def arctan_of_reciprocal(k: int) -> int:
+        total, power, i = 0, unit // k, 0
+        while power:
+            total += (-1) ** i * (power // (2 * i + 1))
+            power, i = power // k**2, i + 1
+        return total
+
+    pi = 16 * arctan_of_reciprocal(5) - 4 * arctan_of_reciprocal(239)
+    fraction = (pi - 3 * unit) >> 32
+    return [fraction >> (n - 1 - i) & 1 for i in range(n)]
+
+
+def hadamard_matrix(size: int) -> np.ndarray:
+    """diag(signs) H / sqrt(size) in float64, H being Sylvester's matrix: x' = x times this."""
+    h = np.ones((1, 1))
+    while len(h) < size:
+        h = np.block([[h, h], [h, -h]])
+    signs = np.array([-1.0 if bit else 1.0 for bit in bits_of_pi(size)])
+    return signs[:, None] * h / np.sqrt(size)
+
+
+def hadamard(x: np.ndarray, size: int, axis: int = -1) -> np.ndarray:
+    """x' in float32, filled up with zeros to whole blocks: sums and differences of the elements
+    1, 2, 4, ... apart, each rounded, then one product with 1 / sqrt(size)."""
+    x = np.moveaxis(np.asarray(x, np.float32), axis, 0)
+    out = np.zeros((-(-len(x) // size) * size, *x.shape[1:]), np.float32)
+    out[: len(x)] = x
+    signs = bits_of_pi(size)
+    for i in range(len(out)):
+        if signs[i % size]:
+            out[i] = -out[i]
+    half = 1
+    while half < size:
+        for i in range(len(out)):
+            if not i & half:
+                a, b = out[i].copy(), out[i + half].copy()
+                out[i], out[i + half] = a + b, a - b
+        half *= 2
+    return np.moveaxis(out * np.float32(1 / np.sqrt(size)), 0, axis)
+
+
+# Operands of products -----------------------------------------------------------------------------
+
+
+def rotated(x: np.ndarray, cast: Cast | None, contract_axis: int) -> np.ndarray:
+    """x, rotated (and filled up with zeros) if the cast rotates."""
+    if cast is None or cast.hadamard == 1:
+        return np.asarray(x)
+    return hadamard(x, cast.hadamard, contract_axis)
+
+
+def apply_cast(
+    x: np.ndarray, cast: Cast | None, contract_axis: int, amax=None, *, key=None, name=None
+) -> np.ndarray:
+    """x as a product sees it, in float64. A cast that rotates gives the rotated operand, to be
+    multiplied with another one; one that is stochastic needs the product's key and its own name."""
     if cast is None:
         return np.asarray(x, np.float64)
+    x = rotated(x, cast, contract_axis)
+    draws = uniform(key, name, x.shape) if cast.rounding == "stochastic" else None
     values, spread, _ = quantize(
-        x, cast.format.name, cast.tile, contract_axis, cast.scale, amax
+        x, cast.format.name, cast.tile, contract_axis, cast.scale, amax, draws=draws
     )  # fmt: skip
     return values.astype(np.float64) * spread.astype(np.float64)
 
 
+# The smallest step of the numbers -3 to 3 times this, all of which the format holds.
+_STEP = {"e4m3": 1.0, "e5m2": 128.0, "e2m1": 0.5}
+
+
+def unit(cast: Cast | None) -> float:
+    """What the `pinned` operand is a multiple of as the product sees it (rotated, if it is)."""
+    if cast is None:
+        return 1.0
+    if isinstance(cast.scale, Constant):
+        return _STEP[cast.format.name] * cast.scale.value
+    return _STEP[cast.format.name] / 2
+
+
 def pinned(rng, shape, cast: Cast | None, contract_axis: int) -> np.ndarray:
-    """Random numbers that `cast` represents exactly: every tile's amax is max * 2^k, with k
-    varying from tile to tile, so that every scale is the power of two 2^k."""
+    """Random numbers that `cast` represents exactly, and bfloat16 as well.
+
+    Every tile's amax is that of a power-of-two scale, which varies from tile to tile; under NVFP4
+    one tile has 3.5 = 448 * 2^-7, the largest that its tensor scale of 2^-7 allows. For a cast
+    that rotates, these are the rotated numbers, and their exact inverse rotation is returned,
+    ending in zeros where a block would not be whole.
+    """
     if cast is None:
         return rng.integers(-3, 4, shape).astype(np.float32)
-    top = MAX[cast.format.name]
-    unit = {"e4m3": 1.0, "e5m2": 128.0, "e2m1": 0.5}[cast.format.name]
-    x = rng.integers(-3, 4, shape).astype(np.float32) * np.float32(unit)
-    for _, where in tiles(shape, cast.tile, contract_axis):
+    if cast.hadamard > 1:
+        return _pinned_and_rotated(rng, shape, cast, contract_axis)
+    constant = isinstance(cast.scale, Constant)
+    top = MAX[cast.format.name] * 2.0 ** -getattr(cast.scale, "margin", 0)
+    x = rng.integers(-3, 4, shape).astype(np.float32) * np.float32(_STEP[cast.format.name])
+    assert np.abs(x).max(initial=0) <= top and top in finite_values(cast.format.name)
+    # Exponents differ between tiles where there are several; a delayed amax is for the tensor.
+    where_all = [where for _, where in tiles(shape, cast.tile, contract_axis)]
+    scales = [cast.scale.value if constant else 2.0 ** rng.integers(-1, 2) for _ in where_all]
+    if isinstance(cast.scale, NvFp4):
+        scales[rng.integers(len(scales))] = 3.5
+    for where, scale in zip(where_all, scales, strict=True):
         block = x[where]
         position = tuple(rng.integers(0, n) for n in block.shape)
         block[position] = top * rng.choice([-1, 1])
-        # Exponents differ between tiles where there are several; a delayed amax is for the tensor.
-        x[where] = block * np.float32(2.0 ** rng.integers(-1, 2))
+        x[where] = block * np.float32(scale)
     return x
+
+
+def _pinned_and_rotated(rng, shape, cast: Cast, contract_axis: int) -> np.ndarray:
+    """At most four numbers a block, one of them the tile's amax, so that their sums are exact."""
+    size = cast.hadamard
+    contract_axis %= len(shape)
+    length = shape[contract_axis]
+    blocks = length // size
+    plain = Cast(format=cast.format, tile=cast.tile, scale=cast.scale)
+    whole = [blocks * size if a == contract_axis else n for a, n in enumerate(shape)]
+    x = np.moveaxis(pinned(rng, whole, plain, contract_axis), contract_axis, -1)
+    x = x.reshape(*x.shape[:-1], blocks, size)
+    order = np.argsort(-np.abs(x) * (1 + rng.random(x.shape) * 1e-3), axis=-1)
+    np.put_along_axis(x, order[..., 4:], 0, axis=-1)
+    x = (x.astype(np.float64) @ hadamard_matrix(size).T).reshape(*x.shape[:-2], blocks * size)
+    out = np.zeros([*x.shape[:-1], length], np.float32)
+    out[..., : blocks * size] = x
+    assert (out[..., : blocks * size] == x).all()
+    return np.moveaxis(out, -1, contract_axis)

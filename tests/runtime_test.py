@@ -76,26 +76,30 @@ def test_too_late_on_a_gpu_is_said(monkeypatch):
 def test_queries_on_the_cpu():
     assert runtime.platform() == "cpu"
     assert runtime.device_kind() == "cpu"
-    assert not runtime.has_fp8_matmul()
+    assert runtime.device() == runtime.Device("cpu", "cpu", None)
+    assert not runtime.device().fp8 and not runtime.device().block_scaled
     assert runtime.peak_flops(runtime.device_kind()) is None
 
 
 @pytest.mark.parametrize(
-    "capability, expected",
+    "capability, fp8, block_scaled",
     [
-        ("7.5", False),
-        ("8.0", False),
-        ("8.9", True),
-        ("9.0", True),
-        ("10.0", True),
-        ("gfx942", False),
+        ("7.5", False, False),
+        ("8.0", False, False),
+        ("8.9", True, False),
+        ("9.0", True, False),
+        ("10.0", True, True),
+        ("10.3", True, True),
+        ("12.0", True, False),
+        ("gfx942", False, False),
     ],
 )
-def test_fp8_matmul_by_compute_capability(monkeypatch, capability, expected):
-    device = types.SimpleNamespace(compute_capability=capability)
+def test_units_by_compute_capability(monkeypatch, capability, fp8, block_scaled):
+    first = types.SimpleNamespace(compute_capability=capability, device_kind="some GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert runtime.has_fp8_matmul() is expected
+    monkeypatch.setattr(jax, "local_devices", lambda: [first])
+    device = runtime.device()
+    assert (device.kind, device.fp8, device.block_scaled) == ("some GPU", fp8, block_scaled)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from fp8jax.attention import ATTENTIONS
 from fp8jax.checkpoint import Checkpointer
 from fp8jax.data import build_corpus, train_batches
 from fp8jax.metrics import read_jsonl
-from fp8jax.recipe import POLICIES
+from fp8jax.policy import POLICIES
 from fp8jax.text import tokenizer
 from fp8jax.train import (
     NonFiniteError,
@@ -32,6 +32,9 @@ from fp8jax.train import (
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
+# Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
+# entry of the tables in dot_test.py and model_test.py.
+TRAINED = ("bf16", "fp8_delayed", "fp8_block", "fp4_mixed", "nvfp4_mixed")
 
 
 def tiny(data, **changes):
@@ -88,7 +91,7 @@ def golden_key() -> str:
     return f"jaxlib {jax.lib.__version__} {runtime._host_fingerprint()}"
 
 
-@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize("precision", TRAINED)
 def test_golden_losses(precision, data):
     """A refactoring leaves them bit-identical. FP8JAX_UPDATE_GOLDEN=1 writes this machine's."""
     losses = [float(loss) for loss in one_device_losses(precision, data)[:5]]
@@ -107,18 +110,18 @@ def test_golden_losses(precision, data):
 
 
 def test_precisions_differ_and_all_learn(data):
-    curves = {name: one_device_losses(name, data) for name in POLICIES}
+    curves = {name: one_device_losses(name, data) for name in TRAINED}
     for name, losses in curves.items():
         assert losses[-1] < 0.7 * losses[0], name
         if name != "bf16":
             assert (losses[1:] != curves["bf16"][1:]).all(), name
             # Twenty steps of one model: FP8 within 1%, FP4 within 5% at the end.
-            bound = 0.05 if name.startswith("fp4") else 0.01
+            bound = 0.01 if name.startswith("fp8") else 0.05
             assert abs(losses[-1] / curves["bf16"][-1] - 1) < bound, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", POLICIES)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "nvfp4_mixed"])
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
@@ -319,7 +322,7 @@ def test_bad_configs_are_refused_with_names_and_numbers(data, changes, message):
 
 
 def test_a_backend_that_cannot_do_the_policy_says_why(data):
-    with pytest.raises(NotImplementedError, match="'xla' cannot run recipe 'fp8_block': fwd has"):
+    with pytest.raises(NotImplementedError, match="'xla' cannot run .*'fp8_block' here .*: fwd"):
         build(tiny(data, precision="fp8_block", backend="xla"))
 
 

@@ -1,0 +1,1 @@
+"""Products and casts that leave plain XLA."""

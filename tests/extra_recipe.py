@@ -1,0 +1,17 @@
+"""A pytest plugin that adds one recipe to the tables, as a user would: recipe_test.py runs it."""
+
+NAME = "fp8_tile64"
+
+
+def pytest_configure(config):
+    """After conftest.py, which must see the library first."""
+    from fp8jax.formats import FORMATS
+    from fp8jax.policy import POLICIES, Policy
+    from fp8jax.recipe import RECIPES, Cast, Recipe
+    from fp8jax.scaling import SCALES, Tile
+
+    cast = Cast(format=FORMATS["e4m3"], tile=Tile(1, 64), scale=SCALES["pow2"])
+    RECIPES[NAME] = Recipe(
+        name=NAME, fwd_x=cast, fwd_w=cast, dgrad_g=cast, dgrad_w=cast, wgrad_x=cast, wgrad_g=cast
+    )
+    POLICIES[NAME] = Policy((("layers/*", RECIPES[NAME]),), name=NAME)
