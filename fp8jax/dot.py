@@ -160,7 +160,7 @@ def _xla_refuses(recipe: Recipe, device: Device) -> str | None:
             return f"{name} has one quantised and one high-precision operand"
         if _block_scaled(lhs, rhs):
             if not device.block_scaled:
-                return f"{name} has a scale for every {lhs.tile.contract} numbers: only Blackwell's"
+                return f"{name} has a scale for every {lhs.tile.contract} numbers: no unit for that"
             continue
         for cast in (lhs, rhs):
             if cast.format.bits != 8:
@@ -212,7 +212,8 @@ def choose_backend(backend: str | None, recipe: Recipe, device: Device | None = 
       ValueError: unknown name.
       NotImplementedError: a named backend that cannot run the recipe; says why.
     """
-    device = runtime.device() if device is None else device
+    here = runtime.device()
+    device = here if device is None else device
     if backend is not None:
         chosen = lookup("backend", backend, BACKENDS)
         reason = chosen.refuses(recipe, device)
@@ -229,7 +230,8 @@ def choose_backend(backend: str | None, recipe: Recipe, device: Device | None = 
     else:
         reason = BACKENDS["xla"].refuses(recipe, device)
     choice = "xla" if reason is None else "emulated"
-    _log_choice(recipe.name, choice, reason or "codes into the matrix unit")
+    if device == here:
+        _log_choice(recipe.name, choice, reason or "codes into the matrix unit")
     return BACKENDS[choice]
 
 

@@ -292,7 +292,9 @@ class PrecisionSchedule:
         if not begins or begins[0] != 0.0:
             raise ValueError(f"a precision schedule begins at 0.0, got {begins}")
         if begins != sorted(set(begins)) or not begins[-1] < 1:  # NaN is not
-            raise ValueError(f"fractions of training grow and stay below 1, got {begins}")
+            raise ValueError(
+                f"a precision schedule's fractions of training grow and stay below 1, got {begins}"
+            )
 
     @property
     def policies(self) -> tuple[Policy, ...]:
@@ -303,7 +305,10 @@ class PrecisionSchedule:
         without a step."""
         begins = tuple(round(begin * num_steps) for begin, _ in self.stages)
         if len(set(begins)) < len(begins) or begins[-1] >= num_steps:
-            raise ValueError(f"of {num_steps} steps, some stage gets none: they begin at {begins}")
+            raise ValueError(
+                f"precision schedule: of {num_steps} steps, some stage gets none: they begin at"
+                f" {begins}"
+            )
         return begins
 
     def policy_of(self, step: int, num_steps: int) -> Policy:

@@ -103,11 +103,16 @@ def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("product", CONTRACTED)
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
-def test_exact_on_representable_operands(name, backend, product, dtype):
-    check_exact(CASES[name], backend, product, dtype, SHAPES)
+def test_exact_on_representable_operands(name, backend, product):
+    check_exact(CASES[name], backend, product, jnp.float32, SHAPES)
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize(("name", "backend"), [pair for pair in PAIRS if pair[0] in RECIPES])
+def test_exact_on_representable_operands_in_bfloat16(name, backend, product):
+    check_exact(CASES[name], backend, product, jnp.bfloat16, SHAPES)
 
 
 @pytest.mark.parametrize("product", CONTRACTED)
@@ -221,7 +226,7 @@ def test_a_refusal_names_what_is_missing():
     assert "e5m2 by e5m2" in refuses(Recipe(fwd_x=e5m2, fwd_w=e5m2), hopper)
     assert "4-bit" in refuses(Recipe(fwd_x=Cast(format=FORMATS["e2m1"]), fwd_w=e4m3), hopper)
     assert "change along the contraction" in refuses(RECIPES["fp8_block"], BLACKWELL)
-    assert "every 32 numbers: only Blackwell's" in refuses(RECIPES["mxfp8"], hopper)
+    assert "every 32 numbers: no unit for that" in refuses(RECIPES["mxfp8"], hopper)
     assert "e2m1" in refuses(RECIPES["mxfp4"], BLACKWELL)
 
 
@@ -452,13 +457,11 @@ def test_zero_in_zero_out(name):
         assert (np.asarray(value) == 0).all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_eight_devices_equal_one(name):
     """Sharded along tokens and features, amaxes over all devices: the same codes. So results differ
-    by the order of float32 sums only, of at most 256 terms on either side."""
-    recipe, rng = CASES[name], np.random.default_rng(3)
-    shapes = {"x": (136, 256), "w": (256, 128), "g": (136, 128)}
-    operands = {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+    by the order of float32 sums only, of at most 272 terms on either side."""
+    recipe, operands = RECIPES[name], random_operands()
     state = state_for(recipe, operands)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"x": ("a", None), "w": ("b", "a"), "g": ("a", "b")}
@@ -473,7 +476,7 @@ def test_eight_devices_equal_one(name):
         left = np.abs(as_seen(operands[a], f"{product}_{a}", casts.lhs, ca))
         right = np.abs(as_seen(operands[b], f"{product}_{b}", casts.rhs, cb))
         sums = (left if ca == -1 else left.T) @ (right if cb == -2 else right.T)
-        assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 256 * 2.0**-24 * sums).all()
+        assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 272 * 2.0**-24 * sums).all()
     for operand, history in histories.items():
         np.testing.assert_array_equal(sharded_histories[operand], history)
 

@@ -73,9 +73,8 @@ def test_every_tile_matches_the_reference(tile, fmt):
     """Shapes that the tiles divide and that they do not, both contracting axes, rank 1 to 3."""
     for shape, axis in [((130, 200), -1), ((130, 200), -2), ((3, 40, 70), 1), ((300,), 0)]:
         x = normal(shape)
-        for rule in ("fp32", "pow2"):
-            q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale=rule)
-            assert_same(q, x, fmt, TILES[tile], axis, SCALES[rule])
+        q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale="fp32")
+        assert_same(q, x, fmt, TILES[tile], axis, SCALES["fp32"])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -92,13 +91,12 @@ def test_every_scale_rule_matches_the_reference(rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tile", TILES)
 def test_every_tile_under_every_rule(tile, rule):
-    """A shape that neither 128 nor 16 divides, both contracting axes, and, since each rule has to
-    find its own way to the largest number, two formats."""
-    x = normal((130, 200)) * np.exp2(np.arange(200, dtype=np.float32) / 20)
-    formats = ("e2m1",) if rule == "nvfp4" else ("e4m3", "e2m1")
-    for axis, fmt in itertools.product((-1, -2), formats):
-        q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale=RULES[rule])
-        assert_same(q, x, fmt, TILES[tile], axis, RULES[rule])
+    """Two tiles or more along K but for TENSOR and ROW, the last one cut off; and, since each rule
+    has to find its own way to the largest number, two formats."""
+    x = normal((20, 200)) * np.exp2(np.arange(200, dtype=np.float32) / 20)
+    for fmt in ("e2m1",) if rule == "nvfp4" else ("e4m3", "e2m1"):
+        q = quantize(jnp.asarray(x), fmt, TILES[tile], scale=RULES[rule])
+        assert_same(q, x, fmt, TILES[tile], -1, RULES[rule])
 
 
 @pytest.mark.parametrize(

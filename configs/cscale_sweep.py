@@ -1,0 +1,30 @@
+"""FP8 with one constant scale for all tensors: the run whose bias is swept (2309.17224).
+
+python -m experiments.train --config=configs/cscale_sweep.py --workdir=runs/cscale_sweep
+
+trains a Llama of 0.4M parameters on bytes for 60 steps, with the default bias of fp8_cscale. The
+sweep, for two widths of this model, in training and in inference, takes some minutes:
+
+    python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
+
+Head and embedding are tied, so that little can be learnt but through the linears. A step has 2048
+tokens: the gradients of a mean loss shrink with their number, and the bias they need moves with it.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = base.get_config()
+    config.precision = "fp8_cscale"
+    config.model_overrides.n_layers = 2
+    config.model_overrides.tie_embeddings = True
+    config.seq_len = 128
+    config.num_steps = 60
+    config.warmup_steps = 6
+    config.learning_rate = 3e-3
+    config.valid_every = 30
+    config.valid_batches = 16
+    return config
