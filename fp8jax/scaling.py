@@ -190,9 +190,8 @@ class E8M0:
     power_of_two = True
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
-        if self.floor:  # ceil(log2(a / b)) = log2(a) - log2(b) for powers of two
+        if self.floor:  # for a power of two, ceil(log2(a / M)) is log2(a) - floor(log2(M))
             amax = power_of_two_below(amax.astype(jnp.float32))
-            fmt = dataclasses.replace(fmt, max=2.0 ** np.floor(np.log2(fmt.max)))
         return cast(Pow2()(amax, fmt)[0], "e8m0"), None
 
 

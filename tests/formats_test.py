@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fp8jax.formats import FORMATS, Format, as_format, cast
+from tests import reference
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -89,35 +90,98 @@ def test_sixteen_bit_sources_round_once(name, dtype):
     np.testing.assert_array_equal(bits(cast(x, name)), bits(expected))
 
 
+# Stochastic rounding ------------------------------------------------------------------------------
+
+DRAWS, POINTS = 4096, 64  # one shape for all: random bits take long to compile
+
+
+def round_stochastically(x, name: str, seed: int = 0) -> np.ndarray:
+    return np.asarray(cast(jnp.asarray(x), name, rounding="stochastic", key=jax.random.key(seed)))
+
+
+def between(low: float, high: float) -> np.ndarray:
+    """float32 numbers within [low, high], half of them log-uniform and half uniform."""
+    rng = np.random.default_rng(0)
+    log = np.exp2(rng.uniform(np.log2(low), np.log2(high), POINTS // 2))
+    both = np.concatenate([log, rng.uniform(low, high, POINTS // 2)])
+    return np.clip(both, low, high).astype(np.float32)
+
+
+def one_in_each_cell(fmt: Format) -> np.ndarray:
+    grid = finite_values(fmt)
+    cell = np.linspace(0, grid.size - 2, POINTS).round().astype(int)
+    return grid[cell] + np.float32(0.3) * np.diff(grid)[cell]
+
+
+PLACES = {
+    "normal": lambda fmt: between(2.0**fmt.min_exponent, fmt.max),
+    "subnormal": lambda fmt: between(fmt.tiny, 2.0**fmt.min_exponent),
+    "below the smallest": lambda fmt: between(fmt.tiny / 64, fmt.tiny),
+    "last step": lambda fmt: between(finite_values(fmt)[-2], fmt.max),
+    "everywhere": one_in_each_cell,
+}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", SIGNED)
-def test_stochastic_rounding_is_unbiased_and_stays_between_neighbours(name):
-    """Subnormals and the last step below the maximum included; exact numbers never move."""
+def test_stochastic_rounding_is_unbiased(name, place, sign):
+    """A draw is hi with probability p = (x - lo) / (hi - lo), else lo, so that its mean is x and
+    its variance (hi - lo)^2 p (1 - p) = (x - lo) (hi - x): of n draws, the mean is within five
+    standard errors."""
+    x = sign * PLACES[place](FORMATS[name])
+    y = round_stochastically(np.tile(x, (DRAWS, 1)), name).astype(np.float64)
+    grid, x = finite_values(FORMATS[name]).astype(np.float64), x.astype(np.float64)
+    above = np.searchsorted(grid, x, side="right").clip(1, grid.size - 1)
+    lo, hi = grid[above - 1], grid[above]
+    assert ((y == lo) | (y == hi)).all()
+    assert (np.abs(y.mean(axis=0) - x) <= 5 * np.sqrt((x - lo) * (hi - x) / DRAWS)).all()
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_stochastic_rounding_matches_a_table_given_the_same_draws(name):
+    """Over the whole range and far beyond it, against explicit neighbours in float64."""
+    rng, shape = np.random.default_rng(0), (DRAWS, POINTS)
+    x = (rng.normal(size=shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
+    draws = np.asarray(jax.random.uniform(jax.random.key(1), shape))
+    got = round_stochastically(x, name, seed=1)
+    np.testing.assert_array_equal(bits(got), bits(reference.stochastic_cast(x, name, draws)))
+    assert (bits(got) != bits(cast(jnp.asarray(x), name))).mean() > 0.01  # nearest would fail
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_stochastic_rounding_keeps_exact_numbers_and_saturates(name):
     fmt = FORMATS[name]
-    grid = finite_values(fmt).astype(np.float64)
-    lo, hi = grid[:-1], grid[1:]
-    n = 4096
-    for fraction in (0.0, 0.25, 0.7):
-        x = jnp.asarray(lo + fraction * (hi - lo), jnp.float32)
-        keys = jax.random.split(jax.random.key(3), n)
-        y = jax.vmap(lambda k, x=x: cast(x, name, rounding="stochastic", key=k))(keys)
-        y = np.asarray(y.astype(jnp.float32), np.float64)
-        assert ((y == lo) | (y == hi)).all()
-        # The share that goes up is binomial: sd <= 0.5 / sqrt(n). Six of them over < 256 points.
-        share = ((y - lo) / (hi - lo)).mean(axis=0)
-        exact = (np.asarray(x, np.float64) - lo) / (hi - lo)
-        assert np.abs(share - exact).max() <= 6 * 0.5 / np.sqrt(n)
-        if fraction == 0.0:
-            assert (y == lo).all()
+    exact = finite_values(fmt)
+    beyond = np.nextafter(fmt.max, np.inf, dtype=np.float32)
+    far = np.float32([beyond, 1.01 * fmt.max, 3e38, np.inf])
+    x, expected = np.concatenate([exact, far, -far]), [*exact, *[fmt.max] * 4, *[-fmt.max] * 4]
+    y = round_stochastically(np.resize(x, (DRAWS, POINTS)), name).astype(np.float32)
+    np.testing.assert_array_equal(y, np.resize(np.float32(expected), y.shape))
+    y = round_stochastically(np.full((DRAWS, POINTS), np.nan, np.float32), name).astype(np.float32)
+    assert np.isnan(y).all() if fmt.has_nan else (y == 0).all()
 
 
-def test_stochastic_rounding_is_reproducible_and_saturates():
-    x = jnp.linspace(-600.0, 600.0, 999)
-    key = jax.random.key(0)
-    a, b = (cast(x, "e4m3", rounding="stochastic", key=key) for _ in range(2))
-    np.testing.assert_array_equal(bits(a), bits(b))
-    assert (np.abs(np.asarray(a.astype(jnp.float32))) <= 448).all()
-    other = cast(x, "e4m3", rounding="stochastic", key=jax.random.key(1))
-    assert (bits(a) != bits(other)).any()
+@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-23])
+@pytest.mark.parametrize("name", SIGNED)
+def test_the_smallest_and_the_largest_draw(name, draw, monkeypatch):
+    """Draws lie in [0, 1). Even 0 moves no exact number, and 1 - 2^-23 moves others down."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw))
+    grid = finite_values(FORMATS[name])
+    middle, moved = (grid[1:] + grid[:-1]) / 2, grid[1:] if draw == 0 else grid[:-1]
+    for x, expected in [(grid, grid), (middle, moved)]:
+        y = round_stochastically(np.resize(x, (DRAWS, POINTS)), name).astype(np.float32)
+        np.testing.assert_array_equal(y, np.resize(expected, y.shape))
+
+
+def test_stochastic_rounding_is_reproducible():
+    """The same key gives the same codes, compiled or not; another key gives others."""
+    x = jnp.linspace(-600.0, 600.0, DRAWS * POINTS).reshape(DRAWS, POINTS)
+    key, expected = jax.random.key(0), bits(round_stochastically(x, "e4m3"))
+    for f in (cast, jax.jit(cast, static_argnames=("fmt", "rounding"))):
+        got = f(x, fmt="e4m3", rounding="stochastic", key=key)
+        np.testing.assert_array_equal(bits(got), expected)
+    assert (bits(round_stochastically(x, "e4m3", seed=1)) != expected).any()
 
 
 @pytest.mark.parametrize(
