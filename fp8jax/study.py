@@ -148,7 +148,9 @@ def _policy_row(name: str, policy: Policy) -> list[str]:
     ends = {"first": policy.bf16_first, "last": policy.bf16_last}
     exempt = [f"{end} {n:.0%}" if n < 1 else f"{end} {n}" for end, n in ends.items() if n]
     costs = [relative_cost(policy, MODELS["llama2_7b"], 4096, speeds) for speeds in SPEEDS]
-    return [f"`{name}`", rules, ", ".join(exempt) or "–", *(f"{cost:.1%}" for cost in costs)]
+    # Rounded first: the last bit of a sum differs between Python 3.11 and 3.12.
+    printed = (f"{round(100 * cost, 9):.1f}%" for cost in costs)
+    return [f"`{name}`", rules, ", ".join(exempt) or "–", *printed]
 
 
 def _option_row(key: str, option: Option) -> list[str]:

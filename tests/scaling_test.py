@@ -68,10 +68,12 @@ def assert_same(q: scaling.Quantized, x, fmt, tile, axis, rule, amax=None, draws
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e2m1"])
-def test_every_tile_matches_the_reference(tile, fmt):
-    """Shapes that the tiles divide and that they do not, both contracting axes, rank 1 to 3."""
-    for shape, axis in [((130, 200), -1), ((130, 200), -2), ((3, 40, 70), 1), ((300,), 0)]:
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((130, 200), -1), ((130, 200), -2), ((3, 40, 70), 1), ((300,), 0)]
+)
+def test_every_tile_matches_the_reference(tile, shape, axis):
+    """Shapes that the tiles do not divide, both contracting axes, rank 1 to 3, two formats."""
+    for fmt in ("e5m2", "e2m1"):
         x = normal(shape)
         q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale="fp32")
         assert_same(q, x, fmt, TILES[tile], axis, SCALES["fp32"])

@@ -75,7 +75,9 @@ def test_the_papers_square_is_computed():
     assert len(square) == 4
     for name, *printed in square:
         costs = [split_cost(name, PAPER_SPLIT, speeds) for speeds in study.SPEEDS]
-        assert printed == [f"{cost:.1%}" for cost in costs]
+        # 57.15% is a tie, and where a sum puts it differs between Python 3.11 and 3.12.
+        for text, cost in zip(printed, costs, strict=True):
+            assert abs(float(text[:-1]) - 100 * cost) <= 0.05 + 1e-9
 
 
 def test_tests_that_the_page_names_exist_for_every_recipe():
