@@ -21,7 +21,7 @@ HARD = {
 }  # fmt: skip
 SMALL = {
     "model_overrides.d_model": 64, "model_overrides.n_layers": 3, "model_overrides.d_ff": 128,
-    "model_overrides.head_dim": 16, "seq_len": 64, "batch_size": 16, "num_steps": 40,
+    "model_overrides.head_dim": 16, "seq_len": 64, "batch_size": 16, "num_steps": 28,
     "checkpoint_every": 4, "valid_every": 10, "valid_batches": 2, "warmup_steps": 5,
     "valid_fraction": 0.1,
 }  # fmt: skip
@@ -69,7 +69,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     hard = HARD | {"data": f"a=0.7*{sources[0]},b=0.3*{sources[1]}"}
     assert start(command(tmp_path, whole, **hard), log).wait(300) == 0, log.read_text()
 
-    kill_at = int(np.random.default_rng().integers(5, 20))
+    kill_at = int(np.random.default_rng().integers(5, 14))
     process = start(command(tmp_path, broken, **hard), log)
     wait_for_step(broken, kill_at, process)
     while not any(path.name.isdigit() for path in (broken / "checkpoints").iterdir()):
@@ -78,7 +78,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     assert process.wait(60) == -signal.SIGKILL
 
     process = start(command(tmp_path, broken, **hard), log)
-    wait_for_step(broken, 24, process)
+    wait_for_step(broken, 16, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()
     stopped = read_jsonl(broken / "events.jsonl")[-1]
@@ -89,7 +89,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     resumed = [e["step"] for e in read_jsonl(broken / "events.jsonl") if e["kind"] == "resume"]
     assert len(resumed) == 2 and resumed[1] == stopped["step"], f"{kill_at=}"
     assert history(broken) == history(whole), f"{kill_at=}"
-    assert len(history(whole)) == 40
+    assert len(history(whole)) == 28
 
 
 @pytest.mark.slow

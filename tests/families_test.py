@@ -358,6 +358,7 @@ def small(model: str, overrides: dict | None = None, **changes):
     config = base.get_config()
     config.model = model
     config.model_overrides.update(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)
+    config.unroll = 2  # compiles in half the time of a loop
     config.model_overrides.update(head_dim=16, **(overrides or {}))
     if MODELS[model].learned_positions:
         config.model_overrides.learned_positions = LENGTH
@@ -415,7 +416,8 @@ def test_the_parameter_tree_does_not_depend_on_the_policy(family):
     model, overrides = FAMILIES[family]
     config = dataclasses.replace(MODELS[model], **overrides)
     expected = abstract_variables(Transformer(config))["params"]
-    for name, policy in POLICIES.items():
+    for name in ("bf16", "fp8_delayed", "fp4_mixed", "nvfp4_mixed"):
+        policy = POLICIES[name]
         variables = abstract_variables(Transformer(config, name))
         assert variables["params"] == expected, name
         if policy.delayed:

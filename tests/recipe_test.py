@@ -305,7 +305,7 @@ def collected(lines: str, name: str) -> set[str]:
 def test_a_recipe_is_one_entry():
     """One added on the fly gets a case of every test that walks the tables; dot_test's pass."""
     root = Path(__file__).parents[1]
-    modules = [f"tests/{name}_test.py" for name in ("dot", "recipe", "policy", "sqnr", "model")]
+    modules = [f"tests/{name}_test.py" for name in ("dot", "recipe", "policy", "sqnr")]
     plugin = [sys.executable, "-m", "pytest", "-p", "tests.extra_recipe", "-o", "addopts="]
     options = dict(cwd=root, capture_output=True, text=True)
     listed = subprocess.run([*plugin, "--collect-only", "-q", *modules], **options).stdout
@@ -314,6 +314,8 @@ def test_a_recipe_is_one_entry():
         "recipe_test.py::test_the_table_of_recipes",  # a second list, on purpose
         "dot_test.py::test_blackwells_product_gets_codes_and_scales_in_its_layout",
         "dot_test.py::test_scaled_matmul_computes_what_it_says",
+        "dot_test.py::test_exact_on_representable_operands_in_bfloat16",  # one of each kind
+        "sqnr_test.py::test_e4m3_in_blocks_gives_at_least_28_dB",
     }
     ran = subprocess.run([*plugin, "-q", "-k", "fp8_tile64", *modules[:3]], **options).stdout
     assert re.search(r"^\d+ passed, \d+ deselected", ran, re.M), ran

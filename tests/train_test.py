@@ -34,7 +34,7 @@ from tests.dot_test import float8_products
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
 # entry of the tables in dot_test.py and model_test.py.
-TRAINED = ("bf16", "fp8_delayed", "fp8_block", "fp4_mixed", "nvfp4_mixed")
+TRAINED = ("bf16", "fp8_delayed", "fp4_mixed", "nvfp4_mixed")
 
 
 def tiny(data, **changes):
@@ -48,6 +48,7 @@ def tiny(data, **changes):
         seq_len=64, batch_size=16, num_steps=20, warmup_steps=5, valid_every=10, valid_batches=2,
         checkpoint_every=5, learning_rate=3e-3, valid_fraction=0.1,
     )  # fmt: skip
+    config.unroll = 2  # compiles in half the time of a loop
     for key, value in changes.items():
         group, _, name = key.rpartition("__")
         (config[group] if group else config)[name] = value
@@ -80,7 +81,7 @@ def steps(config, num_steps, devices=None):
 
 @functools.cache
 def one_device_losses(precision, data, seed=0):
-    return steps(tiny(data, precision=precision, seed=seed), 20, jax.devices()[:1])[0]
+    return steps(tiny(data, precision=precision, seed=seed, unroll=1), 20, jax.devices()[:1])[0]
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -121,11 +122,11 @@ def test_precisions_differ_and_all_learn(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "nvfp4_mixed"])
+@pytest.mark.parametrize("precision", ["fp8_delayed", "nvfp4_mixed"])
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
-    eight, run, state = steps(tiny(data, precision=precision, **mesh), 20)
+    eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 20)
     assert len(state.params["layers"]["mlp"]["up"]["kernel"].sharding.device_set) == 8
     one, other_seed = (one_device_losses(precision, data, seed) for seed in (0, 1))
     assert abs(eight[0] / one[0] - 1) <= 1e-5
