@@ -416,8 +416,7 @@ def test_the_parameter_tree_does_not_depend_on_the_policy(family):
     model, overrides = FAMILIES[family]
     config = dataclasses.replace(MODELS[model], **overrides)
     expected = abstract_variables(Transformer(config))["params"]
-    for name in ("bf16", "fp8_delayed", "fp4_mixed", "nvfp4_mixed"):
-        policy = POLICIES[name]
+    for name, policy in POLICIES.items():
         variables = abstract_variables(Transformer(config, name))
         assert variables["params"] == expected, name
         if policy.delayed:

@@ -144,7 +144,7 @@ SHAPES = {
     "lm_head/kernel": (D, V),
 }
 VARIANTS = [
-    *((name, {}) for name in ("bf16", "fp8_delayed", "fp4_mixed", "nvfp4_mixed")),
+    *((name, {}) for name in POLICIES),
     *(("fp8_delayed", {"remat": name}) for name in REMAT),
     *(("fp8_delayed", {"unroll": n}) for n in (2, LAYERS)),
     *((exempt("fp8_delayed", *ends), {}) for ends in [(1, 0), (0, 2), (1, 1), (3, 0), (1, 2)]),
@@ -218,7 +218,9 @@ def gradients_under(name: str, remat: str):
     return gradients(Transformer(CONFIG, policy, remat=remat), enlarged(), histories, batch())
 
 
-@pytest.mark.parametrize(("name", "remat"), [("fp8_delayed", "dots"), ("fp8_delayed", "full")])
+@pytest.mark.parametrize(
+    ("name", "remat"), [("fp8_delayed", "dots"), ("fp8_delayed", "full"), ("fp8_block", "full")]
+)
 def test_rematerialisation_changes_no_bit(name, remat):
     """Recomputed are the same operations on the same numbers, casts and amaxes included."""
     assert_same(gradients_under(name, remat), gradients_under(name, "none"))

@@ -214,6 +214,7 @@ def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     ("arguments", "message"),
     [
         (["--dry_run", "--dump_hlo"], "--workdir must have a value, except for --dry_run without"),
+        (["--dry_run", "--profile=2:3"], "--profile=2:3 traces training, and --dry_run trains"),
         (["--workdir={}", "--profile=7:3"], "profile='7:3': give the first and last step as A:B"),
         (["--dry_run", "--config.data=nowhere"], "unknown source 'nowhere'"),
     ],

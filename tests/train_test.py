@@ -34,7 +34,10 @@ from tests.dot_test import float8_products
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
 # entry of the tables in dot_test.py and model_test.py.
-TRAINED = ("bf16", "fp8_delayed", "fp4_mixed", "nvfp4_mixed")
+TRAINED = (
+    "bf16", "fp8_delayed", "fp8_current", "fp8_block", "fp8_block_ue8m0", "fp4_block", "fp4_mixed",
+    "nvfp4_mixed",
+)  # fmt: skip
 
 
 def tiny(data, **changes):
