@@ -10,6 +10,8 @@ segment only, at its own position and before.
     xla        `jax.nn.dot_product_attention`: the T x T scores are in memory
     cudnn      the same call into cuDNN's fused kernels; the mask of segments is an additive bias of
                T x T numbers for each row of the batch
+    cudnn_causal  the same without a mask: segments are not looked at, so that a packed document
+               sees those before it in its row, as in most published training codes
     reference  the blockwise algorithm of FlashAttention (arXiv 2307.08691) written out, on every
                device, to read and to experiment on: memory grows with T, not with its square
 
@@ -112,6 +114,12 @@ def _mask(segments_BT: Int[Array, "B T"]) -> Array:
 def _jax_nn(implementation: Any, q_BTNH, k_BTKH, v_BTKH, segments_BT):
     return jax.nn.dot_product_attention(
         q_BTNH, k_BTKH, v_BTKH, mask=_mask(segments_BT), implementation=implementation
+    )
+
+
+def _cudnn_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    return jax.nn.dot_product_attention(
+        q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
     )
 
 
@@ -286,6 +294,7 @@ def reference(row_max: RowMax | None = None, *, rounded: bool = False) -> Implem
 ATTENTIONS: dict[str, Implementation] = {
     "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=_refuses_nothing),
     "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
+    "cudnn_causal": Implementation(attend=_cudnn_causal, refuses=_cudnn_refuses),
     "reference": reference(),
     "stabilised": reference(RowMax()),
     "reference_bf16": reference(rounded=True),

@@ -30,7 +30,8 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from fp8jax.dot import choose_backend
+from fp8jax.backends import choose_backend
+from fp8jax.lowering import find_gemms, format_table
 from fp8jax.model import count_params
 from fp8jax.model_config import flops_per_token
 from fp8jax.recipe import HIGH_PRECISION
@@ -64,6 +65,7 @@ class Plan:
       initialise_bytes: on each device, what XLA allocates to make the state of step 0.
       capacity_bytes: what JAX may use of a device, None where the device does not say.
       compile_seconds: of these programs, from the compilation cache where it has them.
+      gemms: a table of the GEMMs of a step and their precisions (lowering.py), for each stage.
     """
 
     model: str
@@ -91,6 +93,7 @@ class Plan:
     initialise_bytes: int
     capacity_bytes: int | None
     compile_seconds: float
+    gemms: tuple[str, ...]
 
     @property
     def tokens_per_step(self) -> int:
@@ -119,7 +122,7 @@ class Plan:
         lines += [_memory_line(*item) for item in self._memory()]
         lines.append(_memory_line("total", self.total_bytes))
         notes = [textwrap.fill(note, 100) for note in self._notes()]
-        return "\n".join([*lines, "", *notes])
+        return "\n".join([*lines, "", *notes, "", *self.gemms])
 
     def _facts(self) -> list[tuple[str, str]]:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -205,10 +208,11 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
     weights, optimizer, histories, inputs = map(device_bytes, parts)
     initialise = totals.pop("initialise")
     total = max(totals.values())
-    later = []
+    later, gemms = [], [_gemms(run, compiled["step"])]
     for begin, stage in run.later:
         programs, more = _compile(stage, config, training_programs(stage))
         later.append((begin, stage.policy.name, max(map(_program_bytes, programs.values()))))
+        gemms.append(_gemms(stage, programs["step"]))
         seconds += more
     rest = total - (weights + optimizer + histories + inputs + weights)
     return Plan(
@@ -225,8 +229,14 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
         initialise_bytes=initialise, capacity_bytes=_memory_stat(run, "bytes_limit"),
-        compile_seconds=seconds,
+        compile_seconds=seconds, gemms=tuple(gemms),
     )  # fmt: skip
+
+
+def _gemms(stage: Run, program: Any) -> str:
+    paths, backend = stage.model.config.modules, stage.model.backend
+    found = find_gemms(program.as_text(), stage.policy, paths, backend=backend)
+    return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(found)}"
 
 
 def device_bytes(tree: Any) -> int:

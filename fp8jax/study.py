@@ -26,9 +26,10 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from fp8jax import plots, runtime
+from fp8jax.backends import BACKENDS, choose_backend
 from fp8jax.cost import Speeds, relative_cost
 from fp8jax.data import Corpus, build_corpus, train_batches
-from fp8jax.dot import BACKENDS, KEY_ORDER, choose_backend, dot_general, init_state
+from fp8jax.dot import KEY_ORDER, dot_general, init_state
 from fp8jax.metrics import read_jsonl
 from fp8jax.model import count_params
 from fp8jax.model_config import MODELS
@@ -124,7 +125,7 @@ def _native() -> str:
     reasons: dict[str | None, int] = {}
 
     def cell(recipe: Recipe, device: Device) -> str:
-        if choose_backend(None, recipe, device).name == "xla":
+        if choose_backend(None, recipe, device).name != "emulated":
             return "yes"
         reason = BACKENDS["xla"].refuses(recipe, device) if device.fp8 else "no FP8 matrix unit"
         return str(reasons.setdefault(reason, len(reasons) + 1))

@@ -41,6 +41,7 @@ from fp8jax.attention import RowMax, choose_attention, reference
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
 from fp8jax.inference import generate
+from fp8jax.lowering import log_gemms
 from fp8jax.metrics import Metrics
 from fp8jax.model import Transformer, count_params
 from fp8jax.model_config import MODELS, flops_per_token
@@ -337,7 +338,8 @@ def _resume(
         return None, []
     step, meta = found
     # Keys that old checkpoints lack, as they then were.
-    new = dict.fromkeys(("attention_beta", "attention_tie_tolerance")) | {"precision_schedule": []}
+    new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
+    new |= {"precision_schedule": [], "require_fp8_gemms": False}
     before = new | meta["config"]
     differences = config_difference(before, config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
@@ -536,6 +538,9 @@ def train_and_evaluate(
             speed = {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
             return {**scalars, **speed, "peak_memory_bytes": runtime.peak_memory()}
 
+        # Stages whose training program is still to be looked at, all of them if FP8 is required.
+        later = [each for begin, each in run.later if config.require_fp8_gemms and begin > start]
+        unseen = [run.at(start + 1), *later]
         pending: tuple[int, dict[str, Array]] | None = None
         written: dict[str, float | None] = {}
         for step in range(start + 1, config.num_steps + 1):
@@ -546,6 +551,14 @@ def train_and_evaluate(
                 stage, seeding = following, following.seeds
                 state = enter(state, stage.state, stage.kept)
                 metrics.event(step - 1, "precision_switch", **names, seeding=seeding)
+                unseen = unseen if config.require_fp8_gemms else [stage]
+            while unseen and (step == start + 1 or not seeding):
+                each = unseen.pop(0)  # jit keeps the program: its first call compiles no more
+                program = each.step.lower(each.state, batch).compile()  # type: ignore[attr-defined]
+                log_gemms(
+                    program.as_text(), each.policy, each.model.config.modules, config.backend,
+                    require=config.require_fp8_gemms,
+                )  # fmt: skip
             state, out = (stage.seed_step if seeding else stage.step)(state, batch)
             seeding = False
             if pending is not None:

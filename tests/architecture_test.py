@@ -43,24 +43,25 @@ FLOORS = {
     "report": 2,
     "attention": 2,
     "kernels": 2,
-    "dot": 3,
+    "backends": 3,
+    "dot": 4,
     "lowering": 4,
-    "nn": 4,
-    "model": 5,
-    "inference": 6,
-    "interop": 6,
-    "evaluate": 7,
-    "step": 7,
-    "train": 8,
-    "pipeline": 9,
-    "study": 9,
-    "benchmark": 9,
-    "plan": 9,
+    "nn": 5,
+    "model": 6,
+    "inference": 7,
+    "interop": 7,
+    "evaluate": 8,
+    "step": 8,
+    "train": 9,
+    "pipeline": 10,
+    "study": 10,
+    "benchmark": 10,
+    "plan": 10,
 }
-CORE = ("formats", "scaling", "recipe", "dot", "nn")
+CORE = ("formats", "scaling", "recipe", "backends", "dot", "nn")
 
-MAX_CORE_LINES = 1500
-MAX_LIBRARY_LINES = 8000
+MAX_CORE_LINES = 1800
+MAX_LIBRARY_LINES = 10000
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_LINES_OF = {"fp8jax/train.py:train_and_evaluate": 200}  # the loop reads top to bottom
@@ -139,6 +140,8 @@ def check_floors(source: str, path: str) -> Iterator[str]:
         imported = rest.partition(".")[0]
         if imported not in FLOORS:
             yield f"{line}: imports {name}: name the module, one of the table FLOORS"
+        elif imported == module and path.count("/") > 1:
+            continue  # files of one folder
         elif FLOORS[imported] >= FLOORS[module]:
             yield (
                 f"{line}: {module} (floor {FLOORS[module]}) imports {imported} "
@@ -178,7 +181,7 @@ def test_configs_import_only_ml_collections_and_base():
 
 def test_design_page_has_the_same_floors():
     """docs/design.md shows the same table, and says truly which modules are still planned."""
-    row = r"^\| `(\w+)(?:\.py|/)` \| (-?\d) \| (planned: )?"
+    row = r"^\| `(\w+)(?:\.py|/)` \| (-?\d+) \| (planned: )?"
     rows = re.findall(row, read("docs/design.md"), re.M)
     assert {name: int(floor) for name, floor, _ in rows} == FLOORS
     existing = {module_of(path) for path in files("fp8jax")} - {"__init__"}
@@ -351,14 +354,14 @@ def test_tests_mirror_modules():
 BAD = [
     (check_floors, "fp8jax/scaling.py", "from fp8jax.recipe import Cast", "1: scaling (floor 1)"),
     (check_floors, "fp8jax/scaling.py", "from fp8jax import data", "only lower floors"),
-    (check_floors, "fp8jax/scaling.py", "from .dot import einsum", "imports dot (floor 3)"),
-    (check_floors, "fp8jax/scaling.py", "from . import nn", "imports nn (floor 4)"),
+    (check_floors, "fp8jax/scaling.py", "from .dot import einsum", "imports dot (floor 4)"),
+    (check_floors, "fp8jax/scaling.py", "from . import nn", "imports nn (floor 5)"),
     (check_floors, "fp8jax/scaling.py", "def f():\n    import fp8jax.dot as d", "2: scaling"),
     (check_floors, "fp8jax/recipe.py", "from fp8jax import formats, train", "imports train"),
     (check_floors, "fp8jax/dot.py", "from fp8jax import cast", "imports fp8jax.cast: name the"),
     (check_floors, "fp8jax/dot.py", "import fp8jax", "imports fp8jax: name the module"),
     (check_floors, "fp8jax/kernels/gemm.py", "from ..dot import BACKENDS", "imports dot"),
-    (check_floors, "fp8jax/kernels/gemm.py", "from .quantize import f", "imports kernels"),
+    (check_floors, "fp8jax/nn.py", "from .nn import f", "imports nn"),
     (check_floors, "fp8jax/novelty.py", "", "put it in the table FLOORS"),
     (check_tops, "fp8jax/train.py", "from configs import base", "may not import configs"),
     (check_tops, "fp8jax/train.py", "from ..tests import reference", "may not import tests"),

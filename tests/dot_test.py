@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import dot, runtime
-from fp8jax.dot import BACKENDS, dot_general, einsum, init_state
+from fp8jax import runtime, scaling
+from fp8jax.backends import BACKENDS, choose_backend
+from fp8jax.dot import dot_general, einsum, init_state
 from fp8jax.formats import FORMATS
 from fp8jax.kernels import block_scaled
 from fp8jax.policy import as_policy
@@ -200,6 +201,8 @@ def test_a_backend_that_cannot_do_a_recipe_says_why(name, backend):
 
 PER_TENSOR = {"bf16", "fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_rowwise"}
 PER_TENSOR.add("fp8_rowwise_wgrad_bf16")
+# What kernels/ have, on Hopper.
+KERNELS = {"fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_block", "fp8_block_ue8m0"}
 # Recipe -> where it runs natively if not where all float8 does.
 NATIVE = {
     runtime.Device("gpu", "T4", (7, 5)): {"bf16"},
@@ -219,9 +222,14 @@ def test_the_table_of_backends_is_as_documented(device):
         assert BACKENDS["emulated"].refuses(recipe, device) is None
         refusal = BACKENDS["xla"].refuses(recipe, device)
         assert (refusal is None) == (name in NATIVE[device]), (name, refusal)
-        best = dot.choose_backend(None, recipe, device).name
+        refusal = BACKENDS["pallas"].refuses(recipe, device)
+        kernels = name in KERNELS and device.capability == (9, 0)
+        assert (refusal is None) == (kernels or name == "bf16"), (name, refusal)
+        best = choose_backend(None, recipe, device).name
         native = name in NATIVE[device] and name != "bf16" and device.platform == "gpu"
-        assert best == ("xla" if native else "emulated")
+        assert best == ("pallas" if kernels else "xla" if native else "emulated")
+        split = choose_backend(None, recipe, device, whole=False).name
+        assert split == ("xla" if native else "emulated")
 
 
 def test_a_refusal_names_what_is_missing():
@@ -269,11 +277,11 @@ def test_scaled_matmul_computes_what_it_says(name):
     recipe, operands = RECIPES[name], random_operands()
     args = (operands["x"], recipe.fwd_x), (operands["w"], recipe.fwd_w)
     x, w = (
-        dot.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
+        scaling.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
         for (a, c), axis in zip(args, (-1, -2), strict=True)
     )
     got = jax.jit(lambda x, w: block_scaled.scaled_matmul(x, w, -1, -2))(x, w)
-    left, right = (np.asarray(dot.dequantize(q), np.float64) for q in (x, w))
+    left, right = (np.asarray(scaling.dequantize(q), np.float64) for q in (x, w))
     # Dequantised to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
     bound = (2 * 2.0**-8 + K * 2.0**-24) * (np.abs(left) @ np.abs(right))
     assert (np.abs(np.asarray(got, np.float64) - left @ right) <= bound).all()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import dot, step
+from fp8jax import backends, step
 from fp8jax.attention import RowMax, reference
 from fp8jax.dot import KEY_ORDER
 from fp8jax.model import (
@@ -629,8 +629,8 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
         jax.debug.callback(lambda k: seen.append(tuple(np.asarray(k))), jax.random.key_data(key))
         return quantize(x, *args, key=key, **kwargs)
 
-    quantize = dot.quantize
-    monkeypatch.setattr(dot, "quantize", spy)
+    quantize = backends.quantize
+    monkeypatch.setattr(backends, "quantize", spy)
     model = Transformer(CONFIG, dataclasses.replace(stochastic(), bf16_first=1))
     f = jax.jit(lambda key: gradients(model, enlarged(), {}, batch(), key))
     one = f(jax.random.key(1))

@@ -13,8 +13,8 @@ import pytest
 
 from configs import base
 from fp8jax import runtime, study
+from fp8jax.backends import choose_backend
 from fp8jax.cost import PAPER_SPLIT, split_cost
-from fp8jax.dot import choose_backend
 from fp8jax.metrics import Metrics
 from fp8jax.policy import POLICIES
 from fp8jax.recipe import RECIPES

@@ -1,0 +1,379 @@
+"""Block-scaled FP8 products on Hopper's matrix unit.
+
+Legend: M rows of a, N rows of b, K the contracted axis, c = 0 … K / 128 - 1 its blocks.
+
+    y[m, n] = sum over c    sa[c, m] * sb[c, n] * sum over k in c    a[m, k] b[n, k]
+
+a and b are E4M3 codes with K last, as `wgmma` takes them. sb has one entry for each 128 rows of b
+(blocks of 128 x 128: weights, in the forward and input-gradient products), or one for each row
+(tiles of 1 x 128: both operands of a weight gradient).
+
+Hopper's matrix unit adds FP8 products with 14 bits (arXiv 2412.19437, 3.3.2). So the sum over a
+block starts from zero, and is then scaled and added to float32 registers, "promoted": every 128
+products, as the scales ask for anyway.
+
+One block of threads runs on each core and goes through output tiles of 64 * W rows and `tile_n`
+columns: W warpgroups that multiply 64 rows each, and one that only copies (TMA), `stages` blocks
+of K ahead, also across tiles. What is measured and decided:
+
+  * The loop over K is written out for all stages, so that addresses are constants and the compiler
+    moves the promotion of one block under the product of the next. With an address computed by
+    remainders, the products waited for address arithmetic: a third slower.
+  * The scale of b's block is read from memory one round ahead. Read where it is used, each block
+    of K waits for it: the latency of the cache is as long as the product.
+  * Two accumulators for alternate blocks, and warpgroups that take turns, gained nothing more.
+  * 128 x 128 a warpgroup does not fit 255 registers a thread: it spills, at a third of the speed.
+
+Rows and columns beyond M and N, which are multiples of 8, are neither read nor written (TMA fills
+with zeros and clips); K is whole blocks.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from fp8jax.kernels.mosaic import BLOCK, launch, num_cores, scoped, swizzled
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+_ROWS = 64  # of a warpgroup's product
+_REGISTERS = 65536 // 128  # of a core, for each thread of one warpgroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How a product is cut.
+
+    Attributes:
+      warpgroups: that multiply; a tile has 64 rows for each.
+      tile_n: columns of a tile, a multiple of 32.
+      stages: blocks of K in shared memory at a time.
+      band: tiles that neighbouring cores take along one axis before the next (L2 cache).
+      along_n: whether bands lie along N instead of M.
+      copy_registers: registers a thread that the copying warpgroup keeps.
+    """
+
+    warpgroups: int = 2
+    tile_n: int = 128
+    stages: int = 4
+    band: int = 8
+    along_n: bool = False
+    copy_registers: int = 40
+
+    def __post_init__(self):
+        if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
+            raise ValueError(f"tile_n is a multiple of 32 up to 256, got {self.tile_n}")
+        if not 1 <= self.warpgroups <= 3 or self.stages < 2 or self.band < 1:
+            raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more, a band: {self}")
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread of the multiplying warpgroups."""
+        free = _REGISTERS - self.copy_registers
+        return min(free // self.warpgroups // 8 * 8, 240 if self.warpgroups < 3 else 160)
+
+
+def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
+    """Raises ValueError for operands that do not fit together or that the kernel does not take."""
+    given = f"a {a.dtype}{a.shape}, b {b.dtype}{b.shape}, sa {sa.shape}, sb {sb.shape}"
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK:
+        raise ValueError(f"expected a [M, K] and b [N, K] with K whole blocks of 128, got {given}")
+    if a.dtype != E4M3 or b.dtype != E4M3:
+        raise ValueError(f"the kernel multiplies float8_e4m3fn codes, got {given}")
+    blocks, rows = a.shape[1] // BLOCK, b.shape[0]
+    if sa.shape != (blocks, a.shape[0]) or sb.shape[0] != blocks:
+        raise ValueError(f"scales are [K / 128, …], got {given}")
+    if sb.shape[1] not in (rows, -(-rows // BLOCK)):
+        raise ValueError(f"sb has an entry for each row of b or for 128 of them, got {given}")
+    if sa.dtype != jnp.float32 or sb.dtype != jnp.float32:
+        raise ValueError(f"scales are float32, got {sa.dtype} and {sb.dtype}")
+    if a.shape[0] % 8 or rows % 8:
+        raise ValueError(f"tiles are copied in pieces of 8 rows: M and N are no multiples, {given}")
+    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"results are bfloat16 or float32, got {out_dtype}")
+
+
+def block_scaled_matmul(
+    a: Float[Array, "M K"],
+    b: Float[Array, "N K"],
+    sa: Float[Array, "blocks M"],
+    sb: Float[Array, "blocks columns"],
+    out_dtype: Any = jnp.bfloat16,
+    tuning: TuningConfig | None = None,
+) -> Float[Array, "M N"]:
+    """The product of the module's docstring.
+
+    Args:
+      a, b: float8_e4m3fn codes.
+      sa: float32 [K / 128, M].
+      sb: float32 [K / 128, ceil(N / 128)], or [K / 128, N] for a scale for each row of b.
+      out_dtype: bfloat16 or float32.
+      tuning: how it is cut; None takes `tuned`.
+
+    Raises:
+      ValueError: operands that do not fit or that the kernel does not take, with what was given.
+      NotImplementedError: another device or jax.
+    """
+    _check(a, b, sa, sb, out_dtype)
+    by_row = sb.shape[1] == b.shape[0]
+    tuning = tuned(a.shape[0], a.shape[1], b.shape[0], by_row) if tuning is None else tuning
+    shape = _Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
+    if not by_row:  # a tile that reaches past the last block reads one more
+        sb = jnp.pad(sb, ((0, 0), (0, 1)))
+    return launch(
+        lambda *references: _matmul(shape, *references), a, b, sa, sb,
+        out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype), grid=(num_cores(),),
+        grid_names=("core",), num_threads=tuning.warpgroups + 1, thread_name="warpgroup",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    m: int
+    k: int
+    n: int
+    by_row: bool
+    out_dtype: jnp.dtype
+    tuning: TuningConfig
+
+    @property
+    def tile_m(self) -> int:
+        return _ROWS * self.tuning.warpgroups
+
+    @property
+    def blocks(self) -> int:
+        return self.k // BLOCK
+
+    @property
+    def unroll(self) -> int:
+        """Blocks of K written out in the loop: all stages, or their largest divisor of `blocks`."""
+        stages = self.tuning.stages
+        return max(u for u in range(1, stages + 1) if stages % u == 0 and self.blocks % u == 0)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        return -(-self.m // self.tile_m), -(-self.n // self.tuning.tile_n)
+
+    @property
+    def group(self) -> int:
+        """Columns of a tile that share a scale of b wherever the tile begins."""
+        tile_n = self.tuning.tile_n
+        return tile_n if self.by_row else next(g for g in (128, 64, 32) if tile_n % g == 0)
+
+    @property
+    def groups(self) -> int:
+        return self.tuning.tile_n // self.group
+
+    @property
+    def out_columns(self) -> int:
+        """Columns stored at a time: 128 bytes, within a group."""
+        return min(128 // self.out_dtype.itemsize, self.group)
+
+
+def _matmul(shape: _Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
+    t = shape.tuning
+    codes = swizzled(E4M3, BLOCK)
+    width = shape.out_columns
+
+    @scoped(
+        a_s=plgpu.SMEM((t.stages, shape.tile_m, BLOCK), E4M3, transforms=codes),
+        b_s=plgpu.SMEM((t.stages, t.tile_n, BLOCK), E4M3, transforms=codes),
+        sa_s=plgpu.SMEM((t.stages, shape.tile_m), jnp.float32),
+        sb_s=plgpu.SMEM((t.stages, t.tile_n if shape.by_row else 1), jnp.float32),
+        y_s=plgpu.SMEM(
+            (t.warpgroups, _ROWS, width), shape.out_dtype,
+            transforms=swizzled(shape.out_dtype, width),
+        ),
+        full=plgpu.Barrier(num_arrivals=4 if shape.by_row else 3, num_barriers=t.stages),
+        empty=plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
+        collective_axes="warpgroup",
+    )  # fmt: skip
+    def _(a_s, b_s, sa_s, sb_s, y_s, full, empty):
+        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
+        cores = num_cores()
+        count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
+
+        def position(i):
+            """(row, column) of the i-th tile of this core, in tiles."""
+            return plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
+
+        sources = (a_g, sa_g, b_g, sb_g)
+
+        @pl.when(warpgroup == t.warpgroups)
+        def _():
+            plgpu.set_max_registers(t.copy_registers, action="decrease")
+            _copy(shape, count, position, sources, (a_s, sa_s, b_s, sb_s), full, empty)
+
+        @pl.when(warpgroup < t.warpgroups)
+        def _():
+            plgpu.set_max_registers(t.registers, action="increase")
+            mine = pl.ds(warpgroup * _ROWS, _ROWS)
+            of_mine = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, empty, mine)
+
+            def store(m, n, sums):
+                rows = pl.ds(m * shape.tile_m + warpgroup * _ROWS, _ROWS)
+                columns = pl.ds(n * t.tile_n, t.tile_n)
+                _write(shape, sums, y_s.at[warpgroup], y_g.at[rows, columns])
+
+            _multiply(of_mine, count, position, store)
+
+
+def _next(slot, stages: int):
+    return jnp.where(slot == stages - 1, jnp.int32(0), slot + 1)
+
+
+def _copy(shape: _Shape, count, position, sources, smem, full, empty) -> None:
+    """All tiles' operands to shared memory, as slots become free."""
+    a_g, sa_g, b_g, sb_g = sources
+    a_s, sa_s, b_s, sb_s = smem
+    stages, unroll = shape.tuning.stages, shape.unroll
+    static = unroll == stages
+
+    def tile(i, slot):
+        m, n = position(i)
+        rows = pl.ds(m * shape.tile_m, shape.tile_m)
+        columns = pl.ds(n * shape.tuning.tile_n, shape.tuning.tile_n)
+
+        def copy(c, s):
+            @pl.when((i > 0) | (c >= stages))
+            def _():
+                plgpu.barrier_wait(empty.at[s])
+
+            block = pl.ds(c * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], full.at[s])
+            if shape.by_row:
+                plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], full.at[s])
+
+        def some(j, slot):
+            for u in range(unroll):
+                copy(j * unroll + u, u if static else slot)
+                slot = slot if static else _next(slot, stages)
+            return slot
+
+        return lax.fori_loop(0, shape.blocks // unroll, some, slot)
+
+    slot = lax.fori_loop(0, count, tile, jnp.int32(0))
+    # Nobody leaves before the last slots are read: their barriers live in this shared memory.
+    for u in range(stages):
+
+        @pl.when(count * shape.blocks >= stages - u)
+        def _(s=u if static else slot):
+            plgpu.barrier_wait(empty.at[s])
+
+        slot = slot if static else _next(slot, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Multiplier:
+    """One multiplying warpgroup: the operands in shared memory, and the barriers of their slots."""
+
+    shape: _Shape
+    a_s: Any
+    b_s: Any
+    sa_s: Any
+    sb_s: Any
+    sb_g: Any
+    full: Any
+    empty: Any
+    rows: Any  # of a tile
+
+    def scales_of_b(self, c, first) -> tuple[jax.Array, ...]:
+        """The scales of the one or two blocks of b from `first` on, for block c of K."""
+        if self.shape.by_row:
+            return ()
+        c = lax.min(c, jnp.int32(self.shape.blocks - 1))
+        return tuple(self.sb_g[c, first + j] for j in range(1 if self.shape.groups == 1 else 2))
+
+    def factors(self, slot, of_b, offset) -> list[tuple[jax.Array, ...]]:
+        """What a block's sums are multiplied by, for each group of columns; the tile begins
+        `offset` columns after a block of b."""
+        wide, layout = (_ROWS, self.shape.group), plgpu.Layout.WGMMA
+        sa = plgpu.load(self.sa_s.at[slot, self.rows], layout=layout.reduce(1), optimized=False)
+        if self.shape.by_row:
+            sb = plgpu.load(self.sb_s.at[slot], layout=layout.reduce(0), optimized=False)
+            of_rows = lax.broadcast_in_dim(sa, wide, (0,))
+            return [(of_rows, lax.broadcast_in_dim(sb, wide, (1,)))]
+        products = [sa * scale for scale in of_b]
+        begins = [offset + g * self.shape.group for g in range(self.shape.groups)]
+        if self.shape.groups > 1:
+            products = [jnp.where(begin < BLOCK, *products) for begin in begins]
+        return [(lax.broadcast_in_dim(scale, wide, (0,)),) for scale in products]
+
+    def add_block(self, slot, of_b, offset, sums) -> tuple[jax.Array, ...]:
+        """The sums of all groups of columns with the block of K in `slot` promoted to them."""
+        plgpu.barrier_wait(self.full.at[slot])
+
+        def product(accumulator):
+            b_T = self.b_s.at[slot].transpose((1, 0))
+            plgpu.wgmma(accumulator, self.a_s.at[slot, self.rows], b_T)
+            factors = self.factors(slot, of_b, offset)  # while the product runs
+            part = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
+            plgpu.barrier_arrive(self.empty.at[slot])
+            return part, factors
+
+        tile_n, group = self.shape.tuning.tile_n, self.shape.group
+        part, factors = pl.run_scoped(product, plgpu.ACC((_ROWS, tile_n), jnp.float32))
+        return tuple(
+            total + _scaled(part[:, g * group : (g + 1) * group], factors[g])
+            for g, total in enumerate(sums)
+        )
+
+
+def _multiply(multiplier: _Multiplier, count, position, store) -> None:
+    """One warpgroup's rows of all tiles; `store(m, n, sums)` takes those of tile (m, n)."""
+    shape = multiplier.shape
+    stages, unroll = shape.tuning.stages, shape.unroll
+    static = unroll == stages
+
+    def tile(i, slot):
+        m, n = position(i)
+        first = lax.div(n * shape.tuning.tile_n, jnp.int32(BLOCK))
+        offset = lax.rem(n * shape.tuning.tile_n, jnp.int32(BLOCK))
+
+        def some(j, carry):
+            sums, slot, of_b = carry
+            ahead = [multiplier.scales_of_b((j + 1) * unroll + u, first) for u in range(unroll)]
+            for u in range(unroll):
+                sums = multiplier.add_block(u if static else slot, of_b[u], offset, sums)
+                slot = slot if static else _next(slot, stages)
+            return sums, slot, tuple(ahead)
+
+        zeros = jnp.zeros((_ROWS, shape.group), jnp.float32)
+        sums = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * shape.groups
+        at_first = tuple(multiplier.scales_of_b(jnp.int32(u), first) for u in range(unroll))
+        carry = (sums, slot, at_first)
+        sums, slot, _ = lax.fori_loop(0, shape.blocks // unroll, some, carry)
+        store(m, n, sums)
+        return slot
+
+    lax.fori_loop(0, count, tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _scaled(part: jax.Array, factors: tuple[jax.Array, ...]) -> jax.Array:
+    for factor in factors:
+        part = part * factor
+    return part
+
+
+def _write(shape: _Shape, sums, y_s, y_g) -> None:
+    """A warpgroup's sums through shared memory to its part of the result."""
+    width = shape.out_columns
+    for at in range(0, shape.tuning.tile_n, width):
+        group, begin = divmod(at, shape.group)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        y_s[...] = sums[group][:, begin : begin + width].astype(shape.out_dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(y_s, y_g.at[:, pl.ds(at, width)])
+
+
+def tuned(m: int, k: int, n: int, by_row: bool) -> TuningConfig:
+    """The cut for such a product, from measurements on an H200."""
+    return TuningConfig()

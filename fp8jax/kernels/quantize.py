@@ -1,0 +1,286 @@
+"""Quantisers that read their source once: codes, transposed codes, scales and amax in one pass.
+
+Legend: M rows, K columns; a tile is 128 x 128.
+
+`wgmma` multiplies float8 operands only with the contracted axis last in both. A weight gradient
+contracts the tokens, so that both of its operands are needed transposed. XLA runs a cast, a
+transposition of single bytes and a reduction for the amax, and reads the source twice at half of
+the memory's speed. Here one block of threads takes one tile:
+
+    TMA            source tile -> shared memory (swizzled)
+    registers      numbers, rows across threads:        amax and codes of rows
+    registers      the same tile, columns across threads (ldmatrix transposes 16-bit elements):
+                   amax and codes of columns
+    TMA            codes -> memory, [M, K] and [K, M]
+
+A float32 source has no 16-bit transposition: its codes, which float16 holds exactly, go through
+shared memory once more as float16. Blocks are many and small (two or three fit a core at a time),
+which hides the latencies; a persistent loop with its own double buffering was no faster.
+
+    cast_transpose     one given scale for the tensor (delayed scaling), and the tensor's amax
+    quantize_tiles     a scale for each 1 x 128 along the rows, and for each 128 x 1 along columns
+    quantize_blocks    a scale for each 128 x 128
+
+Scales come from the same rules as everywhere (scaling.py), applied to registers. An amax is a
+maximum of bit patterns, as there: NaN above infinity above all else; and as there the scale of a
+tile whose amax is not finite is NaN. Rows and columns are whole tiles; `mosaic.pad_to_blocks`
+fills up others with zeros, which raise no amax.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.formats import Format
+from fp8jax.kernels.mosaic import BLOCK, launch, scoped, swizzled
+from fp8jax.scaling import E8M0, Fp32, Pow2, ScaleRule
+
+WGMMA = plgpu.Layout.WGMMA
+_INF_BITS = 0x7F800000
+
+
+class Codes(NamedTuple):
+    """Codes and their scales: of the rows [M, K], or transposed [K, M]; None where not asked for.
+
+    The scale of `quantize_tiles` is float32 [K / 128, M] for rows and [M / 128, K] for columns: the
+    tile's index first, as a product reads them. Of `quantize_blocks` it is [M / 128, K / 128].
+    """
+
+    values: Shaped[Array, "..."]
+    scale: Float[Array, "..."] | None
+
+
+def _check(x: Array, fmt: Format, rule: ScaleRule | None = None) -> None:
+    """Raises ValueError for what the kernels do not take, with the values."""
+    if x.ndim != 2 or any(size % BLOCK or not size for size in x.shape):
+        raise ValueError(f"the kernel takes whole tiles of {BLOCK} x {BLOCK}, got shape {x.shape}")
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"the kernel takes bfloat16 and float32, got {x.dtype}")
+    if fmt.bits != 8 or not fmt.signed:
+        raise ValueError(f"the kernel casts to e4m3 and e5m2, got {fmt.name}")
+    if rule is not None and not isinstance(rule, Fp32 | Pow2 | E8M0):
+        raise ValueError(f"the kernel has the scale rules fp32, pow2 and e8m0, got {rule}")
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Bits of |x|, which order like the numbers."""
+    return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
+    """x * reciprocal in `fmt`, saturating; NaN stays."""
+    return jnp.clip(x * reciprocal, -fmt.max, fmt.max).astype(fmt.dtype)
+
+
+def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """(scale, NaN where the amax is not finite; reciprocal of the scale as the rule gave it)."""
+    if isinstance(rule, E8M0) and not rule.floor:
+        rule = Pow2()  # the same numbers, as float32
+    scale, _ = rule(lax.bitcast_convert_type(bits, jnp.float32), fmt)
+    return jnp.where(bits < _INF_BITS, scale, jnp.nan), 1.0 / scale
+
+
+def _over_tiles(
+    shape: tuple[int, int], operands: tuple[jax.Array, ...], out: list[Any], tile: Callable
+) -> list[Any]:
+    """Runs `tile(rows, columns, m, k, *references)` on one block of threads for each tile."""
+
+    def body(*references):
+        m, k = lax.axis_index("m"), lax.axis_index("k")
+        rows, columns = pl.ds(m * BLOCK, BLOCK), pl.ds(k * BLOCK, BLOCK)
+        tile(rows, columns, m, k, *references)
+        plgpu.wait_smem_to_gmem(0)
+
+    grid = (shape[0] // BLOCK, shape[1] // BLOCK)
+    return list(launch(body, *operands, out=tuple(out), grid=grid, grid_names=("m", "k")))
+
+
+def _tile(dtype: Any) -> Any:
+    return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=swizzled(dtype, BLOCK))
+
+
+def _load(source: Any, target: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source, target, barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def _store(target: Any, values: jax.Array, *copies: tuple[Any, Any]) -> None:
+    """Registers to shared memory, and from there to memory."""
+    target[...] = values
+    plgpu.commit_smem()
+    for source, destination in copies:
+        plgpu.copy_smem_to_gmem(source, destination)
+
+
+def _rows(source: Any) -> jax.Array:
+    """float32 registers of a tile, a row in four threads of a warp."""
+    return plgpu.load(source, layout=WGMMA).astype(jnp.float32)
+
+
+def _columns(source: Any) -> jax.Array:
+    """The same of its transpose."""
+    return _rows(source.transpose((1, 0)))
+
+
+def cast_transpose(
+    x: Float[Array, "M K"],
+    scale: Float[Array, ""],
+    fmt: Format,
+    *,
+    values: bool = True,
+    transposed: bool = True,
+) -> tuple[Shaped[Array, "M K"] | None, Shaped[Array, "K M"] | None, Float[Array, ""]]:
+    """Codes of x / scale, the same transposed, and float32 max|x| (NaN where x has one).
+
+    Args:
+      x: bfloat16 or float32, whole tiles of 128 x 128.
+      scale: float32; codes are those of x * (1 / scale), saturating.
+      fmt: e4m3 or e5m2.
+      values, transposed: which codes are wanted; None is returned for the others.
+
+    Raises:
+      ValueError: another dtype, format or shape. NotImplementedError: another device or jax.
+    """
+    _check(x, fmt)
+    direct = x.dtype == jnp.bfloat16
+    (rows, columns), dtype = x.shape, fmt.dtype
+    out = [jax.ShapeDtypeStruct((columns // BLOCK, rows), jnp.int32)]
+    out += [jax.ShapeDtypeStruct((rows, columns), dtype)] * values
+    out += [jax.ShapeDtypeStruct((columns, rows), dtype)] * transposed
+
+    def tile(at_m, at_k, m, k, x_g, scale_g, amax_g, *codes_g):
+        smem: dict[str, Any] = dict(
+            x_s=_tile(x.dtype), amax_s=plgpu.SMEM((BLOCK,), jnp.int32), barrier=plgpu.Barrier()
+        )
+        smem |= {"q_s": _tile(dtype)} if values else {}
+        smem |= {"t_s": _tile(dtype)} if transposed else {}
+        smem |= {"half_s": _tile(jnp.float16)} if transposed and not direct else {}
+
+        @scoped(**smem)
+        def _(x_s, amax_s, barrier, q_s=None, t_s=None, half_s=None):
+            _load(x_g.at[at_m, at_k], x_s, barrier)
+            reciprocal = 1.0 / scale_g[0]
+            numbers = _rows(x_s)
+            q = _codes(numbers, reciprocal, fmt)
+            if half_s is not None:
+                half_s[...] = q.astype(jnp.float16)
+            amax = jnp.max(_magnitude(numbers), axis=1)
+            _store(amax_s, amax, (amax_s, amax_g.at[k, at_m]))
+            if values:
+                _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
+            if transposed:
+                if direct:
+                    q = _codes(_columns(x_s), reciprocal, fmt)
+                else:
+                    q = _columns(half_s).astype(dtype)
+                _store(t_s, q, (t_s, codes_g[-1].at[at_k, at_m]))
+
+    amax, *codes = _over_tiles(x.shape, (x, scale.reshape(1)), out, tile)
+    found = iter(codes)
+    return (
+        next(found) if values else None,
+        next(found) if transposed else None,
+        lax.bitcast_convert_type(jnp.max(amax), jnp.float32),
+    )
+
+
+def quantize_tiles(
+    x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, rows: bool = True, columns: bool = True
+) -> tuple[Codes | None, Codes | None]:
+    """Codes [M, K] with a scale for each 1 x 128 of a row, and codes [K, M] of the transpose with
+    a scale for each 128 rows of a column.
+
+    Args:
+      x: bfloat16, whole tiles of 128 x 128.
+      fmt: e4m3 or e5m2.
+      rule: how an amax becomes a scale: `Fp32`, `Pow2` or `E8M0` (as float32).
+      rows, columns: which of the two are wanted; None is returned for the other.
+
+    Raises:
+      ValueError: another dtype, format, rule or shape. NotImplementedError: another device or jax.
+    """
+    _check(x, fmt, rule)
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"tiles of 1 x {BLOCK} are of bfloat16 activations, got {x.dtype}")
+    size, dtype = x.shape, fmt.dtype
+
+    def results(rows: int, columns: int) -> list[Any]:
+        return [
+            jax.ShapeDtypeStruct((rows, columns), dtype),
+            jax.ShapeDtypeStruct((columns // BLOCK, rows), jnp.float32),
+        ]
+
+    out = (results(*size) if rows else []) + (results(*size[::-1]) if columns else [])
+
+    def tile(at_m, at_k, m, k, x_g, *codes_g):
+        pairs = dict(q_s=_tile(dtype), s_s=plgpu.SMEM((BLOCK,), jnp.float32))
+        more = dict(t_s=_tile(dtype), u_s=plgpu.SMEM((BLOCK,), jnp.float32))
+        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), barrier=plgpu.Barrier())
+        smem |= (pairs if rows else {}) | (more if columns else {})
+
+        @scoped(**smem)
+        def _(x_s, barrier, q_s=None, s_s=None, t_s=None, u_s=None):
+            _load(x_g.at[at_m, at_k], x_s, barrier)
+            if rows:
+                values_g, scale_g = codes_g[:2]
+                _tile_of_rows(_rows(x_s), q_s, s_s, values_g.at[at_m, at_k], scale_g.at[k, at_m])
+            if columns:
+                values_g, scale_g = codes_g[-2:]
+                _tile_of_rows(_columns(x_s), t_s, u_s, values_g.at[at_k, at_m], scale_g.at[m, at_k])
+
+    def _tile_of_rows(numbers, q_s, s_s, values_g, scale_g):
+        bits = jnp.max(_magnitude(numbers), axis=1)
+        scale, reciprocal = _from_amax(bits, rule, fmt)
+        spread = lax.broadcast_in_dim(reciprocal, (BLOCK, BLOCK), (0,))
+        s_s[...] = scale
+        _store(q_s, _codes(numbers, spread, fmt), (q_s, values_g), (s_s, scale_g))
+
+    found = _over_tiles(size, (x,), out, tile)
+    return Codes(*found[:2]) if rows else None, Codes(*found[-2:]) if columns else None
+
+
+def quantize_blocks(
+    x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, transposed: bool
+) -> Codes:
+    """Codes with a scale for each 128 x 128: [M, K], or [K, M] of the transpose. The scale is
+    float32 [M / 128, K / 128] in both cases.
+
+    Args:
+      x: bfloat16 or float32, whole tiles of 128 x 128.
+      fmt, rule: as in `quantize_tiles`.
+
+    Raises:
+      ValueError: another dtype, format, rule or shape. NotImplementedError: another device or jax.
+    """
+    _check(x, fmt, rule)
+    (rows, columns), dtype = x.shape, fmt.dtype
+    out = [
+        jax.ShapeDtypeStruct((columns, rows) if transposed else (rows, columns), dtype),
+        jax.ShapeDtypeStruct((rows // BLOCK, columns // BLOCK), jnp.float32),
+    ]
+
+    def tile(at_m, at_k, m, k, x_g, q_g, scale_g):
+        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), q_s=_tile(dtype), barrier=plgpu.Barrier())
+        smem |= {"half_s": _tile(jnp.float16)} if transposed else {}
+
+        @scoped(**smem)
+        def _(x_s, q_s, barrier, half_s=None):
+            _load(x_g.at[at_m, at_k], x_s, barrier)
+            numbers = _rows(x_s)
+            bits = jnp.max(jnp.max(_magnitude(numbers), axis=1))
+            scale, reciprocal = _from_amax(bits, rule, fmt)
+            scale_g[m, k] = scale
+            q = _codes(numbers, reciprocal, fmt)
+            if half_s is None:
+                return _store(q_s, q, (q_s, q_g.at[at_m, at_k]))
+            half_s[...] = q.astype(jnp.float16)
+            plgpu.commit_smem()
+            return _store(q_s, _columns(half_s).astype(dtype), (q_s, q_g.at[at_k, at_m]))
+
+    return Codes(*_over_tiles(x.shape, (x,), out, tile))
