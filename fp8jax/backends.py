@@ -136,50 +136,62 @@ def quantize_each(
     return tuple(done), None
 
 
+Fused = dict[int, tuple[jax.Array, jax.Array]]  # contracted axis of x -> codes, scale
+
+
 def _quantize_fused(
     x: jax.Array, requests: tuple[Request, ...]
 ) -> tuple[tuple[Coded, ...], jax.Array | None]:
-    """The same by kernels/quantize.py, and the amax where a kernel found it."""
-    casts = {request.cast for request in requests}
-    if len(casts) > 1 or (requests[0].cast.tile == TILE128 and x.dtype != jnp.bfloat16):
+    """The same by kernels/quantize.py, and the amax where a kernel found it. Codes have the
+    contracted axis last, and are filled up to whole blocks."""
+    cast, axes = requests[0].cast, {request.axis for request in requests}
+    several = any(request.cast != cast for request in requests)
+    if several or (cast.tile == TILE128 and x.dtype != jnp.bfloat16):
         return quantize_each(x, requests)
-    (cast,) = casts
-    padded = pad_to_blocks(x)
-    wanted = {request.axis: i for i, request in enumerate(requests)}
-    last, first = -1 in wanted, -2 in wanted
-    amax = None
+    padded, amax = pad_to_blocks(x), None
     if cast.tile == TENSOR:
-        values, scales, amax = _whole(x, padded, cast, requests[0].amax, last, first)
+        fused, amax = _whole(x, padded, cast, requests[0].amax, axes)
     elif cast.tile == TILE128:
-        rows, columns = quantize_tiles(padded, cast.format, cast.scale, rows=last, columns=first)
-        values = (rows and rows.values, columns and columns.values)
-        scales = (rows and rows.scale.T, columns and columns.scale.T)
+        fused = _tiles(padded, cast, axes)
     else:
-        blocks = {
-            transposed: quantize_blocks(padded, cast.format, cast.scale, transposed=transposed)
-            for transposed, asked in ((False, last), (True, first))
-            if asked
-        }
-        values = (blocks[False].values if last else None, blocks[True].values if first else None)
-        scales = (blocks[False].scale if last else None, blocks[True].scale.T if first else None)
+        fused = _blocks(padded, cast, axes)
     tile = cast.tile.per_axis(2, -1)
-    coded = {}
-    for axis, codes, scale, rows in zip((-1, -2), values, scales, x.shape, strict=True):
-        if axis in wanted:
-            coded[wanted[axis]] = Coded(Quantized(codes, scale, None, tile), cast, -1, rows)
-    return tuple(coded[i] for i in range(len(requests))), amax
+    coded = {
+        axis: Coded(Quantized(codes, scale, None, tile), cast, -1, x.shape[0 if axis == -1 else 1])
+        for axis, (codes, scale) in fused.items()
+    }
+    return tuple(coded[request.axis] for request in requests), amax
 
 
-def _whole(x, padded, cast: Cast, given, last: bool, first: bool):
-    """Codes along either axis, their scale, and the amax, for one scale a tensor."""
-    source = tensor_amax(x) if given is None else given
-    scale, _ = cast.scale(source.astype(jnp.float32), cast.format)
+def _whole(x, padded, cast: Cast, given, axes: set[int]) -> tuple[Fused, jax.Array]:
+    """One scale, of the amax that is given or of x; and x's amax."""
+    source = tensor_amax(x) if given is None else given.astype(jnp.float32)
+    scale, _ = cast.scale(source, cast.format)
     plain, transposed, amax = cast_transpose(
-        padded, scale, cast.format, values=last, transposed=first
+        padded, scale, cast.format, values=-1 in axes, transposed=-2 in axes
     )
-    checked = jnp.where(jnp.isfinite(amax) & jnp.isfinite(source), scale, jnp.nan)
-    checked = checked.astype(jnp.float32).reshape(1, 1)
-    return (plain, transposed), (checked, checked), amax
+    finite = jnp.isfinite(amax) & jnp.isfinite(source)
+    checked = jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
+    found = {-1: plain, -2: transposed}
+    return {axis: (codes, checked) for axis, codes in found.items() if codes is not None}, amax
+
+
+def _tiles(padded, cast: Cast, axes: set[int]) -> Fused:
+    """1x128 along either axis."""
+    rows, columns = quantize_tiles(
+        padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes
+    )
+    found = {-1: rows, -2: columns}
+    return {axis: (codes.values, codes.scale.T) for axis, codes in found.items() if codes}
+
+
+def _blocks(padded, cast: Cast, axes: set[int]) -> Fused:
+    """128x128: codes as they are or transposed, with the same scales."""
+    fused = {}
+    for axis in axes:
+        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=axis == -2)
+        fused[axis] = codes.values, codes.scale if axis == -1 else codes.scale.T
+    return fused
 
 
 # Multiplying --------------------------------------------------------------------------------------
@@ -208,13 +220,13 @@ def _scale_of_result(a: Coded, b: Coded) -> jax.Array:
     return rows * columns
 
 
-def _exact(operand: Operand) -> Plain:
+def _exact(operand: Operand) -> jax.Array:
     """The operand's numbers: in bfloat16 where that is exact, else in float32."""
     if isinstance(operand, Plain):
-        return operand
+        return operand.x
     # A code has at most four significant bits; a power of two changes none of them.
-    dtype = jnp.bfloat16 if operand.cast.scale.power_of_two else jnp.float32
-    return Plain(dequantize(operand.q, dtype), operand.axis)
+    exact_in_bf16 = operand.cast.scale.power_of_two
+    return dequantize(operand.q, jnp.bfloat16 if exact_in_bf16 else jnp.float32)
 
 
 def _emulated(a: Operand, b: Operand, dtype) -> jax.Array:
@@ -226,12 +238,11 @@ def _emulated(a: Operand, b: Operand, dtype) -> jax.Array:
         left, right = lax.optimization_barrier(tuple(v.astype(jnp.bfloat16) for v in codes))
         y = product(Plain(left, a.axis), Plain(right, b.axis), jnp.float32)
         return (y * _scale_of_result(a, b)).astype(dtype)
-    x, y = _exact(a), _exact(b)
-    left, right = x.x, y.x
+    left, right = _exact(a), _exact(b)
     if left.dtype != right.dtype:
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     left, right = lax.optimization_barrier((left, right))
-    return product(Plain(left, x.axis), Plain(right, y.axis), jnp.float32).astype(dtype)
+    return product(Plain(left, a.axis), Plain(right, b.axis), jnp.float32).astype(dtype)
 
 
 def _xla(a: Operand, b: Operand, dtype) -> jax.Array:

@@ -29,6 +29,8 @@ with zeros and clips); K is whole blocks.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from fp8jax.kernels.mosaic import BLOCK, launch, num_cores, scoped, swizzled
+from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, scoped, swizzled
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _ROWS = 64  # of a warpgroup's product
@@ -55,6 +57,7 @@ class TuningConfig:
       stages: blocks of K in shared memory at a time.
       band: tiles that neighbouring cores take along one axis before the next (L2 cache).
       along_n: whether bands lie along N instead of M.
+      rounds: times that all stages are written out in the loop over K.
       copy_registers: registers a thread that the copying warpgroup keeps.
     """
 
@@ -63,13 +66,14 @@ class TuningConfig:
     stages: int = 4
     band: int = 8
     along_n: bool = False
+    rounds: int = 2
     copy_registers: int = 40
 
     def __post_init__(self):
         if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
             raise ValueError(f"tile_n is a multiple of 32 up to 256, got {self.tile_n}")
-        if not 1 <= self.warpgroups <= 3 or self.stages < 2 or self.band < 1:
-            raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more, a band: {self}")
+        if not 1 <= self.warpgroups <= 3 or self.stages < 2 or min(self.band, self.rounds) < 1:
+            raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more: {self}")
 
     @property
     def registers(self) -> int:
@@ -151,9 +155,9 @@ class _Shape:
 
     @property
     def unroll(self) -> int:
-        """Blocks of K written out in the loop: all stages, or their largest divisor of `blocks`."""
-        stages = self.tuning.stages
-        return max(u for u in range(1, stages + 1) if stages % u == 0 and self.blocks % u == 0)
+        """Blocks of K written out in the loop: all stages, several times, where K allows it."""
+        times = [self.tuning.stages * n for n in range(self.tuning.rounds, 0, -1)]
+        return next(u for u in (*times, 2, 1) if self.blocks % u == 0)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -189,11 +193,12 @@ def _matmul(shape: _Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
             (t.warpgroups, _ROWS, width), shape.out_dtype,
             transforms=swizzled(shape.out_dtype, width),
         ),
-        full=plgpu.Barrier(num_arrivals=4 if shape.by_row else 3, num_barriers=t.stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+        scaled=plgpu.Barrier(num_arrivals=1 + shape.by_row, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
         collective_axes="warpgroup",
     )  # fmt: skip
-    def _(a_s, b_s, sa_s, sb_s, y_s, full, empty):
+    def _(a_s, b_s, sa_s, sb_s, y_s, full, scaled, empty):
         warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
         cores = num_cores()
         count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
@@ -207,13 +212,13 @@ def _matmul(shape: _Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
         @pl.when(warpgroup == t.warpgroups)
         def _():
             plgpu.set_max_registers(t.copy_registers, action="decrease")
-            _copy(shape, count, position, sources, (a_s, sa_s, b_s, sb_s), full, empty)
+            _copy(shape, count, position, sources, (a_s, sa_s, b_s, sb_s), (full, scaled, empty))
 
         @pl.when(warpgroup < t.warpgroups)
         def _():
             plgpu.set_max_registers(t.registers, action="increase")
             mine = pl.ds(warpgroup * _ROWS, _ROWS)
-            of_mine = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, empty, mine)
+            of_mine = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, scaled, empty, mine)
 
             def store(m, n, sums):
                 rows = pl.ds(m * shape.tile_m + warpgroup * _ROWS, _ROWS)
@@ -227,12 +232,13 @@ def _next(slot, stages: int):
     return jnp.where(slot == stages - 1, jnp.int32(0), slot + 1)
 
 
-def _copy(shape: _Shape, count, position, sources, smem, full, empty) -> None:
+def _copy(shape: _Shape, count, position, sources, smem, barriers) -> None:
     """All tiles' operands to shared memory, as slots become free."""
     a_g, sa_g, b_g, sb_g = sources
     a_s, sa_s, b_s, sb_s = smem
+    full, scaled, empty = barriers
     stages, unroll = shape.tuning.stages, shape.unroll
-    static = unroll == stages
+    static = unroll % stages == 0
 
     def tile(i, slot):
         m, n = position(i)
@@ -247,13 +253,13 @@ def _copy(shape: _Shape, count, position, sources, smem, full, empty) -> None:
             block = pl.ds(c * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
             plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], scaled.at[s])
             if shape.by_row:
-                plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], full.at[s])
+                plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], scaled.at[s])
 
         def some(j, slot):
             for u in range(unroll):
-                copy(j * unroll + u, u if static else slot)
+                copy(j * unroll + u, u % stages if static else slot)
                 slot = slot if static else _next(slot, stages)
             return slot
 
@@ -281,6 +287,7 @@ class _Multiplier:
     sb_s: Any
     sb_g: Any
     full: Any
+    scaled: Any
     empty: Any
     rows: Any  # of a tile
 
@@ -295,9 +302,9 @@ class _Multiplier:
         """What a block's sums are multiplied by, for each group of columns; the tile begins
         `offset` columns after a block of b."""
         wide, layout = (_ROWS, self.shape.group), plgpu.Layout.WGMMA
-        sa = plgpu.load(self.sa_s.at[slot, self.rows], layout=layout.reduce(1), optimized=False)
+        sa = load(self.sa_s.at[slot, self.rows], layout.reduce(1), optimized=False)
         if self.shape.by_row:
-            sb = plgpu.load(self.sb_s.at[slot], layout=layout.reduce(0), optimized=False)
+            sb = load(self.sb_s.at[slot], layout.reduce(0), optimized=False)
             of_rows = lax.broadcast_in_dim(sa, wide, (0,))
             return [(of_rows, lax.broadcast_in_dim(sb, wide, (1,)))]
         products = [sa * scale for scale in of_b]
@@ -306,31 +313,43 @@ class _Multiplier:
             products = [jnp.where(begin < BLOCK, *products) for begin in begins]
         return [(lax.broadcast_in_dim(scale, wide, (0,)),) for scale in products]
 
-    def add_block(self, slot, of_b, offset, sums) -> tuple[jax.Array, ...]:
-        """The sums of all groups of columns with the block of K in `slot` promoted to them."""
-        plgpu.barrier_wait(self.full.at[slot])
-
-        def product(accumulator):
-            b_T = self.b_s.at[slot].transpose((1, 0))
-            plgpu.wgmma(accumulator, self.a_s.at[slot, self.rows], b_T)
-            factors = self.factors(slot, of_b, offset)  # while the product runs
-            part = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
-            plgpu.barrier_arrive(self.empty.at[slot])
-            return part, factors
-
-        tile_n, group = self.shape.tuning.tile_n, self.shape.group
-        part, factors = pl.run_scoped(product, plgpu.ACC((_ROWS, tile_n), jnp.float32))
+    def promote(self, slot, part, of_b, offset, sums) -> tuple[jax.Array, ...]:
+        """`sums` of all groups of columns plus the scaled `part`, that of the block in `slot`."""
+        plgpu.barrier_wait(self.scaled.at[slot])
+        factors = self.factors(slot, of_b, offset)
+        plgpu.barrier_arrive(self.empty.at[slot])
+        group = self.shape.group
         return tuple(
             total + _scaled(part[:, g * group : (g + 1) * group], factors[g])
             for g, total in enumerate(sums)
         )
+
+    def add_blocks(self, slots, of_b, offset, sums) -> tuple[jax.Array, ...]:
+        """`sums` plus the blocks of K in `slots`, each promoted while the next is multiplied."""
+
+        def product(accumulator, slot, following, before):
+            b_T = self.b_s.at[slot].transpose((1, 0))
+            plgpu.wgmma(accumulator, self.a_s.at[slot, self.rows], b_T)
+            after = before()
+            if following is not None:
+                plgpu.barrier_wait(self.full.at[following])
+            return plgpu.wgmma_accumulator_load(accumulator, wait_n=0), after
+
+        plgpu.barrier_wait(self.full.at[slots[0]])
+        before: Callable[[], tuple[jax.Array, ...]] = functools.partial(tuple, sums)
+        for slot, following, scales in zip(slots, [*slots[1:], None], of_b, strict=True):
+            run = functools.partial(product, slot=slot, following=following, before=before)
+            accumulator = plgpu.ACC((_ROWS, self.shape.tuning.tile_n), jnp.float32)
+            part, sums = pl.run_scoped(run, accumulator)
+            before = functools.partial(self.promote, slot, part, scales, offset, sums)
+        return before()
 
 
 def _multiply(multiplier: _Multiplier, count, position, store) -> None:
     """One warpgroup's rows of all tiles; `store(m, n, sums)` takes those of tile (m, n)."""
     shape = multiplier.shape
     stages, unroll = shape.tuning.stages, shape.unroll
-    static = unroll == stages
+    static = unroll % stages == 0
 
     def tile(i, slot):
         m, n = position(i)
@@ -340,10 +359,11 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
         def some(j, carry):
             sums, slot, of_b = carry
             ahead = [multiplier.scales_of_b((j + 1) * unroll + u, first) for u in range(unroll)]
+            slots = []
             for u in range(unroll):
-                sums = multiplier.add_block(u if static else slot, of_b[u], offset, sums)
+                slots.append(u % stages if static else slot)
                 slot = slot if static else _next(slot, stages)
-            return sums, slot, tuple(ahead)
+            return multiplier.add_blocks(slots, of_b, offset, sums), slot, tuple(ahead)
 
         zeros = jnp.zeros((_ROWS, shape.group), jnp.float32)
         sums = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * shape.groups
@@ -376,4 +396,4 @@ def _write(shape: _Shape, sums, y_s, y_g) -> None:
 
 def tuned(m: int, k: int, n: int, by_row: bool) -> TuningConfig:
     """The cut for such a product, from measurements on an H200."""
-    return TuningConfig()
+    return TuningConfig(tile_n=96 if by_row else 128, rounds=1)

@@ -75,3 +75,10 @@ def pad_to_blocks(x: jax.Array) -> jax.Array:
     """`x` [rows, columns] filled up with zeros to whole blocks."""
     padding = [(0, -size % BLOCK) for size in x.shape]
     return jnp.pad(x, padding) if any(after for _, after in padding) else x
+
+
+def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
+    """Registers of a reference's elements, laid out as said; not `optimized` allows layouts for
+    which shared memory answers in several turns."""
+    read: Any = plgpu.load
+    return read(ref, layout=layout, optimized=optimized)

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.formats import Format
-from fp8jax.kernels.mosaic import BLOCK, launch, scoped, swizzled
+from fp8jax.kernels.mosaic import BLOCK, launch, load, scoped, swizzled
 from fp8jax.scaling import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -46,14 +46,14 @@ _INF_BITS = 0x7F800000
 
 
 class Codes(NamedTuple):
-    """Codes and their scales: of the rows [M, K], or transposed [K, M]; None where not asked for.
+    """Codes and their scales: of the rows [M, K], or transposed [K, M].
 
     The scale of `quantize_tiles` is float32 [K / 128, M] for rows and [M / 128, K] for columns: the
     tile's index first, as a product reads them. Of `quantize_blocks` it is [M / 128, K / 128].
     """
 
     values: Shaped[Array, "..."]
-    scale: Float[Array, "..."] | None
+    scale: Float[Array, "..."]
 
 
 def _check(x: Array, fmt: Format, rule: ScaleRule | None = None) -> None:
@@ -87,7 +87,7 @@ def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array
 
 
 def _over_tiles(
-    shape: tuple[int, int], operands: tuple[jax.Array, ...], out: list[Any], tile: Callable
+    shape: tuple[int, ...], operands: tuple[jax.Array, ...], out: list[Any], tile: Callable
 ) -> list[Any]:
     """Runs `tile(rows, columns, m, k, *references)` on one block of threads for each tile."""
 
@@ -120,7 +120,7 @@ def _store(target: Any, values: jax.Array, *copies: tuple[Any, Any]) -> None:
 
 def _rows(source: Any) -> jax.Array:
     """float32 registers of a tile, a row in four threads of a warp."""
-    return plgpu.load(source, layout=WGMMA).astype(jnp.float32)
+    return load(source, WGMMA).astype(jnp.float32)
 
 
 def _columns(source: Any) -> jax.Array:
