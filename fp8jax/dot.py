@@ -19,6 +19,8 @@ each Q as the recipe says (recipe.py). Kept from forward to backward are
          rematerialisation policy.
     the amax histories, already updated.
 
+Several weights may share one x (queries, keys and values): it is quantised once, and kept once.
+
 Results: y and dx have x's dtype (y another one on request), dw has w's: with bfloat16 activations
 and a float32 master weight, the weight's gradient leaves the accumulator in float32.
 
@@ -31,6 +33,7 @@ leaf has flax's max-combining dtype (nn.max_combining); this file only gives bac
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -62,10 +65,10 @@ class _Context:
 
 class _Residuals(NamedTuple):
     x: Operand  # as wgrad reads it
-    w: jax.Array
-    state: State
-    recorded: State  # the new histories of x and w; g's amax is not known yet
-    key: jax.Array | None
+    ws: tuple[jax.Array, ...]
+    states: tuple[State, ...]
+    recorded: tuple[State, ...]  # the new histories of x and w; g's amax is not known yet
+    keys: tuple[jax.Array | None, ...]
 
 
 def _quantize(
@@ -117,41 +120,61 @@ def _compute(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(context: _Context, x: jax.Array, w: jax.Array, state: State, key) -> jax.Array:
-    """[..., M, K] x [..., K, N] -> [..., M, N]."""
-    return _forward(context, x, w, _to_float32(state), key, {"fwd_x": -1})[0]
+def _dots(
+    context: _Context, x: jax.Array, ws: tuple[jax.Array, ...], states: tuple[State, ...], keys
+) -> tuple[jax.Array, ...]:
+    """[..., M, K] x [..., K, N] -> [..., M, N] for each w; x is quantised once for all."""
+    histories = tuple(map(_to_float32, states))
+    return _forward(context, x, ws, histories, keys, {"fwd_x": -1})[0]
 
 
-def _forward(context: _Context, x, w, histories: State, key, wanted: dict[str, int]):
-    """y, the codes of x that are `wanted`, and the histories of x and w."""
-    qx, amax_x = _quantize(context, x, wanted, histories, key)
-    w = _compute(w, x.dtype, context.recipe.fwd_w)
-    qw, amax_w = _quantize(context, w, {"fwd_w": -2}, histories, key)
-    y = _multiply(context, "fwd", qx["fwd_x"], qw["fwd_w"], context.out_dtype)
-    new = _record(histories, "x", x, amax_x) | _record(histories, "w", w, amax_w)
-    return y, qx, new
+def _of_all(histories: tuple[State, ...]) -> State:
+    """The histories that x's scale comes from: the largest of all, which are alike where the
+    products always had the same x."""
+    return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), *histories)
 
 
-def _dot_fwd(context: _Context, x, w, state: State, key):
+def _forward(context: _Context, x, ws, histories, keys, wanted: dict[str, int]):
+    """The products, the codes of x that are `wanted`, and the histories of x and each w."""
+    of_x = tuple({k: v for k, v in state.items() if k == "x"} for state in histories)
+    qx, amax_x = _quantize(context, x, wanted, _of_all(of_x), keys[0])
+    ys, recorded = [], []
+    for w, state, key in zip(ws, histories, keys, strict=True):
+        w = _compute(w, x.dtype, context.recipe.fwd_w)
+        qw, amax_w = _quantize(context, w, {"fwd_w": -2}, state, key)
+        ys.append(_multiply(context, "fwd", qx["fwd_x"], qw["fwd_w"], context.out_dtype))
+        recorded.append(_record(state, "x", x, amax_x) | _record(state, "w", w, amax_w))
+    return tuple(ys), qx, tuple(recorded)
+
+
+def _dots_fwd(context: _Context, x, ws, states, keys):
     wanted = {"fwd_x": -1, "wgrad_x": -2}
-    y, qx, recorded = _forward(context, x, w, _to_float32(state), key, wanted)
-    return y, _Residuals(qx["wgrad_x"], w, state, recorded, key)
+    histories = tuple(map(_to_float32, states))
+    ys, qx, recorded = _forward(context, x, ws, histories, keys, wanted)
+    return ys, _Residuals(qx["wgrad_x"], ws, states, recorded, keys)
 
 
-def _dot_bwd(context: _Context, kept: _Residuals, g: jax.Array):
-    recipe, histories = context.recipe, _to_float32(kept.state)
+def _dots_bwd(context: _Context, kept: _Residuals, gs: tuple[jax.Array, ...]):
+    each = zip(kept.ws, kept.states, kept.recorded, kept.keys, gs, strict=True)
+    dxs, dws, states = zip(*(_one_bwd(context, kept.x, *one) for one in each), strict=True)
+    # In the order in which JAX adds the cotangents of an array that several products read.
+    return functools.reduce(jnp.add, dxs[::-1]), dws, states, None
+
+
+def _one_bwd(context: _Context, x: Operand, w, state: State, recorded: State, key, g):
+    """dx, dw and the new state of one product."""
+    recipe, histories = context.recipe, _to_float32(state)
     g = g.astype(context.dtype)
-    w = _compute(kept.w, g.dtype, recipe.dgrad_w)
-    qw, _ = _quantize(context, w, {"dgrad_w": -1}, histories, kept.key)
-    qg, amax = _quantize(context, g, {"dgrad_g": -1, "wgrad_g": -2}, histories, kept.key)
+    dgrad_w = _compute(w, g.dtype, recipe.dgrad_w)
+    qw, _ = _quantize(context, dgrad_w, {"dgrad_w": -1}, histories, key)
+    qg, amax = _quantize(context, g, {"dgrad_g": -1, "wgrad_g": -2}, histories, key)
     dx = _multiply(context, "dgrad", qg["dgrad_g"], qw["dgrad_w"], g.dtype)
-    dw = _multiply(context, "wgrad", kept.x, qg["wgrad_g"], kept.w.dtype)
-    new = kept.recorded | _record(histories, "g", g, amax)
-    new_state = {k: lax.convert_element_type(new[k], v.dtype) for k, v in kept.state.items()}
-    return dx, dw, new_state, None
+    dw = _multiply(context, "wgrad", x, qg["wgrad_g"], w.dtype)
+    new = recorded | _record(histories, "g", g, amax)
+    return dx, dw, {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
 
 
-_dot.defvjp(_dot_fwd, _dot_bwd)
+_dots.defvjp(_dots_fwd, _dots_bwd)
 
 
 # Public -------------------------------------------------------------------------------------------
@@ -196,26 +219,58 @@ def dot_general(
       ValueError: unknown names; a state that does not fit the recipe; a key that is missing.
       NotImplementedError: the named backend cannot run the recipe; says why.
     """
+    (y,) = dots(
+        lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
+        backend=backend, preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+    return y
+
+
+def dots(
+    lhs: Float[Array, "..."],
+    rhs: Sequence[Float[Array, "..."]],
+    dimension_numbers,
+    *,
+    recipe: str | Recipe,
+    states: Sequence[State | None],
+    keys: Sequence[Shaped[Array, "..."] | None],
+    backend: str | None = None,
+    preferred_element_type=None,
+) -> tuple[Float[Array, "..."], ...]:
+    """`dot_general` of one lhs with each rhs, as many results: lhs is quantised once for all.
+
+    The same as each by itself where their histories of lhs are the same, which they are where they
+    always had the same lhs; else its scale comes from the largest. A recipe that rounds lhs
+    stochastically takes the first key for it.
+
+    Raises as `dot_general` does.
+    """
     recipe = as_recipe(recipe)
     out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=_is_whole(dimension_numbers))
     context = _Context(recipe, chosen, lhs.dtype, out_dtype)
-    expected = recipe.histories
-    given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
-    if given != expected:
-        raise ValueError(
-            f"recipe {recipe.name!r} keeps amax histories {expected} (operand: length), got {given}"
-        )
-    if recipe.stochastic and key is None:
-        raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
+    for state, key in zip(states, keys, strict=True):
+        given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
+        if given != recipe.histories:
+            raise ValueError(
+                f"recipe {recipe.name!r} keeps amax histories {recipe.histories} (operand: length),"
+                f" got {given}"
+            )
+        if recipe.stochastic and key is None:
+            raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [a for a in range(rhs.ndim) if a not in (*rhs_contract, *rhs_batch)]
+    frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]
     x = _merge_axes(lhs, lhs_batch, lhs_free, lhs_contract)
-    w = _merge_axes(rhs, rhs_batch, rhs_contract, rhs_free)
-    y = _dot(context, x, w, {} if state is None else state, key)
-    batch = [lhs.shape[a] for a in lhs_batch]
-    return y.reshape(*batch, *(lhs.shape[a] for a in lhs_free), *(rhs.shape[a] for a in rhs_free))
+    ws = tuple(
+        _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
+    )
+    ys = _dots(context, x, ws, tuple(state or {} for state in states), tuple(keys))
+    rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
+    return tuple(
+        y.reshape(*rows, *(w.shape[a] for a in free))
+        for y, w, free in zip(ys, rhs, frees, strict=True)
+    )
 
 
 def _is_whole(dimension_numbers) -> bool:

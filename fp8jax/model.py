@@ -28,7 +28,7 @@ from fp8jax.embedding import look_up
 from fp8jax.formats import power_of_two_below
 from fp8jax.model_config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.names import lookup
-from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining
+from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining, together
 from fp8jax.policy import Policy, as_policy
 from fp8jax.recipe import HIGH_PRECISION
 from fp8jax.rope import rotate
@@ -85,16 +85,18 @@ def _norm(config: ModelConfig, name: str) -> Callable[..., Any]:
 
 class Attention(nn.Module):
     config: ModelConfig
-    dense: Callable[..., Callable[..., Any]]
+    dense: Callable[..., tuple[Array, ...]]
     implementation: str | Implementation | None
 
     @nn.compact
     def __call__(self, x_BLD, segments_BL, positions_BL):
         c = self.config
         heads = lambda y, n: y.reshape(*y.shape[:2], n, c.head_dim)  # noqa: E731
-        q = self.dense("q", c.n_heads * c.head_dim, ("embed", "heads"))(x_BLD)
-        k = self.dense("k", c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))(x_BLD)
-        v = self.dense("v", c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))(x_BLD)
+        of_keys = (c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))
+        q, k, v = self.dense(
+            x_BLD, ("q", c.n_heads * c.head_dim, ("embed", "heads")), ("k", *of_keys),
+            ("v", *of_keys),
+        )  # fmt: skip
         q_BLNH, k_BLKH = heads(q, c.n_heads), heads(k, c.n_kv_heads)
         if c.qk_norm:
             q_BLNH = RMSNorm(c.norm_eps, name="q_norm")(q_BLNH)
@@ -106,25 +108,28 @@ class Attention(nn.Module):
             q_BLNH, k_BLKH, heads(v, c.n_kv_heads), segments_BL, implementation=self.implementation
         )
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        return self.dense("o", c.d_model, ("heads", "embed"))(y)
+        return self.dense(y, ("o", c.d_model, ("heads", "embed")))[0]
 
 
 class FeedForward(nn.Module):
     config: ModelConfig
-    dense: Callable[..., Callable[..., Any]]
+    dense: Callable[..., tuple[Array, ...]]
 
     @nn.compact
     def __call__(self, x_BLD):
         mlp, features = MLPS[self.config.mlp], self.config.d_ff
         if mlp.gated:
-            gate_BLF = self.dense("gate", features, ("embed", "mlp"))(x_BLD)
-            up_BLF = self.dense("up", features, ("embed", "mlp"))(x_BLD)
+            gate_BLF, up_BLF = self.dense(
+                x_BLD, ("gate", features, ("embed", "mlp")), ("up", features, ("embed", "mlp"))
+            )
             hidden_BLF = mlp.activation(gate_BLF) * up_BLF
         else:
-            hidden_BLF = mlp.activation(self.dense("up", features, ("embed", "mlp"))(x_BLD))
+            (up_BLF,) = self.dense(x_BLD, ("up", features, ("embed", "mlp")))
+            hidden_BLF = mlp.activation(up_BLF)
         hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
-        return self.dense("down", self.config.d_model, ("mlp", "embed"))(hidden_BLF, scale_F)
+        down = ("down", self.config.d_model, ("mlp", "embed"))
+        return self.dense(hidden_BLF, down, input_scale=scale_F)[0]
 
 
 def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
@@ -152,19 +157,25 @@ class Block(nn.Module):
     ) -> Float[Array, "B L D"]:
         c = self.config
 
-        def dense(prefix: str) -> Callable[..., Callable[..., Any]]:
-            def make(name: str, features: int, axes: tuple[str, str]) -> Callable[..., Any]:
+        def dense(prefix: str) -> Callable[..., tuple[Array, ...]]:
+            """A function of x and any number of (name, features, axes of the kernel)."""
+
+            def layer(name: str, features: int, axes: tuple[str, str]) -> Dense:
                 path = f"layers/{prefix}/{name}"
                 # What is added to the residual stream starts smaller: its variance grows with
                 # every one of the 2 * n_layers additions (GPT-2).
                 shrink = math.sqrt(2 * c.n_layers) if name in ("o", "down") else 1.0
-                layer = Dense(
+                return Dense(
                     features, self.policy.recipe(path), self.backend, path in BIASES[c.biases],
                     kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
                 )  # fmt: skip
-                return lambda x, scale=None: layer(x, _fold_in(key, MODULES.index(path)), scale)
 
-            return make
+            def apply(x, *linears, input_scale=None):
+                names = [f"layers/{prefix}/{name}" for name, _, _ in linears]
+                keys = [_fold_in(key, MODULES.index(name)) for name in names]
+                return together([layer(*linear) for linear in linears], x, keys, input_scale)
+
+            return apply
 
         y = _norm(c, "attention_norm")(x_BLD)
         attention = Attention(c, dense("attention"), self.attention, name="attention")

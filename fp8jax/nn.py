@@ -31,7 +31,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.dot import State, dot_general, einsum
+from fp8jax.dot import State, dot_general, dots, einsum
 from fp8jax.recipe import Recipe, as_recipe
 
 # The collection of amax histories, by flax's name for it.
@@ -98,6 +98,16 @@ class Dense(nn.Module):
     preferred_element_type: Any = None
 
     @nn.compact
+    def variables_for(self, size: int) -> tuple[Any, Any, State]:
+        """Its kernel [size, N], bias [N] or None, and histories; created where they are not yet."""
+        init = _named(self.kernel_init, self.kernel_axes)
+        kernel = self.param("kernel", init, (size, self.features))
+        histories = _histories(self, as_recipe(self.recipe))
+        if not self.use_bias:
+            return kernel, None, histories
+        init = _named(nn.initializers.zeros, self.kernel_axes[-1:])
+        return kernel, self.param("bias", init, (self.features,)), histories
+
     def __call__(
         self,
         x: Float[Array, "... K"],
@@ -107,23 +117,44 @@ class Dense(nn.Module):
         """`key` is for recipes that round stochastically. Before both are quantised, x is divided
         by `input_scale`, powers of two, and the kernel's rows are multiplied: range moves from x to
         the kernel, of which a second one in float32 is kept for the backward."""
-        kernel = self.param(
-            "kernel", _named(self.kernel_init, self.kernel_axes), (x.shape[-1], self.features)
+        return together((self,), x, (key,), input_scale)[0]
+
+
+def together(
+    layers: Sequence[Dense],
+    x: Float[Array, "... K"],
+    keys: Sequence[Shaped[Array, "..."] | None],
+    input_scale: Float[Array, " K"] | None = None,
+) -> tuple[Float[Array, "... N"], ...]:
+    """What each of the layers makes of x, bit for bit. Where their recipes are the same and none
+    rounds x stochastically, x is quantised once for all of them, and kept once."""
+    first = layers[0]
+    recipe = as_recipe(first.recipe)
+    alike = all(
+        as_recipe(layer.recipe) == recipe
+        and layer.backend == first.backend
+        and layer.preferred_element_type == first.preferred_element_type
+        for layer in layers
+    )
+    if len(layers) > 1 and not (alike and recipe.same_x):
+        return tuple(
+            together((layer,), x, (key,), input_scale)[0]
+            for layer, key in zip(layers, keys, strict=True)
         )
-        if input_scale is not None:
-            x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-            kernel = kernel * input_scale[:, None]
-        recipe = as_recipe(self.recipe)
-        y = dot_general(
-            x, kernel, (((x.ndim - 1,), (0,)), ((), ())),
-            recipe=recipe, state=_histories(self, recipe), key=key, backend=self.backend,
-            preferred_element_type=self.preferred_element_type,
-        )  # fmt: skip
-        if not self.use_bias:
-            return y
-        axes = self.kernel_axes[-1:]
-        bias = self.param("bias", _named(nn.initializers.zeros, axes), (self.features,))
-        return y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    kernels, biases, states = zip(
+        *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
+    )
+    if input_scale is not None:
+        x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
+    ys = dots(
+        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, states=states, keys=keys,
+        backend=first.backend, preferred_element_type=first.preferred_element_type,
+    )  # fmt: skip
+    return tuple(
+        y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        for y, bias in zip(ys, biases, strict=True)
+    )
 
 
 class Einsum(nn.Module):

@@ -216,6 +216,12 @@ class Recipe:
         """Whether a key is needed."""
         return any(cast.rounding == "stochastic" for cast in self.casts)
 
+    @property
+    def same_x(self) -> bool:
+        """Whether products with one x quantise it alike: none of its casts draws."""
+        casts = (self.fwd_x, self.wgrad_x)
+        return all(cast is None or cast.rounding == "nearest" for cast in casts)
+
     def map(self, change: Callable[[str, Cast], Cast]) -> "Recipe":
         """The recipe with each cast replaced by change(its name, such as "dgrad_g", the cast)."""
         casts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -6,6 +6,7 @@ attention is nearly uniform and layers hardly matter, so that many a mistake wou
 
 import dataclasses
 import functools
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -15,6 +16,8 @@ import pytest
 from jax import lax
 
 from fp8jax import backends, step
+from fp8jax import model as models
+from fp8jax import nn as linears
 from fp8jax.attention import RowMax, reference
 from fp8jax.dot import KEY_ORDER
 from fp8jax.model import (
@@ -26,7 +29,7 @@ from fp8jax.model import (
     abstract_variables,
 )
 from fp8jax.model_config import MODULES, ModelConfig
-from fp8jax.nn import HISTORIES, Dense
+from fp8jax.nn import HISTORIES, Dense, together
 from fp8jax.policy import POLICIES, Policy, as_policy
 from fp8jax.recipe import RECIPES, Recipe, as_recipe
 from fp8jax.scaling import merge_history
@@ -371,18 +374,18 @@ def by_hand(params, histories, policies, batch, dtype):
     def loss(zeros):
         inputs: dict[str, list] = {path: [] for path in MODULES}
 
-        def record(next_fun, args, kwargs, context):
-            if not isinstance(context.module, Dense) or context.method_name != "__call__":
-                return next_fun(*args, **kwargs)
-            name = "/".join(context.module.path)
-            path = f"layers/{name}" if name else "lm_head"
-            layer = len(inputs[path])
-            inputs[path].append(args[0])
-            y = next_fun(*args, **kwargs)
-            return y + zeros[path][layer].astype(y.dtype)
+        def recorded(layers, x, *args):
+            found = []
+            for layer, y in zip(layers, together(layers, x, *args), strict=True):
+                name = "/".join(layer.path)
+                path = f"layers/{name}" if name else "lm_head"
+                found.append(y + zeros[path][len(inputs[path])].astype(y.dtype))
+                inputs[path].append(x)
+            return tuple(found)
 
         x = params["embedding"].astype(dtype)[batch["tokens"]]
-        with nn.intercept_methods(record):
+        both = [mock.patch.object(module, "together", recorded) for module in (linears, models)]
+        with both[0], both[1]:
             for i, policy in enumerate(policies):
                 pick = lambda leaf, i=i: leaf[i]  # noqa: E731
                 variables = {"params": jax.tree.map(pick, params["layers"])}
@@ -546,7 +549,9 @@ def feed_forward(config: ModelConfig, params, x, recipe: str = "bf16"):
     class Whole(nn.Module):
         @nn.compact
         def __call__(self, x):
-            linears = lambda *args: lambda x, s=None: dense(*args)(x, None, s)  # noqa: E731
+            def linears(x, *all, input_scale=None):
+                return tuple(dense(*each)(x, None, input_scale) for each in all)
+
             return FeedForward(config, linears, name="mlp")(x)
 
     def value(params, x):
