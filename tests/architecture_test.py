@@ -60,7 +60,7 @@ FLOORS = {
 }
 CORE = ("formats", "scaling", "recipe", "backends", "dot", "nn")
 
-MAX_CORE_LINES = 1800
+MAX_CORE_LINES = 1900
 MAX_LIBRARY_LINES = 10000
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

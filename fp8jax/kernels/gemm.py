@@ -16,13 +16,17 @@ One block of threads runs on each core and goes through output tiles of 64 * W r
 columns: W warpgroups that multiply 64 rows each, and one that only copies (TMA), `stages` blocks
 of K ahead, also across tiles. What is measured and decided:
 
-  * The loop over K is written out for all stages, so that addresses are constants and the compiler
-    moves the promotion of one block under the product of the next. With an address computed by
-    remainders, the products waited for address arithmetic: a third slower.
-  * The scale of b's block is read from memory one round ahead. Read where it is used, each block
-    of K waits for it: the latency of the cache is as long as the product.
-  * Two accumulators for alternate blocks, and warpgroups that take turns, gained nothing more.
-  * 128 x 128 a warpgroup does not fit 255 registers a thread: it spills, at a third of the speed.
+  * The loop over K is written out for all stages, so that addresses are constants. With slots
+    computed by remainders, products waited for address arithmetic: a tenth slower.
+  * Scales of b's blocks are read one round ahead. Read where they are used, each block of K waits
+    for the L2 cache.
+  * A block's promotion comes after the next product was issued and before its end is awaited; the
+    wait for the slot after that stands between the two, since ptxas moves arithmetic over a wait
+    for products, but not over a branch. 1,184 against 1,044 TFLOP/s.
+  * The promotion takes 64 registers more. Three warpgroups, or 160 columns, then spill: a fifth of
+    the speed. A weight gradient, with its scales by columns, has 96 columns for that reason.
+  * Warpgroups that take turns, clusters with multicast, wider tiles and fewer barriers gained
+    nothing (docs/log.md).
 
 Rows and columns beyond M and N, which are multiples of 8, are neither read nor written (TMA fills
 with zeros and clips); K is whole blocks.
@@ -246,7 +250,7 @@ def _copy(shape: _Shape, count, position, sources, smem, barriers) -> None:
         columns = pl.ds(n * shape.tuning.tile_n, shape.tuning.tile_n)
 
         def copy(c, s):
-            @pl.when((i > 0) | (c >= stages))
+            @pl.when(i * shape.blocks + c >= stages)  # before, slots are free
             def _():
                 plgpu.barrier_wait(empty.at[s])
 
