@@ -150,28 +150,25 @@ def cast_transpose(
     _check(x, fmt)
     direct = x.dtype == jnp.bfloat16
     (rows, columns), dtype = x.shape, fmt.dtype
-    out = [jax.ShapeDtypeStruct((columns // BLOCK, rows), jnp.int32)]
+    out = [jax.ShapeDtypeStruct((rows // BLOCK, columns // BLOCK), jnp.int32)]
     out += [jax.ShapeDtypeStruct((rows, columns), dtype)] * values
     out += [jax.ShapeDtypeStruct((columns, rows), dtype)] * transposed
 
     def tile(at_m, at_k, m, k, x_g, scale_g, amax_g, *codes_g):
-        smem: dict[str, Any] = dict(
-            x_s=_tile(x.dtype), amax_s=plgpu.SMEM((BLOCK,), jnp.int32), barrier=plgpu.Barrier()
-        )
+        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), barrier=plgpu.Barrier())
         smem |= {"q_s": _tile(dtype)} if values else {}
         smem |= {"t_s": _tile(dtype)} if transposed else {}
         smem |= {"half_s": _tile(jnp.float16)} if transposed and not direct else {}
 
         @scoped(**smem)
-        def _(x_s, amax_s, barrier, q_s=None, t_s=None, half_s=None):
+        def _(x_s, barrier, q_s=None, t_s=None, half_s=None):
             _load(x_g.at[at_m, at_k], x_s, barrier)
             reciprocal = 1.0 / scale_g[0]
             numbers = _rows(x_s)
             q = _codes(numbers, reciprocal, fmt)
             if half_s is not None:
                 half_s[...] = q.astype(jnp.float16)
-            amax = jnp.max(_magnitude(numbers), axis=1)
-            _store(amax_s, amax, (amax_s, amax_g.at[k, at_m]))
+            amax_g[m, k] = jnp.max(jnp.max(_magnitude(numbers), axis=1))
             if values:
                 _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
             if transposed:
