@@ -247,7 +247,7 @@ def dots(
     """
     recipe = as_recipe(recipe)
     out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    chosen = choose_backend(backend, recipe, whole=_is_whole(dimension_numbers))
+    chosen = choose_backend(backend, recipe, whole=_is_whole(lhs, rhs, dimension_numbers))
     context = _Context(recipe, chosen, lhs.dtype, out_dtype)
     for state, key in zip(states, keys, strict=True):
         given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
@@ -273,10 +273,11 @@ def dots(
     )
 
 
-def _is_whole(dimension_numbers) -> bool:
-    """Whether this is a product of two matrices on one device."""
+def _is_whole(lhs, rhs, dimension_numbers) -> bool:
+    """Whether these are products of two matrices, none of them empty, on one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not dimension_numbers[1][0] and (mesh.empty or mesh.size == 1)
+    some = all(operand.size for operand in (lhs, *rhs))
+    return some and not dimension_numbers[1][0] and (mesh.empty or mesh.size == 1)
 
 
 def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:

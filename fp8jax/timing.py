@@ -171,7 +171,7 @@ class Row:
     case: str
     name: str
     timing: Timing
-    work: float = math.nan
+    work: int | float = math.nan
     limit: float = math.nan
     baseline: float = math.nan
 

@@ -14,6 +14,7 @@ from fp8jax.timing import Entrants, Program
 
 DEVICE = "cuda"
 BLOCK = 128
+TORCHAO = ("tensorwise", "rowwise")  # its recipes
 
 
 def _torch() -> Any:
@@ -48,7 +49,7 @@ def _product(m: int, k: int, n: int, scales: str | None) -> Program:
         return _program(torch, lambda: a @ b)
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     del a, b
-    scale = lambda *shape: torch.rand(*shape, device=DEVICE) + 0.5  # noqa: E731
+    scale = lambda *shape: torch.rand(shape, device=DEVICE) + 0.5  # noqa: E731
     blocks = -(-k // BLOCK)
     # Scales of 128 elements lie with the rows of their operand last, those of blocks with K last.
     tiles, of_b = {
@@ -180,8 +181,8 @@ def _step(c: ModelConfig, batch: int, length: int, recipe: str | None) -> Progra
 def steps(c: ModelConfig, batch: int, length: int) -> Entrants:
     """Forward and backward of a model of RMSNorm, rotary positions and SwiGLU, without biases:
     bfloat16, and torchao's recipes."""
-    recipes = {"torch.compile bf16": None}
-    recipes |= {f"torchao {name}": name for name in ("tensorwise", "rowwise")}
+    recipes: dict[str, str | None] = {"torch.compile bf16": None}
+    recipes |= {f"torchao {name}": name for name in TORCHAO}
     return {
         name: functools.partial(_step, c, batch, length, recipe) for name, recipe in recipes.items()
     }

@@ -28,12 +28,13 @@ of K ahead, also across tiles. What is measured and decided:
   * Warpgroups that take turns, clusters with multicast, wider tiles and fewer barriers gained
     nothing (docs/log.md).
 
-Rows and columns beyond M and N, which are multiples of 8, are neither read nor written (TMA fills
-with zeros and clips); K is whole blocks.
+Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
+zeros and clips); K is whole blocks.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, scoped, swizzled
+from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, require, scoped, swizzled
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _ROWS = 64  # of a warpgroup's product
@@ -57,7 +58,7 @@ class TuningConfig:
 
     Attributes:
       warpgroups: that multiply; a tile has 64 rows for each.
-      tile_n: columns of a tile, a multiple of 32.
+      tile_n: columns of a tile, which meets at most two blocks of b.
       stages: blocks of K in shared memory at a time.
       band: tiles that neighbouring cores take along one axis before the next (L2 cache).
       along_n: whether bands lie along N instead of M.
@@ -74,8 +75,8 @@ class TuningConfig:
     copy_registers: int = 40
 
     def __post_init__(self):
-        if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
-            raise ValueError(f"tile_n is a multiple of 32 up to 256, got {self.tile_n}")
+        if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may meet three blocks of b
+            raise ValueError(f"tile_n is 32, 64, 96, 128, 160, 192 or 256, got {self.tile_n}")
         if not 1 <= self.warpgroups <= 3 or self.stages < 2 or min(self.band, self.rounds) < 1:
             raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more: {self}")
 
@@ -100,8 +101,8 @@ def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
         raise ValueError(f"sb has an entry for each row of b or for 128 of them, got {given}")
     if sa.dtype != jnp.float32 or sb.dtype != jnp.float32:
         raise ValueError(f"scales are float32, got {sa.dtype} and {sb.dtype}")
-    if a.shape[0] % 8 or rows % 8:
-        raise ValueError(f"tiles are copied in pieces of 8 rows: M and N are no multiples, {given}")
+    if a.shape[0] % 8 or rows % 64:
+        raise ValueError(f"M is a multiple of 8 and N of 64, got {given}")
     if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"results are bfloat16 or float32, got {out_dtype}")
 
@@ -127,6 +128,7 @@ def block_scaled_matmul(
       ValueError: operands that do not fit or that the kernel does not take, with what was given.
       NotImplementedError: another device or jax.
     """
+    require()
     _check(a, b, sa, sb, out_dtype)
     by_row = sb.shape[1] == b.shape[0]
     tuning = tuned(a.shape[0], a.shape[1], b.shape[0], by_row) if tuning is None else tuning
@@ -179,8 +181,8 @@ class _Shape:
 
     @property
     def out_columns(self) -> int:
-        """Columns stored at a time: 128 bytes, within a group."""
-        return min(128 // self.out_dtype.itemsize, self.group)
+        """Columns stored at a time: up to 128 bytes, within a group."""
+        return math.gcd(128 // self.out_dtype.itemsize, self.group)
 
 
 def _matmul(shape: _Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:

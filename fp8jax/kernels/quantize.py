@@ -64,7 +64,7 @@ def _check(x: Array, fmt: Format, rule: ScaleRule | None = None) -> None:
         raise ValueError(f"the kernel takes bfloat16 and float32, got {x.dtype}")
     if fmt.bits != 8 or not fmt.signed:
         raise ValueError(f"the kernel casts to e4m3 and e5m2, got {fmt.name}")
-    if rule is not None and not isinstance(rule, Fp32 | Pow2 | E8M0):
+    if not (rule in (None, E8M0()) or isinstance(rule, Fp32 | Pow2)):
         raise ValueError(f"the kernel has the scale rules fp32, pow2 and e8m0, got {rule}")
 
 
@@ -80,7 +80,7 @@ def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
 
 def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """(scale, NaN where the amax is not finite; reciprocal of the scale as the rule gave it)."""
-    if isinstance(rule, E8M0) and not rule.floor:
+    if isinstance(rule, E8M0):
         rule = Pow2()  # the same numbers, as float32
     scale, _ = rule(lax.bitcast_convert_type(bits, jnp.float32), fmt)
     return jnp.where(bits < _INF_BITS, scale, jnp.nan), 1.0 / scale

@@ -1,0 +1,48 @@
+"""The kernels of fp8jax/kernels/ without a GPU: Pallas' interpreter, or the compiler's first half.
+
+The interpreter runs warpgroups as threads and knows barriers and asynchronous copies: what is read
+before it was written is NaN, and a kernel that deadlocks on a GPU deadlocks here. The lowering to
+CUDA finds errors of shapes and register layouts, which the interpreter does not look at.
+"""
+
+import contextlib
+import faulthandler
+from unittest import mock
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fp8jax.kernels import gemm, mosaic
+
+TOO_OLD = mosaic.too_old()
+needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+
+PATIENCE = 90  # seconds; a call takes one or two
+
+
+@contextlib.contextmanager
+def allowed(cores: int):
+    """Kernels are traced on any device, for one of so many cores."""
+    with (
+        mock.patch.object(mosaic, "refuses", lambda device: None),
+        mock.patch.object(gemm, "num_cores", lambda: cores),
+    ):
+        yield
+
+
+def interpret(f, *args, cores: int = 1):
+    """f(*args) with its kernels in the interpreter."""
+    # A deadlock ends this process, which pytest-xdist reports as a failure of the test.
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    try:
+        with allowed(cores), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            return jax.block_until_ready(f(*args))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def lower(f, *args) -> str:
+    """f with such arguments (or shapes), lowered for an H200."""
+    with allowed(cores=132):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
