@@ -30,6 +30,7 @@ a leaf that is used twice are added by JAX; a maximum is what is right. Hence in
 leaf has flax's max-combining dtype (nn.max_combining); this file only gives back the dtype it got.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -55,12 +56,14 @@ KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What is static about a product: `dtype` is that of x and dx, `out_dtype` that of y."""
+    """What is static about products of one x: `dtype` is that of x and dx, `out_dtype` that of y;
+    `scopes` name each weight's module in the compiled program, "" for where it stands anyway."""
 
     recipe: Recipe
     backend: Backend
     dtype: jnp.dtype
     out_dtype: jnp.dtype
+    scopes: tuple[str, ...]
 
 
 class _Residuals(NamedTuple):
@@ -95,9 +98,10 @@ def _quantize(
     return operands | dict(zip(requests, coded, strict=True)), amax
 
 
-def _multiply(context: _Context, name: str, a: Operand, b: Operand, dtype) -> jax.Array:
-    """Product `name` of the recipe, under a scope that compiled programs keep (lowering.py)."""
-    with jax.named_scope(f"{context.recipe.name}.{name}"):
+def _multiply(context: _Context, name: str, scope: str, a: Operand, b: Operand, dtype) -> jax.Array:
+    """Product `name` of the recipe, under scopes that compiled programs keep (lowering.py)."""
+    module = jax.named_scope(scope) if scope else contextlib.nullcontext()
+    with module, jax.named_scope(f"{context.recipe.name}.{name}"):
         if isinstance(a, Coded) or isinstance(b, Coded):
             return context.backend.matmul(a, b, dtype)
         return product(a, b, dtype)
@@ -139,10 +143,10 @@ def _forward(context: _Context, x, ws, histories, keys, wanted: dict[str, int]):
     of_x = tuple({k: v for k, v in state.items() if k == "x"} for state in histories)
     qx, amax_x = _quantize(context, x, wanted, _of_all(of_x), keys[0])
     ys, recorded = [], []
-    for w, state, key in zip(ws, histories, keys, strict=True):
+    for w, state, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
         w = _compute(w, x.dtype, context.recipe.fwd_w)
         qw, amax_w = _quantize(context, w, {"fwd_w": -2}, state, key)
-        ys.append(_multiply(context, "fwd", qx["fwd_x"], qw["fwd_w"], context.out_dtype))
+        ys.append(_multiply(context, "fwd", scope, qx["fwd_x"], qw["fwd_w"], context.out_dtype))
         recorded.append(_record(state, "x", x, amax_x) | _record(state, "w", w, amax_w))
     return tuple(ys), qx, tuple(recorded)
 
@@ -155,21 +159,22 @@ def _dots_fwd(context: _Context, x, ws, states, keys):
 
 
 def _dots_bwd(context: _Context, kept: _Residuals, gs: tuple[jax.Array, ...]):
-    each = zip(kept.ws, kept.states, kept.recorded, kept.keys, gs, strict=True)
+    of_all = (context.scopes, kept.ws, kept.states, kept.recorded, kept.keys, gs)
+    each = zip(*of_all, strict=True)
     dxs, dws, states = zip(*(_one_bwd(context, kept.x, *one) for one in each), strict=True)
     # In the order in which JAX adds the cotangents of an array that several products read.
     return functools.reduce(jnp.add, dxs[::-1]), dws, states, None
 
 
-def _one_bwd(context: _Context, x: Operand, w, state: State, recorded: State, key, g):
+def _one_bwd(context: _Context, x: Operand, scope: str, w, state: State, recorded: State, key, g):
     """dx, dw and the new state of one product."""
     recipe, histories = context.recipe, _to_float32(state)
     g = g.astype(context.dtype)
     dgrad_w = _compute(w, g.dtype, recipe.dgrad_w)
     qw, _ = _quantize(context, dgrad_w, {"dgrad_w": -1}, histories, key)
     qg, amax = _quantize(context, g, {"dgrad_g": -1, "wgrad_g": -2}, histories, key)
-    dx = _multiply(context, "dgrad", qg["dgrad_g"], qw["dgrad_w"], g.dtype)
-    dw = _multiply(context, "wgrad", x, qg["wgrad_g"], w.dtype)
+    dx = _multiply(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], g.dtype)
+    dw = _multiply(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
     new = recorded | _record(histories, "g", g, amax)
     return dx, dw, {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
 
@@ -236,19 +241,22 @@ def dots(
     keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
     preferred_element_type=None,
+    scopes: Sequence[str] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """`dot_general` of one lhs with each rhs, as many results: lhs is quantised once for all.
 
     The same as each by itself where their histories of lhs are the same, which they are where they
     always had the same lhs; else its scale comes from the largest. A recipe that rounds lhs
-    stochastically takes the first key for it.
+    stochastically takes the first key for it. `scopes` are names for the products in the compiled
+    program, of the modules that the weights belong to.
 
     Raises as `dot_general` does.
     """
     recipe = as_recipe(recipe)
     out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=_is_whole(lhs, rhs, dimension_numbers))
-    context = _Context(recipe, chosen, lhs.dtype, out_dtype)
+    names = ("",) * len(rhs) if scopes is None else tuple(scopes)
+    context = _Context(recipe, chosen, lhs.dtype, out_dtype, names)
     for state, key in zip(states, keys, strict=True):
         given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
         if given != recipe.histories:

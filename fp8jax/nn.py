@@ -117,7 +117,7 @@ class Dense(nn.Module):
         """`key` is for recipes that round stochastically. Before both are quantised, x is divided
         by `input_scale`, powers of two, and the kernel's rows are multiplied: range moves from x to
         the kernel, of which a second one in float32 is kept for the backward."""
-        return together((self,), x, (key,), input_scale)[0]
+        return _together((self,), ("",), x, (key,), input_scale)[0]
 
 
 def together(
@@ -128,19 +128,25 @@ def together(
 ) -> tuple[Float[Array, "... N"], ...]:
     """What each of the layers makes of x, bit for bit. Where their recipes are the same and none
     rounds x stochastically, x is quantised once for all of them, and kept once."""
-    first = layers[0]
-    recipe = as_recipe(first.recipe)
-    alike = all(
-        as_recipe(layer.recipe) == recipe
-        and layer.backend == first.backend
-        and layer.preferred_element_type == first.preferred_element_type
-        for layer in layers
+    scopes = [str(layer.name) for layer in layers]
+    alike = all(_as_one(layer) == _as_one(layers[0]) for layer in layers)
+    if alike and as_recipe(layers[0].recipe).same_x:
+        return _together(layers, scopes, x, keys, input_scale)
+    return tuple(
+        _together((layer,), (scope,), x, (key,), input_scale)[0]
+        for layer, scope, key in zip(layers, scopes, keys, strict=True)
     )
-    if len(layers) > 1 and not (alike and recipe.same_x):
-        return tuple(
-            together((layer,), x, (key,), input_scale)[0]
-            for layer, key in zip(layers, keys, strict=True)
-        )
+
+
+def _as_one(layer: Dense) -> tuple[Any, ...]:
+    """What layers have in common that can be computed together."""
+    return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type
+
+
+def _together(
+    layers: Sequence[Dense], scopes: Sequence[str], x: Array, keys: Sequence[Any], input_scale
+) -> tuple[Array, ...]:
+    first = layers[0]
     kernels, biases, states = zip(
         *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
     )
@@ -148,8 +154,9 @@ def together(
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
     ys = dots(
-        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, states=states, keys=keys,
-        backend=first.backend, preferred_element_type=first.preferred_element_type,
+        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=states,
+        keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
+        scopes=scopes,
     )  # fmt: skip
     return tuple(
         y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -149,13 +149,22 @@ def test_what_should_be_fp8_and_is_passes():
 
 
 def test_the_emulated_backend_is_a_fall_back_and_says_so():
-    with pytest.raises(Fp8FallbackError) as error:
-        require_fp8(gemms_of("h200_block"))
-    said = str(error.value)
+    def said_of(recipe: str, backend: str | None) -> str:
+        text = stored("h200_block").replace("fp8_block.", f"{recipe}.")
+        gemms = find_gemms(text, POLICIES[recipe], backend=backend, device=H200)
+        with pytest.raises(Fp8FallbackError) as error:
+            require_fp8(gemms)
+        return str(error.value)
+
+    said = said_of("fp8_block", "emulated")
     assert said.startswith("42 GEMMs of a training step should be FP8 and are not")
     assert "layers/mlp/up fwd in f32 (2), layers/mlp/up dgrad in f32 (2)" in said
-    assert "backend: emulated; xla cannot: fwd has scales that change along the contraction" in said
+    assert said.endswith("backend: emulated")
     assert "lm_head" not in said
+    # None of the backends has MXFP8 on a Hopper.
+    said = said_of("mxfp8", None)
+    assert "backend: emulated; xla cannot: fwd has a scale for every 32 numbers" in said
+    assert "pallas cannot: fwd multiplies tiles of" in said
 
 
 def test_fp4_has_no_unit_on_a_hopper():

@@ -16,7 +16,6 @@ import pytest
 from jax import lax
 
 from fp8jax import backends, step
-from fp8jax import model as models
 from fp8jax import nn as linears
 from fp8jax.attention import RowMax, reference
 from fp8jax.dot import KEY_ORDER
@@ -29,7 +28,7 @@ from fp8jax.model import (
     abstract_variables,
 )
 from fp8jax.model_config import MODULES, ModelConfig
-from fp8jax.nn import HISTORIES, Dense, together
+from fp8jax.nn import HISTORIES, Dense
 from fp8jax.policy import POLICIES, Policy, as_policy
 from fp8jax.recipe import RECIPES, Recipe, as_recipe
 from fp8jax.scaling import merge_history
@@ -374,9 +373,9 @@ def by_hand(params, histories, policies, batch, dtype):
     def loss(zeros):
         inputs: dict[str, list] = {path: [] for path in MODULES}
 
-        def recorded(layers, x, *args):
+        def recorded(layers, scopes, x, *args):
             found = []
-            for layer, y in zip(layers, together(layers, x, *args), strict=True):
+            for layer, y in zip(layers, together(layers, scopes, x, *args), strict=True):
                 name = "/".join(layer.path)
                 path = f"layers/{name}" if name else "lm_head"
                 found.append(y + zeros[path][len(inputs[path])].astype(y.dtype))
@@ -384,8 +383,8 @@ def by_hand(params, histories, policies, batch, dtype):
             return tuple(found)
 
         x = params["embedding"].astype(dtype)[batch["tokens"]]
-        both = [mock.patch.object(module, "together", recorded) for module in (linears, models)]
-        with both[0], both[1]:
+        together = linears._together
+        with mock.patch.object(linears, "_together", recorded):
             for i, policy in enumerate(policies):
                 pick = lambda leaf, i=i: leaf[i]  # noqa: E731
                 variables = {"params": jax.tree.map(pick, params["layers"])}
