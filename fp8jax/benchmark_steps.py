@@ -73,8 +73,8 @@ def step_shape(name: str) -> tuple[ModelConfig, int, int]:
     return model, rows, length
 
 
-def _random_batch(config: ModelConfig, rows: int, length: int) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(2, rows, length))
+def _random_batch(dims: ModelConfig, rows: int, length: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(dims.vocab_size, size=(2, rows, length))
     return {
         "tokens": tokens[0].astype(np.int32), "targets": tokens[1].astype(np.int32),
         "segments": np.ones((rows, length), np.int32),
@@ -83,9 +83,9 @@ def _random_batch(config: ModelConfig, rows: int, length: int) -> dict[str, np.n
     }  # fmt: skip
 
 
-def _init_params(config: ModelConfig) -> Any:
+def _init_params(dims: ModelConfig) -> Any:
     ids, key = jnp.zeros((1, 1), jnp.int32), jax.random.key(0)
-    init = lambda: Transformer(config).init(key, ids, ids, ids, key)["params"]  # noqa: E731
+    init = lambda: Transformer(dims).init(key, ids, ids, ids, key)["params"]  # noqa: E731
     return linen.meta.unbox(jax.jit(init)())
 
 
@@ -118,14 +118,14 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 
 
 def step_floor(
-    config: ModelConfig, rows: int, length: int, attention: str, timed: Race, limits: Limits
+    dims: ModelConfig, rows: int, length: int, attention: str, timed: Race, limits: Limits
 ) -> dict[bool, float]:
     """quantised or not -> seconds of a step's matrix products and attention, and nothing else."""
-    shape = (rows, length, config.n_heads, config.n_kv_heads, config.head_dim)
+    shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim)
     core = timed({attention: attend(attention, *shape)})[attention].seconds
-    flops = flops_per_token(config, length) * rows * length
-    flops -= 6 * config.n_layers * rows * length * length * config.n_heads * config.head_dim
-    return {q: flops / limits.matrix(q) + config.n_layers * core for q in (False, True)}
+    flops = flops_per_token(dims, length) * rows * length
+    flops -= 6 * dims.n_layers * rows * length * length * dims.n_heads * dims.head_dim
+    return {q: flops / limits.matrix(q) + dims.n_layers * core for q in (False, True)}
 
 
 def _quantises(policy: str) -> bool:
@@ -148,20 +148,20 @@ def measure_step(
     figures: dict[str, float] = {}
     quantised = {policy for policy in policies if _quantises(policy)}
     quantised |= {f"torchao {recipe}" for recipe in torch_peers.TORCHAO}
-    for config, size, length, shape in [(*step_shape(shape), shape) for shape in shapes]:
-        floor = step_floor(config, size, length, attention, timed, limits)
-        params = _init_params(config)
-        batch = jax.tree.map(jnp.asarray, _random_batch(config, size, length))
+    for dims, size, length, shape in [(*step_shape(shape), shape) for shape in shapes]:
+        floor = step_floor(dims, size, length, attention, timed, limits)
+        params = _init_params(dims)
+        batch = jax.tree.map(jnp.asarray, _random_batch(dims, size, length))
         entrants: dict[str, Callable[[], Program]] = {}
         for policy in policies:
             name, backend = policy_and_backend(policy)
-            model = Transformer(config, name, backend, attention, remat, config.n_layers)
+            model = Transformer(dims, name, backend, attention, remat, dims.n_layers)
             entrants[policy] = _step(model, params, batch)
         if peers and remat == "none":
-            entrants |= torch_peers.steps(config, size, length)
+            entrants |= torch_peers.steps(dims, size, length)
         found = timed(entrants)
         del entrants, params
-        flops = flops_per_token(config, length) * size * length
+        flops = flops_per_token(dims, length) * size * length
         rows += [
             Row(case=shape, name=name, timing=timing, work=flops, limit=floor[name in quantised],
                 baseline=found["bf16"].seconds if "bf16" in found else math.nan)
