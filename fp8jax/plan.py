@@ -202,7 +202,7 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
     """
     sources = tuple(source.name for source in parse_sources(config.data))
     compiled, seconds = _compile(run, config, ["initialise", *training_programs(run)])
-    totals = {name: _program_bytes(program) for name, program in compiled.items()}
+    totals = {name: program_bytes(program) for name, program in compiled.items()}
     batch = abstract_batch(run, config.batch_size, config.seq_len)
     parts = [run.state.params, run.state.opt_state, run.state.histories, batch]
     weights, optimizer, histories, inputs = map(device_bytes, parts)
@@ -211,7 +211,7 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
     later, gemms = [], [_gemms(run, compiled["step"])]
     for begin, stage in run.later:
         programs, more = _compile(stage, config, training_programs(stage))
-        later.append((begin, stage.policy.name, max(map(_program_bytes, programs.values()))))
+        later.append((begin, stage.policy.name, max(map(program_bytes, programs.values()))))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more
     rest = total - (weights + optimizer + histories + inputs + weights)
@@ -259,7 +259,7 @@ def _memory_stat(run: Run, name: str) -> int | None:
     return None if not known else min(known) if name == "bytes_limit" else max(known)
 
 
-def _program_bytes(program: Any) -> int:
+def program_bytes(program: Any) -> int:
     """What XLA allocates on each device for one call of a compiled program, arguments included.
 
     Not `peak_memory_in_bytes`: XLA allocates all temporaries as one block, whose size exceeds what

@@ -378,7 +378,7 @@ def _interrupt(process) -> str:
     for _ in range(4):
         process.send_signal(signal.SIGINT)
         try:
-            return process.communicate(timeout=30)[1]
+            return process.communicate(timeout=10)[1]
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("it runs on after four interrupts")

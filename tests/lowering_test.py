@@ -442,6 +442,7 @@ def test_a_bare_module_is_found_by_its_name():
 @pytest.mark.parametrize("schedule", [(), ((0.5, "fp8_delayed"),)], ids=["first", "later"])
 def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_path, schedule):
     if runtime.device().fp8:
+        # Nothing falls back there; that FP8 holds on such a device is the test marked gpu, below.
         pytest.skip("this device has FP8 units")
     precision = "bf16" if schedule else "fp8_delayed"
     config = tiny(data, precision=precision, precision_schedule=schedule, require_fp8_gemms=True)

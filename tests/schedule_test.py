@@ -390,7 +390,7 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     made = plan.make_plan(run, config)
     ((begin, delayed),) = run.later
     programs, _ = plan._compile(delayed, config, ["seed_step", "step"])
-    size = max(map(plan._program_bytes, programs.values()))
+    size = max(map(plan.program_bytes, programs.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
     assert made.peak_bytes == max(size, made.total_bytes, made.initialise_bytes)
     assert made.backends == {"fp8_delayed": "emulated"}

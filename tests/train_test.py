@@ -125,7 +125,7 @@ def test_precisions_differ_and_all_learn(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8_delayed", "nvfp4_mixed"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "nvfp4_mixed"])
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
