@@ -31,7 +31,8 @@ from fp8jax.kernels import mosaic
 from fp8jax.kernels.block_scaled import scaled_matmul
 from fp8jax.kernels.gemm import block_scaled_matmul
 from fp8jax.kernels.mosaic import pad_to_blocks
-from fp8jax.kernels.quantize import cast_transpose, quantize_blocks, quantize_tiles
+from fp8jax.kernels.produce import Producer, cast_produced, tiles_produced
+from fp8jax.kernels.quantize import Codes, cast_transpose, quantize_blocks, quantize_tiles
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe
 from fp8jax.runtime import Device
@@ -152,15 +153,25 @@ def _quantize_fused(
     if cast.tile == TENSOR:
         fused, amax = _whole(x, padded, cast, requests[0].amax, axes)
     elif cast.tile == TILE128:
-        fused = _tiles(padded, cast, axes)
+        fused = _tiles(quantize_tiles(
+            padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes
+        ))  # fmt: skip
     else:
         fused = _blocks(padded, cast, axes)
+    return _as_requested(fused, requests, x.shape), amax
+
+
+def _as_requested(
+    fused: Fused, requests: tuple[Request, ...], shape: tuple[int, ...]
+) -> tuple[Coded, ...]:
+    """Of each request, from the codes of an array of such a shape."""
+    cast = requests[0].cast
     tile = cast.tile.per_axis(2, -1)
     coded = {
-        axis: Coded(Quantized(codes, scale, None, tile), cast, -1, x.shape[0 if axis == -1 else 1])
+        axis: Coded(Quantized(codes, scale, None, tile), cast, -1, shape[0 if axis == -1 else 1])
         for axis, (codes, scale) in fused.items()
     }
-    return tuple(coded[request.axis] for request in requests), amax
+    return tuple(coded[request.axis] for request in requests)
 
 
 def _whole(x, padded, cast: Cast, given, axes: set[int]) -> tuple[Fused, jax.Array]:
@@ -170,19 +181,59 @@ def _whole(x, padded, cast: Cast, given, axes: set[int]) -> tuple[Fused, jax.Arr
     plain, transposed, amax = cast_transpose(
         padded, scale, cast.format, values=-1 in axes, transposed=-2 in axes
     )
-    finite = jnp.isfinite(amax) & jnp.isfinite(source)
-    checked = jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
+    checked = _checked(scale, amax, source)
     found = {-1: plain, -2: transposed}
     return {axis: (codes, checked) for axis, codes in found.items() if codes is not None}, amax
 
 
-def _tiles(padded, cast: Cast, axes: set[int]) -> Fused:
+def _checked(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
+    """[1, 1]: the scale of a whole array, NaN where an amax is not finite."""
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, amaxes))
+    return jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
+
+
+def _tiles(both: tuple[Codes | None, Codes | None]) -> Fused:
     """1x128 along either axis."""
-    rows, columns = quantize_tiles(
-        padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes
+    found = zip((-1, -2), both, strict=True)
+    return {axis: (codes.values, codes.scale.T) for axis, codes in found if codes is not None}
+
+
+def fuses(factor: Recipe, product: Recipe) -> bool:
+    """Whether an operand x of `product`, made of results of `factor`, and the gradients of those
+    can be quantised as they are made: each by one cast, with a scale that is known before or
+    belongs to a tile."""
+    pairs = (product.fwd_x, product.wgrad_x), (factor.dgrad_g, factor.wgrad_g)
+    return all(
+        cast is not None and cast == other and (cast.timing == "delayed" or cast.tile == TILE128)
+        for cast, other in pairs
     )
-    found = {-1: rows, -2: columns}
-    return {axis: (codes.values, codes.scale.T) for axis, codes in found.items() if codes}
+
+
+def _produce_fused(
+    producer: Producer, sources: tuple[jax.Array, ...], each: tuple[tuple[Request, ...], ...]
+) -> tuple[tuple[tuple[Coded, ...], jax.Array | None], ...]:
+    """`_quantize_fused` of each result of the producer; all by one cast that `fuses`."""
+    cast = each[0][0].cast
+    columns = any(request.axis == -2 for request in each[0])
+    padded = tuple(map(pad_to_blocks, sources))
+    shape = sources[0].shape
+    if cast.tile == TILE128:
+        found = tiles_produced(producer, padded, cast.format, cast.scale, columns=columns)
+        return tuple(
+            (_as_requested(_tiles(both), requests, shape), None)
+            for both, requests in zip(found, each, strict=True)
+        )
+    given = [requests[0].amax.astype(jnp.float32) for requests in each]  # type: ignore[union-attr]
+    scales = [cast.scale(amax, cast.format)[0] for amax in given]
+    whole = cast_produced(producer, padded, jnp.stack(scales), cast.format, transposed=columns)
+    results = []
+    for (plain, transposed, amax), scale, source, requests in zip(
+        whole, scales, given, each, strict=True
+    ):
+        checked = _checked(scale, amax, source)
+        fused = {-1: (plain, checked)} | ({-2: (transposed, checked)} if columns else {})
+        results.append((_as_requested(fused, requests, shape), amax))
+    return tuple(results)
 
 
 def _blocks(padded, cast: Cast, axes: set[int]) -> Fused:
@@ -370,6 +421,8 @@ class Backend:
       matmul: (a, b, dtype) -> [..., M, N]; at least one operand is `Coded`.
       refuses: (recipe, device) -> why this backend cannot run it there, or None.
       partitions: whether XLA can cut its products over a mesh, and whether they take a batch axis.
+      produce: (producer, its sources, requests for each result) -> what `quantize` gives of each
+        result, without the results; None where a backend has no kernel for it.
       missing: () -> why this process cannot use it on any device, or None.
     """
 
@@ -378,6 +431,7 @@ class Backend:
     matmul: Callable[[Operand, Operand, jnp.dtype], jax.Array]
     refuses: Callable[[Recipe, Device], str | None]
     partitions: bool = True
+    produce: Callable[..., tuple[tuple[tuple[Coded, ...], jax.Array | None], ...]] | None = None
     missing: Callable[[], str | None] = lambda: None
 
 
@@ -392,6 +446,7 @@ BACKENDS: dict[str, Backend] = {
         matmul=_pallas,
         refuses=_pallas_refuses,
         partitions=False,
+        produce=_produce_fused,
         missing=mosaic.too_old,
     ),  # fmt: skip
 }

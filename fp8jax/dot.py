@@ -47,6 +47,9 @@ from fp8jax.recipe import Cast, Recipe, as_recipe
 from fp8jax.scaling import record_amax, tensor_amax
 
 State = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
+# The casts of an operand that two products read, and the axis that each contracts.
+OF_X = {"fwd_x": -1, "wgrad_x": -2}
+OF_G = {"dgrad_g": -1, "wgrad_g": -2}
 # Order of the casts' keys: fold_in(key, index). Part of what makes a run reproducible.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
 
@@ -55,7 +58,7 @@ KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Context:
+class Context:
     """What is static about products of one x: `dtype` is that of x and dx, `out_dtype` that of y;
     `scopes` name each weight's module in the compiled program, "" for where it stands anyway."""
 
@@ -74,14 +77,14 @@ class _Residuals(NamedTuple):
     keys: tuple[jax.Array | None, ...]
 
 
-def _quantize(
-    context: _Context, x: jax.Array, wanted: dict[str, int], histories: State, key
-) -> tuple[dict[str, Operand], jax.Array | None]:
-    """`x` as casts of the recipe have it, name -> the axis that is contracted, and its amax where
-    the backend found it on the way."""
+def requests_of(
+    recipe: Recipe, wanted: dict[str, int], histories: State, key
+) -> dict[str, Request]:
+    """What the recipe's casts of those names, name -> the axis that is contracted, ask for; none
+    for an operand that stays in high precision."""
     requests: dict[str, Request] = {}
     for name, axis in wanted.items():
-        cast: Cast | None = getattr(context.recipe, name)
+        cast: Cast | None = getattr(recipe, name)
         if cast is None:
             continue
         amax = cast_key = None
@@ -91,6 +94,14 @@ def _quantize(
         if cast.rounding == "stochastic":
             cast_key = jax.random.fold_in(key, KEY_ORDER.index(name))
         requests[name] = Request(cast, axis, amax, cast_key)
+    return requests
+
+
+def quantized(
+    context: Context, x: jax.Array, wanted: dict[str, int], histories: State, key
+) -> tuple[dict[str, Operand], jax.Array | None]:
+    """`x` as casts of the recipe have it, and its amax where the backend found it on the way."""
+    requests = requests_of(context.recipe, wanted, histories, key)
     operands: dict[str, Operand] = {name: Plain(x, axis) for name, axis in wanted.items()}
     if not requests:
         return operands, None
@@ -98,7 +109,7 @@ def _quantize(
     return operands | dict(zip(requests, coded, strict=True)), amax
 
 
-def _multiply(context: _Context, name: str, scope: str, a: Operand, b: Operand, dtype) -> jax.Array:
+def multiply(context: Context, name: str, scope: str, a: Operand, b: Operand, dtype) -> jax.Array:
     """Product `name` of the recipe, under scopes that compiled programs keep (lowering.py)."""
     module = jax.named_scope(scope) if scope else contextlib.nullcontext()
     with module, jax.named_scope(f"{context.recipe.name}.{name}"):
@@ -107,17 +118,17 @@ def _multiply(context: _Context, name: str, scope: str, a: Operand, b: Operand, 
         return product(a, b, dtype)
 
 
-def _record(histories: State, operand: str, x: jax.Array, amax: jax.Array | None) -> State:
+def record(histories: State, operand: str, x: jax.Array, amax: jax.Array | None) -> State:
     if operand not in histories:
         return {}
     return {operand: record_amax(histories[operand], tensor_amax(x) if amax is None else amax)}
 
 
-def _to_float32(state: State) -> State:
+def to_float32(state: State) -> State:
     return {k: lax.convert_element_type(v, jnp.float32) for k, v in state.items()}
 
 
-def _compute(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
+def as_computed(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
     """A weight that is not quantised is multiplied in the activations' dtype; one that is, is
     quantised from its master."""
     return w.astype(dtype) if cast is None else w
@@ -125,11 +136,11 @@ def _compute(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dots(
-    context: _Context, x: jax.Array, ws: tuple[jax.Array, ...], states: tuple[State, ...], keys
+    context: Context, x: jax.Array, ws: tuple[jax.Array, ...], states: tuple[State, ...], keys
 ) -> tuple[jax.Array, ...]:
     """[..., M, K] x [..., K, N] -> [..., M, N] for each w; x is quantised once for all."""
-    histories = tuple(map(_to_float32, states))
-    return _forward(context, x, ws, histories, keys, {"fwd_x": -1})[0]
+    histories = tuple(map(to_float32, states))
+    return forward(context, x, ws, histories, keys, {"fwd_x": -1})[0]
 
 
 def _of_all(histories: tuple[State, ...]) -> State:
@@ -138,44 +149,59 @@ def _of_all(histories: tuple[State, ...]) -> State:
     return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), *histories)
 
 
-def _forward(context: _Context, x, ws, histories, keys, wanted: dict[str, int]):
+def forward(context: Context, x, ws, histories, keys, wanted: dict[str, int]):
     """The products, the codes of x that are `wanted`, and the histories of x and each w."""
     of_x = tuple({k: v for k, v in state.items() if k == "x"} for state in histories)
-    qx, amax_x = _quantize(context, x, wanted, _of_all(of_x), keys[0])
+    qx, amax_x = quantized(context, x, wanted, _of_all(of_x), keys[0])
     ys, recorded = [], []
     for w, state, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
-        w = _compute(w, x.dtype, context.recipe.fwd_w)
-        qw, amax_w = _quantize(context, w, {"fwd_w": -2}, state, key)
-        ys.append(_multiply(context, "fwd", scope, qx["fwd_x"], qw["fwd_w"], context.out_dtype))
-        recorded.append(_record(state, "x", x, amax_x) | _record(state, "w", w, amax_w))
+        y, of_w = product_with(context, qx["fwd_x"], w, state, key, scope, x.dtype)
+        ys.append(y)
+        recorded.append(record(state, "x", x, amax_x) | of_w)
     return tuple(ys), qx, tuple(recorded)
 
 
-def _dots_fwd(context: _Context, x, ws, states, keys):
-    wanted = {"fwd_x": -1, "wgrad_x": -2}
-    histories = tuple(map(_to_float32, states))
-    ys, qx, recorded = _forward(context, x, ws, histories, keys, wanted)
+def product_with(context: Context, qx: Operand, w, histories: State, key, scope: str, dtype):
+    """One forward product, and the new history of w."""
+    w = as_computed(w, dtype, context.recipe.fwd_w)
+    qw, amax = quantized(context, w, {"fwd_w": -2}, histories, key)
+    y = multiply(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
+    return y, record(histories, "w", w, amax)
+
+
+def _dots_fwd(context: Context, x, ws, states, keys):
+    histories = tuple(map(to_float32, states))
+    ys, qx, recorded = forward(context, x, ws, histories, keys, OF_X)
     return ys, _Residuals(qx["wgrad_x"], ws, states, recorded, keys)
 
 
-def _dots_bwd(context: _Context, kept: _Residuals, gs: tuple[jax.Array, ...]):
+def _dots_bwd(context: Context, kept: _Residuals, gs: tuple[jax.Array, ...]):
     of_all = (context.scopes, kept.ws, kept.states, kept.recorded, kept.keys, gs)
     each = zip(*of_all, strict=True)
-    dxs, dws, states = zip(*(_one_bwd(context, kept.x, *one) for one in each), strict=True)
-    # In the order in which JAX adds the cotangents of an array that several products read.
-    return functools.reduce(jnp.add, dxs[::-1]), dws, states, None
+    dxs, dws, states = zip(*(backward(context, kept.x, *one) for one in each), strict=True)
+    return sum_of(dxs), dws, states, None
 
 
-def _one_bwd(context: _Context, x: Operand, scope: str, w, state: State, recorded: State, key, g):
-    """dx, dw and the new state of one product."""
-    recipe, histories = context.recipe, _to_float32(state)
-    g = g.astype(context.dtype)
-    dgrad_w = _compute(w, g.dtype, recipe.dgrad_w)
-    qw, _ = _quantize(context, dgrad_w, {"dgrad_w": -1}, histories, key)
-    qg, amax = _quantize(context, g, {"dgrad_g": -1, "wgrad_g": -2}, histories, key)
-    dx = _multiply(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], g.dtype)
-    dw = _multiply(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
-    new = recorded | _record(histories, "g", g, amax)
+def sum_of(cotangents: Sequence[jax.Array]) -> jax.Array:
+    """In the order in which JAX adds the cotangents of an array that several products read."""
+    return functools.reduce(jnp.add, cotangents[::-1])
+
+
+def backward(context: Context, x: Operand, scope: str, w, state: State, recorded: State, key, g):
+    """dx, dw and the new state of one product, from the gradient of its result."""
+    g, histories = g.astype(context.dtype), to_float32(state)
+    qg, amax = quantized(context, g, OF_G, histories, key)
+    of_g = record(histories, "g", g, amax)
+    return gradients(context, x, scope, w, state, recorded | of_g, key, qg)
+
+
+def gradients(context: Context, x: Operand, scope: str, w, state: State, new: State, key, qg):
+    """The same from the quantised gradient; `new` are the histories of all operands."""
+    recipe = context.recipe
+    dgrad_w = as_computed(w, context.dtype, recipe.dgrad_w)
+    qw, _ = quantized(context, dgrad_w, {"dgrad_w": -1}, to_float32(state), key)
+    dx = multiply(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+    dw = multiply(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
     return dx, dw, {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
 
 
@@ -252,20 +278,11 @@ def dots(
 
     Raises as `dot_general` does.
     """
-    recipe = as_recipe(recipe)
-    out_dtype = lhs.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    chosen = choose_backend(backend, recipe, whole=_is_whole(lhs, rhs, dimension_numbers))
-    names = ("",) * len(rhs) if scopes is None else tuple(scopes)
-    context = _Context(recipe, chosen, lhs.dtype, out_dtype, names)
-    for state, key in zip(states, keys, strict=True):
-        given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
-        if given != recipe.histories:
-            raise ValueError(
-                f"recipe {recipe.name!r} keeps amax histories {recipe.histories} (operand: length),"
-                f" got {given}"
-            )
-        if recipe.stochastic and key is None:
-            raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
+    context = context_of(
+        recipe, states, keys, lhs.dtype, backend=backend,
+        whole=_is_whole(lhs, rhs, dimension_numbers),
+        preferred_element_type=preferred_element_type, scopes=scopes,
+    )  # fmt: skip
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
     frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]
@@ -279,6 +296,27 @@ def dots(
         y.reshape(*rows, *(w.shape[a] for a in free))
         for y, w, free in zip(ys, rhs, frees, strict=True)
     )
+
+
+def context_of(
+    recipe: str | Recipe, states, keys, dtype, *, backend, whole: bool, preferred_element_type=None,
+    scopes=None,
+) -> Context:  # fmt: skip
+    """What products of one x have in common, checked."""
+    recipe = as_recipe(recipe)
+    out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    chosen = choose_backend(backend, recipe, whole=whole)
+    for state, key in zip(states, keys, strict=True):
+        given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
+        if given != recipe.histories:
+            raise ValueError(
+                f"recipe {recipe.name!r} keeps amax histories {recipe.histories} (operand: length),"
+                f" got {given}"
+            )
+        if recipe.stochastic and key is None:
+            raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
+    names = ("",) * len(states) if scopes is None else tuple(scopes)
+    return Context(recipe, chosen, dtype, out_dtype, names)
 
 
 def _is_whole(lhs, rhs, dimension_numbers) -> bool:

@@ -13,8 +13,9 @@ Which product is quantised how is decided by the policy, by module path (`MODULE
 model is made of is decided by its `ModelConfig` (model_config.py).
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -26,11 +27,12 @@ from jaxtyping import Array, Float, Int, Shaped
 from fp8jax.attention import Implementation, dot_product_attention
 from fp8jax.embedding import look_up
 from fp8jax.formats import power_of_two_below
+from fp8jax.gated import can_fuse, gated_mlp
 from fp8jax.model_config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.names import lookup
 from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining, together
 from fp8jax.policy import Policy, as_policy
-from fp8jax.recipe import HIGH_PRECISION
+from fp8jax.recipe import HIGH_PRECISION, as_recipe
 from fp8jax.rope import rotate
 from fp8jax.sharding import constrain
 
@@ -83,9 +85,61 @@ def _norm(config: ModelConfig, name: str) -> Callable[..., Any]:
     return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)  # type: ignore[call-arg]
 
 
+@dataclasses.dataclass(frozen=True)
+class Linears:
+    """The linears of one part of a layer, by their names; the caller's modules."""
+
+    config: ModelConfig
+    policy: Policy
+    backend: str | None
+    path: str  # of the part, such as "layers/mlp"
+    key: Any
+
+    def layer(self, name: str, features: int, axes: tuple[str, str]) -> Dense:
+        path = f"{self.path}/{name}"
+        # What is added to the residual stream starts smaller: its variance grows with every one of
+        # the 2 * n_layers additions (GPT-2).
+        shrink = math.sqrt(2 * self.config.n_layers) if name in ("o", "down") else 1.0
+        return Dense(
+            features, self.policy.recipe(path), self.backend, path in BIASES[self.config.biases],
+            kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
+        )  # fmt: skip
+
+    def keys(self, names: Iterable[str]) -> list[Any]:
+        return [_fold_in(self.key, MODULES.index(f"{self.path}/{name}")) for name in names]
+
+    def __call__(self, x, *linears, input_scale=None) -> tuple[Array, ...]:
+        """What each (name, features, axes of the kernel) makes of x."""
+        layers = [self.layer(*linear) for linear in linears]
+        return together(layers, x, self.keys(name for name, _, _ in linears), input_scale)
+
+    def fuses(self, x) -> bool:
+        """Whether gate, up and down run as one, the wide arrays made inside kernels (gated.py)."""
+        gate, up, down = paths = [f"{self.path}/{name}" for name in ("gate", "up", "down")]
+        recipes = self.policy.recipe(gate), self.policy.recipe(down)
+        plain = self.policy.recipe(up) == recipes[0] and not {*paths} & {
+            *BIASES[self.config.biases]
+        }
+        return plain and can_fuse(*recipes, self.backend, x.dtype)
+
+    def gated(self, x, *linears) -> Array:
+        """down(silu(gate(x)) * up(x)) of those three."""
+        layers = [self.layer(*linear) for linear in linears]
+        names = [name for name, _, _ in linears]
+        sizes = (x.shape[-1], x.shape[-1], layers[1].features)
+        kernels, _, states = zip(
+            *(layer.variables_for(size) for layer, size in zip(layers, sizes, strict=True)),
+            strict=True,
+        )
+        return gated_mlp(
+            x, kernels, recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
+            states=states, keys=self.keys(names), backend=self.backend, scopes=names,
+        )  # fmt: skip
+
+
 class Attention(nn.Module):
     config: ModelConfig
-    dense: Callable[..., tuple[Array, ...]]
+    linears: "Linears"
     implementation: str | Implementation | None
 
     @nn.compact
@@ -93,7 +147,7 @@ class Attention(nn.Module):
         c = self.config
         heads = lambda y, n: y.reshape(*y.shape[:2], n, c.head_dim)  # noqa: E731
         of_keys = (c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))
-        q, k, v = self.dense(
+        q, k, v = self.linears(
             x_BLD, ("q", c.n_heads * c.head_dim, ("embed", "heads")), ("k", *of_keys),
             ("v", *of_keys),
         )  # fmt: skip
@@ -108,28 +162,29 @@ class Attention(nn.Module):
             q_BLNH, k_BLKH, heads(v, c.n_kv_heads), segments_BL, implementation=self.implementation
         )
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        return self.dense(y, ("o", c.d_model, ("heads", "embed")))[0]
+        return self.linears(y, ("o", c.d_model, ("heads", "embed")))[0]
 
 
 class FeedForward(nn.Module):
     config: ModelConfig
-    dense: Callable[..., tuple[Array, ...]]
+    linears: "Linears"
 
     @nn.compact
     def __call__(self, x_BLD):
         mlp, features = MLPS[self.config.mlp], self.config.d_ff
+        gate, up = (("gate", features, ("embed", "mlp")), ("up", features, ("embed", "mlp")))
+        down = ("down", self.config.d_model, ("mlp", "embed"))
+        if mlp.fusible and not self.is_initializing() and self.linears.fuses(x_BLD):
+            return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
-            gate_BLF, up_BLF = self.dense(
-                x_BLD, ("gate", features, ("embed", "mlp")), ("up", features, ("embed", "mlp"))
-            )
+            gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
             hidden_BLF = mlp.activation(gate_BLF) * up_BLF
         else:
-            (up_BLF,) = self.dense(x_BLD, ("up", features, ("embed", "mlp")))
+            (up_BLF,) = self.linears(x_BLD, up)
             hidden_BLF = mlp.activation(up_BLF)
         hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
-        down = ("down", self.config.d_model, ("mlp", "embed"))
-        return self.dense(hidden_BLF, down, input_scale=scale_F)[0]
+        return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
 
 
 def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
@@ -157,31 +212,14 @@ class Block(nn.Module):
     ) -> Float[Array, "B L D"]:
         c = self.config
 
-        def dense(prefix: str) -> Callable[..., tuple[Array, ...]]:
-            """A function of x and any number of (name, features, axes of the kernel)."""
-
-            def layer(name: str, features: int, axes: tuple[str, str]) -> Dense:
-                path = f"layers/{prefix}/{name}"
-                # What is added to the residual stream starts smaller: its variance grows with
-                # every one of the 2 * n_layers additions (GPT-2).
-                shrink = math.sqrt(2 * c.n_layers) if name in ("o", "down") else 1.0
-                return Dense(
-                    features, self.policy.recipe(path), self.backend, path in BIASES[c.biases],
-                    kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
-                )  # fmt: skip
-
-            def apply(x, *linears, input_scale=None):
-                names = [f"layers/{prefix}/{name}" for name, _, _ in linears]
-                keys = [_fold_in(key, MODULES.index(name)) for name in names]
-                return together([layer(*linear) for linear in linears], x, keys, input_scale)
-
-            return apply
+        def linears(prefix: str) -> Linears:
+            return Linears(c, self.policy, self.backend, f"layers/{prefix}", key)
 
         y = _norm(c, "attention_norm")(x_BLD)
-        attention = Attention(c, dense("attention"), self.attention, name="attention")
+        attention = Attention(c, linears("attention"), self.attention, name="attention")
         y = attention(y, segments_BL, positions_BL)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
-        y = FeedForward(c, dense("mlp"), name="mlp")(_norm(c, "mlp_norm")(x_BLD))
+        y = FeedForward(c, linears("mlp"), name="mlp")(_norm(c, "mlp_norm")(x_BLD))
         return constrain(x_BLD + y, "batch", "length", "residual")
 
 

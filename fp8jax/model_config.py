@@ -53,6 +53,11 @@ class MLP:
         if self.smooth and not (self.gated and self.activation is jax.nn.silu):
             raise ValueError(f"smooth=True is for a gated MLP with SiLU, got {self}")
 
+    @property
+    def fusible(self) -> bool:
+        """Whether this is what gated.py computes."""
+        return self.gated and self.activation is jax.nn.silu and not self.smooth
+
 
 MLPS = {
     "swiglu": MLP(gated=True, activation=jax.nn.silu),

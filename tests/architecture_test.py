@@ -45,6 +45,7 @@ FLOORS = {
     "kernels": 2,
     "backends": 3,
     "dot": 4,
+    "gated": 5,
     "lowering": 4,
     "nn": 5,
     "model": 6,

@@ -107,6 +107,7 @@ def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
         raise ValueError(f"results are bfloat16 or float32, got {out_dtype}")
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tuning"))
 def block_scaled_matmul(
     a: Float[Array, "M K"],
     b: Float[Array, "N K"],

@@ -27,6 +27,7 @@ tile whose amax is not finite is NaN. Rows and columns are whole tiles; `mosaic.
 fills up others with zeros, which raise no amax.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,11 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
 
 
+def _amax(x: jax.Array) -> jax.Array:
+    """The bits of a tile's largest magnitude."""
+    return jnp.max(jnp.max(_magnitude(x), axis=1))
+
+
 def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
     """x * reciprocal in `fmt`, saturating; NaN stays."""
     return jnp.clip(x * reciprocal, -fmt.max, fmt.max).astype(fmt.dtype)
@@ -101,8 +107,8 @@ def _over_tiles(
     return list(launch(body, *operands, out=tuple(out), grid=grid, grid_names=("m", "k")))
 
 
-def _tile(dtype: Any) -> Any:
-    return plgpu.SMEM((BLOCK, BLOCK), dtype, transforms=swizzled(dtype, BLOCK))
+def _tile(dtype: Any, rows: int = BLOCK) -> Any:
+    return plgpu.SMEM((rows, BLOCK), dtype, transforms=swizzled(dtype, BLOCK))
 
 
 def _load(source: Any, target: Any, barrier: Any) -> None:
@@ -128,6 +134,7 @@ def _columns(source: Any) -> jax.Array:
     return _rows(source.transpose((1, 0)))
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "values", "transposed"))
 def cast_transpose(
     x: Float[Array, "M K"],
     scale: Float[Array, ""],
@@ -168,7 +175,7 @@ def cast_transpose(
             q = _codes(numbers, reciprocal, fmt)
             if half_s is not None:
                 half_s[...] = q.astype(jnp.float16)
-            amax_g[m, k] = jnp.max(jnp.max(_magnitude(numbers), axis=1))
+            amax_g[m, k] = _amax(numbers)
             if values:
                 _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
             if transposed:
@@ -187,6 +194,22 @@ def cast_transpose(
     )
 
 
+def _store_rows(
+    numbers: jax.Array,
+    rule: ScaleRule,
+    fmt: Format,
+    codes: tuple[Any, Any],
+    scales: tuple[Any, Any],
+) -> None:
+    """A tile with a scale for each of its rows, through (shared memory, memory) of each."""
+    bits = jnp.max(_magnitude(numbers), axis=1)
+    scale, reciprocal = _from_amax(bits, rule, fmt)
+    spread = lax.broadcast_in_dim(reciprocal, (BLOCK, BLOCK), (0,))
+    scales[0][...] = scale
+    _store(codes[0], _codes(numbers, spread, fmt), codes, scales)
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "rule", "rows", "columns"))
 def quantize_tiles(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, rows: bool = True, columns: bool = True
 ) -> tuple[Codes | None, Codes | None]:
@@ -226,22 +249,28 @@ def quantize_tiles(
             _load(x_g.at[at_m, at_k], x_s, barrier)
             if rows:
                 values_g, scale_g = codes_g[:2]
-                _tile_of_rows(_rows(x_s), q_s, s_s, values_g.at[at_m, at_k], scale_g.at[k, at_m])
+                _store_rows(
+                    _rows(x_s),
+                    rule,
+                    fmt,
+                    (q_s, values_g.at[at_m, at_k]),
+                    (s_s, scale_g.at[k, at_m]),
+                )
             if columns:
                 values_g, scale_g = codes_g[-2:]
-                _tile_of_rows(_columns(x_s), t_s, u_s, values_g.at[at_k, at_m], scale_g.at[m, at_k])
-
-    def _tile_of_rows(numbers, q_s, s_s, values_g, scale_g):
-        bits = jnp.max(_magnitude(numbers), axis=1)
-        scale, reciprocal = _from_amax(bits, rule, fmt)
-        spread = lax.broadcast_in_dim(reciprocal, (BLOCK, BLOCK), (0,))
-        s_s[...] = scale
-        _store(q_s, _codes(numbers, spread, fmt), (q_s, values_g), (s_s, scale_g))
+                _store_rows(
+                    _columns(x_s),
+                    rule,
+                    fmt,
+                    (t_s, values_g.at[at_k, at_m]),
+                    (u_s, scale_g.at[m, at_k]),
+                )
 
     found = _over_tiles(size, (x,), out, tile)
     return Codes(*found[:2]) if rows else None, Codes(*found[-2:]) if columns else None
 
 
+@functools.partial(jax.jit, static_argnames=("fmt", "rule", "transposed"))
 def quantize_blocks(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, transposed: bool
 ) -> Codes:
@@ -270,7 +299,7 @@ def quantize_blocks(
         def _(x_s, q_s, barrier, half_s=None):
             _load(x_g.at[at_m, at_k], x_s, barrier)
             numbers = _rows(x_s)
-            bits = jnp.max(jnp.max(_magnitude(numbers), axis=1))
+            bits = _amax(numbers)
             scale, reciprocal = _from_amax(bits, rule, fmt)
             scale_g[m, k] = scale
             q = _codes(numbers, reciprocal, fmt)

@@ -1,0 +1,157 @@
+"""Producers inside quantisers: the same codes as of the results, had they been stored."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.formats import FORMATS
+from fp8jax.kernels.produce import SWIGLU, SWIGLU_GRAD, cast_produced, tiles_produced
+from fp8jax.kernels.quantize import cast_transpose, quantize_tiles
+from fp8jax.scaling import Pow2
+from tests.kernels import interpret, lower, needs_pallas
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+PRODUCERS = pytest.mark.parametrize("producer", [SWIGLU, SWIGLU_GRAD], ids=lambda p: p.name)
+SCALES = jnp.float32([2.0**-5, 2.0**-7])
+
+
+def sources(producer, shape=(128, 256), seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=shape) * 3, BF16) for _ in range(producer.sources))
+
+
+def results(producer, arrays):
+    """As they would have been stored, in bfloat16."""
+    return [r.astype(BF16) for r in producer.compute(*(a.astype(F32) for a in arrays))]
+
+
+def equal(got, expected):
+    """Bit for bit, arrays or None."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_swiglu_and_its_gradient_are_those_of_jax():
+    """In float32 both are off by a few units of 2^-24; sums of three products by 2^-20 of their
+    largest term, which is below 2^8 here."""
+    dh, gate, up = (x.astype(F32) for x in sources(SWIGLU_GRAD))
+    h, vjp = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+    np.testing.assert_allclose(SWIGLU.compute(gate, up)[0], h, rtol=2**-20, atol=2**-20)
+    for ours, jaxs in zip(SWIGLU_GRAD.compute(dh, gate, up), vjp(dh), strict=True):
+        np.testing.assert_allclose(ours, jaxs, rtol=2**-20, atol=2**-12)
+
+
+def test_far_from_zero_nothing_overflows():
+    """exp(-x) is infinite for x below -88: the sigmoid is then 0, and no derivative is NaN."""
+    gate = jnp.float32([[-3e38, -1e4, -100.0, 100.0, 3e38]])
+    one = jnp.ones_like(gate)
+    np.testing.assert_array_equal(SWIGLU.compute(gate, one)[0], jnp.maximum(gate, 0))
+    d_gate, d_up = SWIGLU_GRAD.compute(one, gate, one)
+    np.testing.assert_array_equal(d_gate, (gate > 0).astype(F32))
+    np.testing.assert_array_equal(d_up, jnp.maximum(gate, 0))
+
+
+@needs_pallas
+@PRODUCERS
+@pytest.mark.parametrize("transposed", [False, True])
+def test_casts(producer, transposed):
+    arrays, scales = sources(producer), SCALES[: producer.results]
+    f = functools.partial(cast_produced, producer, fmt=E5M2, transposed=transposed)
+    got = interpret(f, arrays, scales)
+    for one, x, scale in zip(got, results(producer, arrays), scales, strict=True):
+        cast = functools.partial(cast_transpose, fmt=E5M2, transposed=transposed)
+        equal(one, interpret(cast, x, scale))
+
+
+@needs_pallas
+@PRODUCERS
+@pytest.mark.parametrize("columns", [False, True])
+def test_tiles(producer, columns):
+    arrays = sources(producer, (256, 128))
+    f = functools.partial(tiles_produced, producer, fmt=E4M3, rule=Pow2(), columns=columns)
+    for one, x in zip(interpret(f, arrays), results(producer, arrays), strict=True):
+        tiles = functools.partial(quantize_tiles, fmt=E4M3, rule=Pow2(), columns=columns)
+        equal(one, interpret(tiles, x))
+
+
+@needs_pallas
+@PRODUCERS
+def test_nan_comes_out_where_it_went_in(producer):
+    """Of every source: in the results' places, and in the amax. An infinite gate gives NaN, too:
+    infinity times 0."""
+    for i in range(producer.sources):
+        arrays = [*sources(producer)]
+        arrays[i] = arrays[i].at[3, 200].set(jnp.nan)
+        got = interpret(
+            functools.partial(cast_produced, producer, fmt=E4M3),
+            tuple(arrays), SCALES[: producer.results],
+        )  # fmt: skip
+        for (codes, transposed, amax), x in zip(got, results(producer, arrays), strict=True):
+            nan = np.isnan(np.asarray(x, np.float32))
+            np.testing.assert_array_equal(np.isnan(np.asarray(codes, np.float32)), nan)
+            np.testing.assert_array_equal(np.isnan(np.asarray(transposed, np.float32)), nan.T)
+            assert bool(jnp.isnan(amax)) == bool(nan.any())
+
+
+@needs_pallas
+@PRODUCERS
+def test_lowers_for_hopper(producer):
+    arrays = tuple(jax.ShapeDtypeStruct((512, 768), BF16) for _ in range(producer.sources))
+    scales = jax.ShapeDtypeStruct((producer.results,), F32)
+    for fmt in (E4M3, E5M2):
+        assert "mosaic" in lower(
+            functools.partial(cast_produced, producer, fmt=fmt), arrays, scales
+        )
+        tiles = functools.partial(tiles_produced, producer, fmt=fmt, rule=Pow2())
+        assert "mosaic" in lower(tiles, arrays)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([(128, 128)], "swiglu takes 2 arrays of a shape"),
+        ([(128, 128), (128, 256)], "swiglu takes 2 arrays of a shape"),
+        ([(128, 100)] * 2, r"whole tiles of 128 x 128, got shape \(128, 100\)"),
+    ],
+)
+def test_refuses_other_shapes(arrays, message):
+    given = tuple(jnp.zeros(shape, BF16) for shape in arrays)
+    with pytest.raises(ValueError, match=message):
+        cast_produced(SWIGLU, given, SCALES[:1], E4M3)
+
+
+def test_refuses_other_dtypes_and_scales():
+    given = tuple(jnp.zeros((128, 128), F32) for _ in range(2))
+    with pytest.raises(ValueError, match="takes bfloat16"):
+        tiles_produced(SWIGLU, given, E4M3, Pow2())
+    given = tuple(x.astype(BF16) for x in given)
+    with pytest.raises(ValueError, match="has 1 results"):
+        cast_produced(SWIGLU, given, SCALES, E4M3)
+
+
+# On the device ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@PRODUCERS
+def test_produced_on_the_gpu(producer):
+    """Against the plain function and the quantiser of what it stored. The GPU's exponential and
+    reciprocal are off by 2^-22, so that one result in 2^13 or so rounds to the next bfloat16, and
+    fewer codes to the next code; the amaxes lie within a unit of bfloat16."""
+    arrays, scales = sources(producer, (1024, 640)), SCALES[: producer.results]
+    got = jax.jit(functools.partial(cast_produced, producer, fmt=E4M3))(arrays, scales)
+    for (codes, transposed, amax), x, scale in zip(
+        got, results(producer, arrays), scales, strict=True
+    ):
+        expected, _, of_all = jax.jit(functools.partial(cast_transpose, fmt=E4M3))(x, scale)
+        np.testing.assert_array_equal(
+            np.asarray(codes.T).view(np.uint8), np.asarray(transposed).view(np.uint8)
+        )
+        apart = np.asarray(codes.T).view(np.uint8) != np.asarray(expected.T).view(np.uint8)
+        assert apart.mean() < 1e-3
+        np.testing.assert_allclose(amax, of_all, rtol=2**-7)
