@@ -21,6 +21,7 @@ during the loop:
 The tiles, the copying warpgroup and the stores are those of gemm.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -122,22 +123,26 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
 
             def tile(i, slot):
                 m, n = position(i)
+                rows, columns = _scales(shape, sa_g, sb_g, m, n, warpgroup)
 
                 def product(accumulator):
                     end = _add_blocks(shape, accumulator, a_s.at[:, mine], b_s, slot, full, empty)
-                    factors = _scales(shape, sa_g, sb_g, m, n, warpgroup)
+                    of_rows, of_columns = rows(), columns(0)
                     sums = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
                     plgpu.barrier_arrive(empty.at[_previous(end, t.stages)])
-                    return sums, factors, end
+                    return sums, of_rows, of_columns, end
 
                 accumulator = plgpu.ACC((ROWS, t.tile_n), jnp.float32)
-                sums, (of_rows, of_columns), slot = pl.run_scoped(product, accumulator)
-                width = shape.out_columns
+                sums, of_rows, first, slot = pl.run_scoped(product, accumulator)
+                ahead = [first]
 
                 def piece(at):
-                    wide = (ROWS, width)
-                    part = sums[:, at : at + width] * lax.broadcast_in_dim(of_rows, wide, (0,))
-                    return part * lax.broadcast_in_dim(of_columns[at // width], wide, (1,))
+                    part = sums[:, at : at + shape.out_columns]
+                    of_columns = ahead.pop()
+                    if at + shape.out_columns < t.tile_n:
+                        ahead.append(columns(at + shape.out_columns))
+                    part = part * lax.broadcast_in_dim(of_rows, part.shape, (0,))
+                    return part * lax.broadcast_in_dim(of_columns, part.shape, (1,))
 
                 write(shape, piece, y_s.at[warpgroup], result_of(shape, y_g, m, n, warpgroup))
                 return slot
@@ -175,13 +180,17 @@ def _add_blocks(shape: Shape, accumulator, a_s, b_s, slot, full, empty):
     return lax.fori_loop(0, shape.blocks // unroll, some, slot)
 
 
-def _scales(shape: Shape, sa_g, sb_g, m, n, warpgroup):
-    """(those of a warpgroup's rows of tile (m, n), those of its columns, for each piece)."""
-    layout, width, tile_n = plgpu.Layout.WGMMA, shape.out_columns, shape.tuning.tile_n
-    rows = pl.ds(m * shape.tile_m + warpgroup * ROWS, ROWS)
-    of_rows = load(sa_g.at[rows], layout.reduce(1), optimized=False)
-    of_columns = tuple(
-        load(sb_g.at[pl.ds(n * tile_n + at, width)], layout.reduce(0), optimized=False)
-        for at in range(0, tile_n, width)
-    )
-    return of_rows, of_columns
+def _scales(shape: Shape, sa_g, sb_g, m, n, warpgroup) -> tuple[Callable, Callable]:
+    """Loads for a warpgroup's part of tile (m, n): those of its rows, and those of the
+    out_columns columns from the given one on."""
+    layout = plgpu.Layout.WGMMA
+
+    def rows():
+        begin = m * shape.tile_m + warpgroup * ROWS
+        return load(sa_g.at[pl.ds(begin, ROWS)], layout.reduce(1), optimized=False)
+
+    def columns(at):
+        those = pl.ds(n * shape.tuning.tile_n + at, shape.out_columns)
+        return load(sb_g.at[those], layout.reduce(0), optimized=False)
+
+    return rows, columns
