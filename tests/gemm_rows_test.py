@@ -152,6 +152,8 @@ def zeros(**changed) -> tuple[jax.Array, ...]:
             r"K whole blocks of 128, got a float8_e4m3fn\(128, 0\)",
         ),
         (dict(b=jnp.zeros((2, 192, 256), E4M3)), r"b float8_e4m3fn\(2, 192, 256\)"),
+        (dict(a=jnp.zeros((0, 256), E4M3), sa=jnp.ones(0)), r"got a float8_e4m3fn\(0, 256\)"),
+        (dict(b=jnp.zeros((0, 256), E4M3), sb=jnp.ones(0)), r"b float8_e4m3fn\(0, 256\)"),
         (dict(a=jnp.zeros((128, 256), BF16)), r"float8_e5m2 codes, got a bfloat16\(128, 256\)"),
         (dict(b=jnp.zeros((192, 256), jnp.int8)), r"codes, .*b int8\(192, 256\)"),
         (

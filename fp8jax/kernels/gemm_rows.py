@@ -51,7 +51,8 @@ _BUFFERS = 2  # of each warpgroup's result: one is filled while the other is sto
 def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
     """Raises ValueError for operands that do not fit together or that the kernel does not take."""
     given = f"a {a.dtype}{a.shape}, b {b.dtype}{b.shape}, sa {sa.shape}, sb {sb.shape}"
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK or not a.size:
+    matrices = a.ndim == b.ndim == 2 and a.size and b.size
+    if not matrices or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK:
         raise ValueError(f"expected a [M, K] and b [N, K] with K whole blocks of 128, got {given}")
     if a.dtype not in CODES or b.dtype not in CODES:
         raise ValueError(f"the kernel multiplies float8_e4m3fn and float8_e5m2 codes, got {given}")
