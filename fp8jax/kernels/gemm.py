@@ -29,7 +29,7 @@ of K ahead, also across tiles. What is measured and decided:
     nothing (docs/log.md).
 
 Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
-zeros and clips); K is whole blocks.
+zeros and clips); K is whole blocks. The product of gemm_rows.py goes through its tiles alike.
 """
 
 import dataclasses
@@ -201,7 +201,9 @@ def result_memory(shape: Shape, buffers: int) -> Any:
     )
 
 
-def over_tiles(shape: Shape, empty, fetch: Callable[..., None], multiply: Callable[..., None]):
+def over_tiles(
+    shape: Shape, empty, fetch: Callable[..., None], multiply: Callable[..., None]
+) -> None:
     """This core's tiles: one warpgroup copies, the others multiply.
 
     `fetch(c, slot, rows, columns)` begins the copies of block c of K to a slot that is free;

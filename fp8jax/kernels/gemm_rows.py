@@ -15,8 +15,9 @@ during the loop:
     thread). Wide tiles matter: each block of K reads (64 W + tile_n) * 128 bytes for
     64 W * tile_n * 128 products.
   * The product of block c + 1 is issued before that of block c is awaited. So the slot of a block
-    is given back one block late, and the unit never waits for a barrier.
-  * Scales are read while the last products of a tile run.
+    is given back one block late, and the unit has work while a warpgroup waits for the next.
+  * Scales are read while the last product of a tile runs: those of rows and of the first columns
+    stored, the others each one store ahead. All columns' at once do not fit the registers.
 
 The tiles, the copying warpgroup and the stores are those of gemm.py.
 """
