@@ -9,7 +9,7 @@ each a `Request`: a cast, and the axis that will be contracted. `matmul` multipl
                MXFP8 and NVFP4 codes with their scales into `jax.nn.scaled_matmul`
     pallas     Hopper: the kernels of kernels/ quantise for both products of an operand in one pass,
                codes with the contracted axis last. Scales of the whole tensor are multiplied as in
-               `xla`, scales of 128 elements inside kernels/gemm.py
+               `xla`, those of rows and of 128 elements inside kernels/gemm_rows.py and gemm.py
 
 The spelling that suggests itself, dequantise and then multiply, was rejected for `xla`: where XLA
 does not recognise the pattern it runs a BF16 GEMM, and on a GPU even drops the rounding, without a
@@ -30,15 +30,23 @@ from fp8jax import runtime
 from fp8jax.kernels import mosaic
 from fp8jax.kernels.block_scaled import scaled_matmul
 from fp8jax.kernels.gemm import block_scaled_matmul
+from fp8jax.kernels.gemm_rows import row_scaled_matmul
 from fp8jax.kernels.mosaic import pad_to_blocks
 from fp8jax.kernels.produce import Producer, cast_produced, tiles_produced
-from fp8jax.kernels.quantize import Codes, cast_transpose, quantize_blocks, quantize_tiles
+from fp8jax.kernels.quantize import (
+    Codes,
+    cast_rows_columns,
+    cast_transpose,
+    quantize_blocks,
+    quantize_tiles,
+)
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe
 from fp8jax.runtime import Device
 from fp8jax.scaling import (
     BLOCK128,
     E8M0,
+    ROW,
     TENSOR,
     TILE128,
     Fp32,
@@ -49,6 +57,7 @@ from fp8jax.scaling import (
     hadamard,
     quantize,
     tensor_amax,
+    tile_amax,
 )
 
 
@@ -152,6 +161,8 @@ def _quantize_fused(
     padded, amax = pad_to_blocks(x), None
     if cast.tile == TENSOR:
         fused, amax = _whole(x, padded, cast, requests[0].amax, axes)
+    elif cast.tile == ROW:
+        fused = _vectors(padded, cast, axes)
     elif cast.tile == TILE128:
         fused = _tiles(quantize_tiles(
             padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes
@@ -190,6 +201,20 @@ def _checked(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     """[1, 1]: the scale of a whole array, NaN where an amax is not finite."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, amaxes))
     return jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
+
+
+def _vectors(padded, cast: Cast, axes: set[int]) -> Fused:
+    """One scale a row along either axis; that of rows which were filled up is 1."""
+    amax = {axis: tile_amax(padded, cast.tile.per_axis(2, axis)).reshape(-1) for axis in axes}
+    scale = {axis: cast.scale(a, cast.format)[0].astype(jnp.float32) for axis, a in amax.items()}
+    rows, columns = cast_rows_columns(padded, scale.get(-1), scale.get(-2), cast.format)
+    checked = {axis: jnp.where(jnp.isfinite(amax[axis]), scale[axis], jnp.nan) for axis in axes}
+    found = {-1: rows, -2: columns}
+    return {
+        axis: (codes, checked[axis].reshape(-1, 1))
+        for axis, codes in found.items()
+        if codes is not None
+    }
 
 
 def _tiles(both: tuple[Codes | None, Codes | None]) -> Fused:
@@ -312,12 +337,15 @@ def _xla(a: Operand, b: Operand, dtype) -> jax.Array:
 
 
 def _pallas(a: Operand, b: Operand, dtype) -> jax.Array:
-    """As `_xla` where scales are of whole tensors, else by kernels/gemm.py."""
+    """As `_xla` where scales are of whole tensors, else by kernels/gemm_rows.py and gemm.py."""
     assert isinstance(a, Coded) and isinstance(b, Coded)
+    if a.cast.tile == b.cast.tile == TENSOR:
+        return _xla(a, b, dtype)[: _rows(a), : _rows(b)]
+    (left, sa), (right, sb) = _contracted_last(a), _contracted_last(b)
     if a.cast.separable and b.cast.separable:
-        y = _xla(a, b, dtype)
+        sa, sb = (jnp.broadcast_to(s[0], v.shape[:1]) for s, v in ((sa, left), (sb, right)))
+        y = row_scaled_matmul(left, right, sa, sb, dtype)
     else:
-        (left, sa), (right, sb) = _contracted_last(a), _contracted_last(b)
         y = block_scaled_matmul(left, right, sa, sb, dtype)
     return y[: _rows(a), : _rows(b)]
 
@@ -329,7 +357,7 @@ def _rows(operand: Coded) -> int:
 
 
 def _contracted_last(operand: Coded) -> tuple[jax.Array, jax.Array]:
-    """Codes [rows, K] and scales [K / 128, rows or blocks of them], in whole blocks."""
+    """Codes [rows, K] and scales [K / 128 or 1, rows or blocks of them or 1], in whole blocks."""
     values, scale = operand.q.values, operand.q.float_scale()
     if operand.axis == -2:
         values = values.T
@@ -397,7 +425,7 @@ def _pallas_refuses(recipe: Recipe, device: Device) -> str | None:
             return f"{name} has an operand in {[c.format.name for c in casts]}: no such kernel"
         if any(c.rounding != "nearest" or c.hadamard > 1 for c in casts):
             return f"{name} rounds stochastically or rotates an operand: no such kernel"
-        if (lhs.tile, rhs.tile) == (TENSOR, TENSOR):
+        if {lhs.tile, rhs.tile} <= {TENSOR, ROW}:
             if lhs.format.name == rhs.format.name == "e5m2":
                 return f"{name} multiplies e5m2 by e5m2: no GPU does"
             continue

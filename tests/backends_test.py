@@ -16,13 +16,13 @@ from fp8jax.backends import choose_backend
 from fp8jax.dot import dot_general, init_state
 from fp8jax.recipe import RECIPES
 from tests import reference
-from tests.dot_test import CONTRACTED, KERNELS, MATMUL
+from tests.dot_test import CONTRACTED, KERNELS, MATMUL, variant
 from tests.kernels import TOO_OLD, allowed, interpret, needs_pallas
 
 H200 = runtime.Device("gpu", "NVIDIA H200", (9, 0))
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 NAMES = sorted(KERNELS)
-OTHERS = ("current", "amax", "cscale", "block_ue8m0")
+OTHERS = ("current", "amax", "cscale", "rowwise_wgrad_bf16", "block_ue8m0")
 
 
 def operands(m: int, k: int, n: int, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
@@ -94,23 +94,33 @@ def check(recipe, given: dict[str, jax.Array], got, expected):
         ("fp8_block", (200, 136, 72), jnp.bfloat16),
         *((name, (72, 136, 40), jnp.bfloat16) for name in NAMES if name[4:] in OTHERS),
         ("fp8_block", (40, 72, 24), jnp.float32),  # tiles of float32 are left to XLA
+        ("fp8_rowwise", (200, 136, 72), jnp.bfloat16),
+        ("fp8_rowwise", (40, 72, 24), jnp.float32),
+        ("fp8_rowwise:gradients=e5m2,scale=e8m0", (72, 136, 40), jnp.bfloat16),
         ("fp8_delayed", (1, 128, 1), jnp.float32),
+        ("fp8_rowwise", (1, 128, 1), jnp.bfloat16),
         ("fp8_block_ue8m0", (1, 128, 1), jnp.bfloat16),
     ],
 )
 def test_products_gradients_and_histories_are_those_of_emulated(name, shape, dtype):
-    recipe, given = RECIPES[name], operands(*shape, dtype)
+    recipe, given = variant(name), operands(*shape, dtype)
     check(recipe, given, *both(recipe, given))
 
 
 @needs_pallas
 def test_a_non_finite_operand_poisons_what_it_is_part_of():
-    """A row of x in blocks; all of it where the tensor has one scale, whose history stays."""
+    """A row of x in blocks and rows; all of it where the tensor has one scale, whose history
+    stays."""
     given = operands(128, 128, 128)
     given["x"] = given["x"].at[3, 4].set(jnp.inf)
-    forward = jax.jit(lambda x, w: dot_general(x, w, MATMUL, recipe="fp8_block", backend="pallas"))
-    y = interpret(forward, given["x"], given["w"])
-    np.testing.assert_array_equal(np.isnan(y).all(axis=1), np.arange(128) == 3)
+    for name in ("fp8_block", "fp8_rowwise"):
+        y = interpret(
+            lambda x, w, n=name: dot_general(x, w, MATMUL, recipe=n, backend="pallas"),
+            given["x"],
+            given["w"],
+        )
+        expected = np.broadcast_to(np.arange(128)[:, None] == 3, y.shape)
+        np.testing.assert_array_equal(np.isnan(y), expected)
     recipe = RECIPES["fp8_delayed"]
     state = {k: jnp.full(16, 5.0) for k in "xwg"}
     f = jax.jit(functools.partial(run, recipe=recipe, backend="pallas"))

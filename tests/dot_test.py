@@ -202,7 +202,7 @@ def test_a_backend_that_cannot_do_a_recipe_says_why(name, backend):
 PER_TENSOR = {"bf16", "fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_rowwise"}
 PER_TENSOR.add("fp8_rowwise_wgrad_bf16")
 # What kernels/ have, on Hopper.
-KERNELS = {"fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_block", "fp8_block_ue8m0"}
+KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
 # Recipe -> where it runs natively if not where all float8 does.
 NATIVE = {
     runtime.Device("gpu", "T4", (7, 5)): {"bf16"},

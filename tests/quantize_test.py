@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from fp8jax.formats import FORMATS
-from fp8jax.kernels.quantize import Codes, _check, cast_transpose, quantize_blocks, quantize_tiles
-from fp8jax.scaling import BLOCK128, E8M0, SCALES, TILE128, Constant, Fp32, Pow2
+from fp8jax.kernels.quantize import (
+    Codes,
+    _check,
+    cast_rows_columns,
+    cast_transpose,
+    quantize_blocks,
+    quantize_tiles,
+)
+from fp8jax.scaling import BLOCK128, E8M0, ROW, SCALES, TILE128, Constant, Fp32, Pow2
 from tests import reference
 from tests.kernels import TOO_OLD, interpret, needs_pallas
 
@@ -146,6 +153,60 @@ def test_casts_and_their_transposes(shape, dtype, fmt, scale, values, transposed
     check_cast(x, scale, fmt, got)
 
 
+def check_rows_columns(x: np.ndarray, fmt: str, rule, want: tuple[bool, bool], run):
+    """Codes of whole rows and columns, each with the scale that `rule` makes of its own amax;
+    run(f, *arguments) calls the kernel."""
+    expected, scales = [], []
+    for wanted, axis in zip(want, (-1, -2), strict=True):
+        values, scale = expected_codes(x, fmt, ROW, axis, rule)
+        expected.append((values if axis == -1 else values.T.copy()) if wanted else None)
+        scales.append(jnp.asarray(scale.reshape(-1)) if wanted else None)
+    got = run(functools.partial(cast_rows_columns, fmt=FORMATS[fmt]), jnp.asarray(x), *scales)
+    for codes, values in zip(got, expected, strict=True):
+        assert (codes is None) == (values is None)
+        if codes is not None:
+            assert codes.dtype == values.dtype
+            np.testing.assert_array_equal(as_bits(codes), as_bits(values))
+
+
+@needs_pallas
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fmt", "rule", "want"),
+    [
+        ((128, 128), "bf16", "e4m3", "fp32", (True, True)),
+        ((256, 384), "bf16", "e5m2", "pow2", (True, True)),
+        ((384, 128), "bf16", "e4m3", "fp32", (True, False)),
+        ((128, 256), "bf16", "e4m3", "e8m0", (False, True)),
+        ((256, 384), "f32", "e4m3", "fp32", (True, True)),
+        ((384, 128), "f32", "e5m2", "fp32", (True, False)),
+        ((128, 256), "f32", "e4m3", "Fp32(-3)", (False, True)),  # saturates
+        ((128, 128), "f32", "e4m3", "fp32", (False, False)),
+    ],
+)
+def test_rows_and_columns_with_scales_of_their_own(shape, dtype, fmt, rule, want):
+    check_rows_columns(source(shape, dtype), fmt, RULES[rule], want, interpret)
+
+
+@needs_pallas
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accidents_in_a_row_or_column_stay_there(dtype):
+    """A NaN stays one, an infinity saturates, a NaN scale poisons its row or column of codes."""
+    x = source((128, 256), dtype)
+    x[3, 130], x[100, 7] = np.nan, -np.inf
+    of_rows, of_columns = jnp.ones(128).at[9].set(jnp.nan), jnp.ones(256).at[200].set(jnp.nan)
+    got = interpret(
+        lambda *args: cast_rows_columns(*args, E4M3), jnp.asarray(x), of_rows, of_columns
+    )
+    rows, columns = (np.asarray(codes, np.float32) for codes in got)
+    expected = np.zeros(x.shape, bool)
+    expected[3, 130] = expected[9] = True
+    np.testing.assert_array_equal(np.isnan(rows), expected)
+    expected = np.zeros(x.shape, bool)
+    expected[3, 130] = expected[:, 200] = True
+    np.testing.assert_array_equal(np.isnan(columns.T), expected)
+    assert rows[100, 7] == columns[7, 100] == -448
+
+
 @needs_pallas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
@@ -242,6 +303,8 @@ ONE = jnp.float32(1)
         (lambda: cast_transpose(GOOD.astype(jnp.float16), ONE, E4M3), "got float16"),
         (lambda: cast_transpose(GOOD, ONE, FORMATS["e2m1"]), "e4m3 and e5m2, got e2m1"),
         (lambda: cast_transpose(GOOD, ONE, FORMATS["e8m0"]), "e4m3 and e5m2, got e8m0"),
+        (lambda: cast_rows_columns(GOOD[:, :64], None, None, E4M3), r"whole tiles .*\(128, 64\)"),
+        (lambda: cast_rows_columns(GOOD, None, None, FORMATS["e2m1"]), "e4m3 and e5m2, got e2m1"),
         (lambda: quantize_tiles(GOOD[:64], E4M3, Fp32()), r"whole tiles .*\(64, 128\)"),
         (lambda: quantize_tiles(GOOD.astype(jnp.float32), E4M3, Fp32()), "bfloat16 .*got float32"),
         (lambda: quantize_tiles(GOOD, FORMATS["e2m1"], Fp32()), "got e2m1"),
@@ -269,6 +332,7 @@ def test_bad_arguments(call, message):
     "call",
     [
         lambda: cast_transpose(GOOD, ONE, E4M3),
+        lambda: cast_rows_columns(GOOD, jnp.ones(128), jnp.ones(128), E4M3),
         lambda: quantize_tiles(GOOD, E4M3, Fp32()),
         lambda: quantize_blocks(GOOD, E4M3, Fp32(), transposed=True),
     ],
@@ -312,6 +376,15 @@ def test_casts_on_the_gpu(shape, dtype, fmt):
     x = source(shape, dtype)
     got = jax.jit(lambda x, s: cast_transpose(x, s, FORMATS[fmt]))(x, jnp.float32(2.0**-6))
     check_cast(x, 2.0**-6, fmt, got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ON_GPU)
+def test_rows_and_columns_on_the_gpu(shape, dtype):
+    check_rows_columns(
+        source(shape, dtype), "e4m3", RULES[EXACT], (True, True), lambda f, *args: jax.jit(f)(*args)
+    )
 
 
 @pytest.mark.gpu

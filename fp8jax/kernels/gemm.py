@@ -29,7 +29,7 @@ of K ahead, also across tiles. What is measured and decided:
     nothing (docs/log.md).
 
 Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
-zeros and clips); K is whole blocks.
+zeros and clips); K is whole blocks. The product of gemm_rows.py goes through its tiles alike.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from jaxtyping import Array, Float
 from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, require, scoped, swizzled
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-_ROWS = 64  # of a warpgroup's product
+ROWS = 64  # of a warpgroup's product
 _REGISTERS = 65536 // 128  # of a core, for each thread of one warpgroup
 
 
@@ -133,18 +133,16 @@ def block_scaled_matmul(
     _check(a, b, sa, sb, out_dtype)
     by_row = sb.shape[1] == b.shape[0]
     tuning = tuned(a.shape[0], a.shape[1], b.shape[0], by_row) if tuning is None else tuning
-    shape = _Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
+    shape = Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
     if not by_row:  # a tile that reaches past the last block reads one more
         sb = jnp.pad(sb, ((0, 0), (0, 1)))
-    return launch(
-        lambda *references: _matmul(shape, *references), a, b, sa, sb,
-        out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype), grid=(num_cores(),),
-        grid_names=("core",), num_threads=tuning.warpgroups + 1, thread_name="warpgroup",
-    )  # fmt: skip
+    return launch_product(shape, _matmul, a, b, sa, sb)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class Shape:
+    """A product and how it is cut; `by_row` is whether each row of b has its own scale."""
+
     m: int
     k: int
     n: int
@@ -154,7 +152,7 @@ class _Shape:
 
     @property
     def tile_m(self) -> int:
-        return _ROWS * self.tuning.warpgroups
+        return ROWS * self.tuning.warpgroups
 
     @property
     def blocks(self) -> int:
@@ -186,64 +184,99 @@ class _Shape:
         return math.gcd(128 // self.out_dtype.itemsize, self.group)
 
 
-def _matmul(shape: _Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
+def launch_product(shape: Shape, body: Callable[..., None], *operands: jax.Array) -> jax.Array:
+    """`body(shape, references to the operands and the result)` on every core, by so many
+    warpgroups as multiply, and the one that copies."""
+    return launch(
+        functools.partial(body, shape), *operands,
+        out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype), grid=(num_cores(),),
+        grid_names=("core",), num_threads=shape.tuning.warpgroups + 1, thread_name="warpgroup",
+    )  # fmt: skip
+
+
+def result_memory(shape: Shape, buffers: int) -> Any:
+    """Shared memory through which each warpgroup stores its result."""
+    size = (shape.tuning.warpgroups, buffers, ROWS, shape.out_columns)
+    return plgpu.SMEM(
+        size, shape.out_dtype, transforms=swizzled(shape.out_dtype, shape.out_columns)
+    )
+
+
+def over_tiles(
+    shape: Shape, empty, fetch: Callable[..., None], multiply: Callable[..., None]
+) -> None:
+    """This core's tiles: one warpgroup copies, the others multiply.
+
+    `fetch(c, slot, rows, columns)` begins the copies of block c of K to a slot that is free;
+    `multiply(warpgroup, count, position)` uses them, position(i) being the i-th tile of this core.
+    """
+    t = shape.tuning
+    warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
+    cores = num_cores()
+    count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
+
+    def position(i):
+        """(row, column) of the i-th tile of this core, in tiles."""
+        return plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
+
+    @pl.when(warpgroup == t.warpgroups)
+    def _():
+        plgpu.set_max_registers(t.copy_registers, action="decrease")
+        _copy(shape, count, position, fetch, empty)
+
+    @pl.when(warpgroup < t.warpgroups)
+    def _():
+        plgpu.set_max_registers(t.registers, action="increase")
+        multiply(warpgroup, count, position)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
     t = shape.tuning
     codes = swizzled(E4M3, BLOCK)
-    width = shape.out_columns
 
     @scoped(
         a_s=plgpu.SMEM((t.stages, shape.tile_m, BLOCK), E4M3, transforms=codes),
         b_s=plgpu.SMEM((t.stages, t.tile_n, BLOCK), E4M3, transforms=codes),
         sa_s=plgpu.SMEM((t.stages, shape.tile_m), jnp.float32),
         sb_s=plgpu.SMEM((t.stages, t.tile_n if shape.by_row else 1), jnp.float32),
-        y_s=plgpu.SMEM(
-            (t.warpgroups, _ROWS, width), shape.out_dtype,
-            transforms=swizzled(shape.out_dtype, width),
-        ),
+        y_s=result_memory(shape, buffers=1),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         scaled=plgpu.Barrier(num_arrivals=1 + shape.by_row, num_barriers=t.stages),
         empty=plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
         collective_axes="warpgroup",
-    )  # fmt: skip
+    )
     def _(a_s, b_s, sa_s, sb_s, y_s, full, scaled, empty):
-        warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-        cores = num_cores()
-        count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
+        def fetch(c, s, rows, columns):
+            block = pl.ds(c * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], scaled.at[s])
+            if shape.by_row:
+                plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], scaled.at[s])
 
-        def position(i):
-            """(row, column) of the i-th tile of this core, in tiles."""
-            return plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
-
-        sources = (a_g, sa_g, b_g, sb_g)
-
-        @pl.when(warpgroup == t.warpgroups)
-        def _():
-            plgpu.set_max_registers(t.copy_registers, action="decrease")
-            _copy(shape, count, position, sources, (a_s, sa_s, b_s, sb_s), (full, scaled, empty))
-
-        @pl.when(warpgroup < t.warpgroups)
-        def _():
-            plgpu.set_max_registers(t.registers, action="increase")
-            mine = pl.ds(warpgroup * _ROWS, _ROWS)
+        def multiply(warpgroup, count, position):
+            mine = pl.ds(warpgroup * ROWS, ROWS)
             of_mine = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, scaled, empty, mine)
 
             def store(m, n, sums):
-                rows = pl.ds(m * shape.tile_m + warpgroup * _ROWS, _ROWS)
-                columns = pl.ds(n * t.tile_n, t.tile_n)
-                _write(shape, sums, y_s.at[warpgroup], y_g.at[rows, columns])
+                def piece(at):
+                    group, begin = divmod(at, shape.group)
+                    return sums[group][:, begin : begin + shape.out_columns]
+
+                write(shape, piece, y_s.at[warpgroup], result_of(shape, y_g, m, n, warpgroup))
 
             _multiply(of_mine, count, position, store)
 
+        over_tiles(shape, empty, fetch, multiply)
 
-def _next(slot, stages: int):
+
+def next_slot(slot, stages: int):
     return jnp.where(slot == stages - 1, jnp.int32(0), slot + 1)
 
 
-def _copy(shape: _Shape, count, position, sources, smem, barriers) -> None:
+def _copy(shape: Shape, count, position, fetch: Callable[..., None], empty) -> None:
     """All tiles' operands to shared memory, as slots become free."""
-    a_g, sa_g, b_g, sb_g = sources
-    a_s, sa_s, b_s, sb_s = smem
-    full, scaled, empty = barriers
     stages, unroll = shape.tuning.stages, shape.unroll
     static = unroll % stages == 0
 
@@ -257,17 +290,12 @@ def _copy(shape: _Shape, count, position, sources, smem, barriers) -> None:
             def _():
                 plgpu.barrier_wait(empty.at[s])
 
-            block = pl.ds(c * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], scaled.at[s])
-            if shape.by_row:
-                plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], scaled.at[s])
+            fetch(c, s, rows, columns)
 
         def some(j, slot):
             for u in range(unroll):
                 copy(j * unroll + u, u % stages if static else slot)
-                slot = slot if static else _next(slot, stages)
+                slot = slot if static else next_slot(slot, stages)
             return slot
 
         return lax.fori_loop(0, shape.blocks // unroll, some, slot)
@@ -280,14 +308,14 @@ def _copy(shape: _Shape, count, position, sources, smem, barriers) -> None:
         def _(s=u if static else slot):
             plgpu.barrier_wait(empty.at[s])
 
-        slot = slot if static else _next(slot, stages)
+        slot = slot if static else next_slot(slot, stages)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Multiplier:
     """One multiplying warpgroup: the operands in shared memory, and the barriers of their slots."""
 
-    shape: _Shape
+    shape: Shape
     a_s: Any
     b_s: Any
     sa_s: Any
@@ -308,7 +336,7 @@ class _Multiplier:
     def factors(self, slot, of_b, offset) -> list[tuple[jax.Array, ...]]:
         """What a block's sums are multiplied by, for each group of columns; the tile begins
         `offset` columns after a block of b."""
-        wide, layout = (_ROWS, self.shape.group), plgpu.Layout.WGMMA
+        wide, layout = (ROWS, self.shape.group), plgpu.Layout.WGMMA
         sa = load(self.sa_s.at[slot, self.rows], layout.reduce(1), optimized=False)
         if self.shape.by_row:
             sb = load(self.sb_s.at[slot], layout.reduce(0), optimized=False)
@@ -346,7 +374,7 @@ class _Multiplier:
         before: Callable[[], tuple[jax.Array, ...]] = functools.partial(tuple, sums)
         for slot, following, scales in zip(slots, [*slots[1:], None], of_b, strict=True):
             run = functools.partial(product, slot=slot, following=following, before=before)
-            accumulator = plgpu.ACC((_ROWS, self.shape.tuning.tile_n), jnp.float32)
+            accumulator = plgpu.ACC((ROWS, self.shape.tuning.tile_n), jnp.float32)
             part, sums = pl.run_scoped(run, accumulator)
             before = functools.partial(self.promote, slot, part, scales, offset, sums)
         return before()
@@ -369,10 +397,10 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
             slots = []
             for u in range(unroll):
                 slots.append(u % stages if static else slot)
-                slot = slot if static else _next(slot, stages)
+                slot = slot if static else next_slot(slot, stages)
             return multiplier.add_blocks(slots, of_b, offset, sums), slot, tuple(ahead)
 
-        zeros = jnp.zeros((_ROWS, shape.group), jnp.float32)
+        zeros = jnp.zeros((ROWS, shape.group), jnp.float32)
         sums = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * shape.groups
         at_first = tuple(multiplier.scales_of_b(jnp.int32(u), first) for u in range(unroll))
         carry = (sums, slot, at_first)
@@ -381,7 +409,6 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
         return slot
 
     lax.fori_loop(0, count, tile, jnp.int32(0))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _scaled(part: jax.Array, factors: tuple[jax.Array, ...]) -> jax.Array:
@@ -390,15 +417,23 @@ def _scaled(part: jax.Array, factors: tuple[jax.Array, ...]) -> jax.Array:
     return part
 
 
-def _write(shape: _Shape, sums, y_s, y_g) -> None:
-    """A warpgroup's sums through shared memory to its part of the result."""
-    width = shape.out_columns
-    for at in range(0, shape.tuning.tile_n, width):
-        group, begin = divmod(at, shape.group)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        y_s[...] = sums[group][:, begin : begin + width].astype(shape.out_dtype)
+def result_of(shape: Shape, y_g, m, n, warpgroup):
+    """A warpgroup's part of tile (m, n) of the result."""
+    rows = pl.ds(m * shape.tile_m + warpgroup * ROWS, ROWS)
+    return y_g.at[rows, pl.ds(n * shape.tuning.tile_n, shape.tuning.tile_n)]
+
+
+def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
+    """A warpgroup's part of the result through shared memory, in turns through its buffers;
+    piece(at) is float32 [64, out_columns], the columns from `at` on."""
+    width, buffers = shape.out_columns, y_s.shape[0]
+    for i, at in enumerate(range(0, shape.tuning.tile_n, width)):
+        values = piece(at).astype(shape.out_dtype)
+        plgpu.wait_smem_to_gmem(buffers - 1 if i else 0, wait_read_only=True)
+        buffer = y_s.at[i % buffers]
+        buffer[...] = values
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(y_s, y_g.at[:, pl.ds(at, width)])
+        plgpu.copy_smem_to_gmem(buffer, y_g.at[:, pl.ds(at, width)])
 
 
 def tuned(m: int, k: int, n: int, by_row: bool) -> TuningConfig:

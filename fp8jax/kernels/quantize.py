@@ -18,6 +18,7 @@ shared memory once more as float16. Blocks are many and small (two or three fit 
 which hides the latencies; a persistent loop with its own double buffering was no faster.
 
     cast_transpose     one given scale for the tensor (delayed scaling), and the tensor's amax
+    cast_rows_columns  given scales for each row, and for each column
     quantize_tiles     a scale for each 1 x 128 along the rows, and for each 128 x 1 along columns
     quantize_blocks    a scale for each 128 x 128
 
@@ -192,6 +193,67 @@ def cast_transpose(
         next(found) if transposed else None,
         lax.bitcast_convert_type(jnp.max(amax), jnp.float32),
     )
+
+
+@functools.partial(jax.jit, static_argnames="fmt")
+def cast_rows_columns(
+    x: Float[Array, "M K"],
+    row_scale: Float[Array, " M"] | None,
+    column_scale: Float[Array, " K"] | None,
+    fmt: Format,
+) -> tuple[Shaped[Array, "M K"] | None, Shaped[Array, "K M"] | None]:
+    """Codes of x[m, k] / row_scale[m], and transposed ones of x[m, k] / column_scale[k].
+
+    A row's amax is known when all of it was read, so scales come from a reduction before; two
+    passes instead of one are what whole rows cost.
+
+    Args:
+      x: bfloat16 or float32, whole tiles of 128 x 128.
+      row_scale, column_scale: float32; codes are those of x * (1 / scale), saturating. None is
+        returned for codes whose scale is None.
+      fmt: e4m3 or e5m2.
+
+    Raises:
+      ValueError: another dtype, format or shape. NotImplementedError: another device or jax.
+    """
+    _check(x, fmt)
+    rows, columns = row_scale is not None, column_scale is not None
+    scales = [scale for scale in (row_scale, column_scale) if scale is not None]
+    direct, dtype = x.dtype == jnp.bfloat16, fmt.dtype
+    out = [jax.ShapeDtypeStruct(x.shape, dtype)] * rows
+    out += [jax.ShapeDtypeStruct(x.shape[::-1], dtype)] * columns
+
+    def reciprocals(scale_g, axis: int):
+        """Of a tile's scales along `axis`, spread over the other one."""
+        scale = load(scale_g, WGMMA.reduce(1 - axis), optimized=False)
+        return lax.broadcast_in_dim(1.0 / scale, (BLOCK, BLOCK), (axis,))
+
+    def tile(at_m, at_k, m, k, x_g, *references):
+        scales_g, codes_g = references[: len(scales)], references[len(scales) :]
+        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), barrier=plgpu.Barrier())
+        smem |= {"q_s": _tile(dtype)} if rows else {}
+        smem |= {"t_s": _tile(dtype)} if columns else {}
+        smem |= {"half_s": _tile(jnp.float16)} if columns and not direct else {}
+
+        @scoped(**smem)
+        def _(x_s, barrier, q_s=None, t_s=None, half_s=None):
+            _load(x_g.at[at_m, at_k], x_s, barrier)
+            if rows:
+                q = _codes(_rows(x_s), reciprocals(scales_g[0].at[at_m], 0), fmt)
+                _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
+            if columns:
+                of_columns = scales_g[-1].at[at_k]
+                if half_s is None:
+                    q = _codes(_columns(x_s), reciprocals(of_columns, 0), fmt)
+                else:
+                    q = _codes(_rows(x_s), reciprocals(of_columns, 1), fmt)
+                    half_s[...] = q.astype(jnp.float16)
+                    plgpu.commit_smem()
+                    q = _columns(half_s).astype(dtype)
+                _store(t_s, q, (t_s, codes_g[-1].at[at_k, at_m]))
+
+    found = _over_tiles(x.shape, (x, *scales), out, tile) if scales else []
+    return found[0] if rows else None, found[-1] if columns else None
 
 
 def _store_rows(
