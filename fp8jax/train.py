@@ -37,7 +37,7 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from fp8jax import runtime
-from fp8jax.attention import RowMax, choose_attention, reference
+from fp8jax.attention import choose_attention
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
 from fp8jax.inference import generate
@@ -137,17 +137,10 @@ def _model(config: ConfigDict, policy: Policy, num_tokens: int, mesh: Mesh) -> T
     if shape.vocab_size < num_tokens:
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {num_tokens}")
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
-    attention = choose_attention(config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype))
-    fix = {"beta": config.attention_beta, "tolerance": config.attention_tie_tolerance}
-    fix = {field: value for field, value in fix.items() if value is not None}
-    if fix:
-        if config.attention not in ("stabilised", "stabilised_bf16"):
-            raise ValueError(
-                f"attention_beta={config.attention_beta} and attention_tie_tolerance="
-                f"{config.attention_tie_tolerance} are of attention='stabilised' or "
-                f"'stabilised_bf16', got attention={config.attention!r}"
-            )
-        attention = reference(RowMax(**fix), rounded=config.attention == "stabilised_bf16")
+    attention = choose_attention(
+        config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype),
+        beta=config.attention_beta, tolerance=config.attention_tie_tolerance,
+    )  # fmt: skip
     return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll)
 
 
