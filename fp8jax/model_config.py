@@ -20,6 +20,7 @@ GPT-2 medium: the FP4 paper calls it so, its released weights count 355M.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -164,6 +165,12 @@ class ModelConfig:
             raise ValueError(
                 f"{seq_len=} is more than the model's learned_positions={self.learned_positions}"
             )
+
+
+def model_config(name: str, overrides: dict[str, Any]) -> ModelConfig:
+    """The entry `name` of `MODELS` with each given (not None) field of `overrides` in its place."""
+    given = {field: value for field, value in overrides.items() if value is not None}
+    return dataclasses.replace(lookup("model", name, MODELS), **given)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
