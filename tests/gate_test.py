@@ -295,6 +295,19 @@ def test_every_stage_of_a_run_is_gated_alike(on_h200, data):
             assert jax.tree.structure(state) == jax.tree.structure(run.state)
 
 
+def test_sizes_are_those_of_the_kernels_on_each_device(data):
+    """Kernels [layers, inputs, outputs], of which `tensor` cuts one side and `data` none."""
+    run = build(tiny(data, precision="fp8_current:head=fp8_current", **CHANGES))
+    printed = dict(re.findall(r"^  (\S+) +fp8_current +256 x (\d+ x \d+)", run.gains, re.M))
+    assert list(printed) == list(run.model.config.linears)
+    for path, sizes in printed.items():
+        kernel = run.state.params
+        for name in [*path.split("/"), "kernel"]:
+            kernel = kernel[name]
+        k, n = kernel.sharding.shard_shape(kernel.shape)[-2:]
+        assert sizes == f"{k} x {n}", path
+
+
 def test_the_gate_of_a_run_refuses_another_device(data):
     with pytest.raises(ValueError, match="size_gate=True decides by times of NVIDIA H200"):
         build(tiny(data, size_gate=True))
