@@ -3,9 +3,11 @@
     python -m experiments.bench gemm --output=docs/benchmarks     (quantize, attention: likewise)
     python -m experiments.bench step --shapes=d4096,d1536 --policies=bf16,fp8_block,fp8_block@xla
     python -m experiments.bench step --config=configs/infir2.py:qwen2.5_1.5b --config.KEY=VALUE
+    python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 `step` with a config times whole training steps. With --output, the command's section of
-DIR/DEVICE_YEAR_MONTH.md is replaced, and the figures are merged into the .json beside it.
+DIR/DEVICE_YEAR_MONTH.md is replaced, and the figures are merged into the .json beside it; `gains`
+also writes DIR/DEVICE_gains.json, the table of the size gate.
 """
 
 import datetime
@@ -19,7 +21,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from fp8jax import benchmark, benchmark_steps, runtime, timing
+from fp8jax import benchmark, benchmark_gains, benchmark_steps, runtime, timing
 
 _SHAPES = flags.DEFINE_list(
     "shapes", None, "MxKxN (gemm), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step)."
@@ -44,6 +46,7 @@ _COMMANDS = {  # command -> its shapes, tiny ones, and the flags that it takes b
     "quantize": (["16384x4096", "16384x14336"], "256x128", "shapes"),
     "attention": (["4x4096x32x8x128"], "2x64x4x2x32", "shapes attention peers"),
     "step": (["d4096"], "tiny", "shapes policies peers attention remat"),
+    "gains": (benchmark_gains.SHAPES, "64x128x128,64x128x256,64x256x256", ""),
     "training": ([], "", "policies config"),  # what step is with a config
 }
 
@@ -54,8 +57,10 @@ def _measure(command: str) -> timing.Report:
         if flags.FLAGS[name].present and name not in taken.split():
             raise ValueError(f"--{name} is not for {command}")
     timed = functools.partial(timing.race, rounds=_ROUNDS.value, seconds=_SECONDS.value)
+    shapes = _SHAPES.value or (tiny.split(",") if _TINY.value else default)
+    if command == "gains":
+        return benchmark_gains.measure_gains(shapes, timed)
     limits = benchmark.measure_limits(timed, 256 if _TINY.value else 8192)
-    shapes = _SHAPES.value or ([tiny] if _TINY.value else default)
     policies, peers = (
         re.split(r",(?![^,:]*=)", _POLICIES.value),
         _PEERS.value,
@@ -90,6 +95,8 @@ def _run(command: str) -> None:
         device = runtime.device_kind().split()[-1].lower()
         name = _NAME.value or f"{device}_{datetime.date.today():%Y_%m}"
         timing.write(Path(_OUTPUT.value, name), _SECTION.value or command, report, words)
+        if command == "gains":
+            benchmark_gains.write(Path(_OUTPUT.value, f"{device}_gains.json"), report, words)
 
 
 def main(argv: list[str]) -> None:

@@ -93,15 +93,30 @@ def dot_product_attention(
 
 
 def choose_attention(
-    name: str | Implementation | None, q_BTNH: Array | jax.ShapeDtypeStruct
+    name: str | Implementation | None,
+    q_BTNH: Array | jax.ShapeDtypeStruct,
+    *,
+    beta: float | None = None,
+    tolerance: float | None = None,
 ) -> Implementation:
-    """`name`, resolved, for such queries; raises as `dot_product_attention` does."""
-    name = "xla" if name is None else name
-    chosen = name if isinstance(name, Implementation) else lookup("attention", name, ATTENTIONS)
+    """`name`, resolved, for such queries; raises as `dot_product_attention` does. `beta` and
+    `tolerance`, where given, change its `RowMax`: ValueError where it has none."""
+    known = "xla" if name is None else name
+    chosen = known if isinstance(known, Implementation) else lookup("attention", known, ATTENTIONS)
     reason = chosen.refuses(q_BTNH)
     if reason is not None:
         raise NotImplementedError(f"attention {name!r} cannot run here: {reason}")
-    return chosen
+    given = {"beta": beta, "tolerance": tolerance}
+    fix = {field: value for field, value in given.items() if value is not None}
+    if not fix:
+        return chosen
+    if isinstance(chosen.attend, Blockwise) and chosen.attend.row_max is not None:
+        row_max = dataclasses.replace(chosen.attend.row_max, **fix)
+        return reference(row_max, rounded=chosen.attend.rounded)
+    raise ValueError(
+        f"attention_beta={beta} and attention_tie_tolerance={tolerance} are of "
+        f"attention='stabilised' or 'stabilised_bf16', got attention={name!r}"
+    )
 
 
 def _mask(segments_BT: Int[Array, "B T"]) -> Array:

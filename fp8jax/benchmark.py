@@ -129,25 +129,31 @@ def measure_limits(timed: Race, size: int = 8192) -> Limits:
 # Products -----------------------------------------------------------------------------------------
 
 
-def _linear(policy: str, x, w, g) -> Callable[[], Program]:
-    """y, dx, dw and the new histories of a linear under a policy."""
+def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Array]]]:
+    """Of a linear under a policy: x [M, K], w [K, N], g [M, N] and histories -> y, dx, dw and the
+    new histories; and x, w, g -> histories of their amaxes."""
+    name, backend = policy_and_backend(policy)
+    recipe, key = as_policy(name).recipe("layers/mlp/up"), jax.random.key(0)
 
-    def prepare() -> Program:
-        name, backend = policy_and_backend(policy)
-        recipe = as_policy(name).recipe("layers/mlp/up")
-        state = init_state(recipe)
+    def products(x, w, g, state):
+        dot = functools.partial(
+            dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend
+        )
+        y, vjp = jax.vjp(lambda x, w, state: dot(x, w, state=state), x, w, state)
+        return y, *vjp(g)
+
+    def histories(x, w, g):
         amaxes = {"x": x, "w": w, "g": g}
-        state = {k: jnp.full_like(h, jnp.max(jnp.abs(amaxes[k]))) for k, h in state.items()}
-        key = jax.random.key(0)
+        empty = init_state(recipe)
+        return {k: jnp.full_like(h, jnp.max(jnp.abs(amaxes[k]))) for k, h in empty.items()}
 
-        def products(x, w, g, state):
-            dot = functools.partial(
-                dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend
-            )
-            y, vjp = jax.vjp(lambda x, w, state: dot(x, w, state=state), x, w, state)
-            return y, *vjp(g)
+    return products, histories
 
-        return compiled(products, x, w, g, state)()
+
+def _linear(policy: str, x, w, g) -> Callable[[], Program]:
+    def prepare() -> Program:
+        products, histories = linear(policy)
+        return compiled(products, x, w, g, histories(x, w, g))()
 
     return prepare
 

@@ -20,7 +20,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping
 
-from fp8jax.model_config import MLPS, MODULES, ModelConfig
+from fp8jax.model_config import MODULES, ModelConfig
 from fp8jax.names import unknown
 from fp8jax.policy import Policy, as_policy
 from fp8jax.recipe import HIGH_PRECISION, Product, Recipe
@@ -65,14 +65,12 @@ def forward_flops(
     """
     if seq_len < 1:
         raise ValueError(f"{seq_len=} must be at least 1")
-    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    widths = dict(zip("qkvo", (queries, keys, keys, queries), strict=True))
-    weights = {f"layers/attention/{name}": config.d_model * width for name, width in widths.items()}
-    names = ("gate", "up", "down") if MLPS[config.mlp].gated else ("up", "down")
-    weights |= {f"layers/mlp/{name}": config.d_model * config.d_ff for name in names}
-    flops = {path: 2 * config.n_layers * size for path, size in weights.items()}
-    flops[CORE] = (2 if causal else 4) * config.n_layers * seq_len * queries
-    return flops | ({"lm_head": 2 * config.d_model * config.vocab_size} if head else {})
+    flops = {path: 2 * config.n_layers * k * n for path, (k, n) in config.linears.items()}
+    of_head = flops.pop("lm_head") // config.n_layers  # there is one
+    flops[CORE] = (
+        (2 if causal else 4) * config.n_layers * seq_len * config.n_heads * config.head_dim
+    )
+    return flops | ({"lm_head": of_head} if head else {})
 
 
 def relative_cost(

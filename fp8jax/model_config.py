@@ -20,6 +20,7 @@ GPT-2 medium: the FP4 paper calls it so, its released weights count 355M.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -135,10 +136,25 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """path -> (inputs, outputs) of the linears of a layer and of the head: `MODULES`, but no
+        gate where the MLP has none."""
+        d, f, queries, keys = (
+            self.d_model, self.d_ff, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim,
+        )  # fmt: skip
+        sizes = (
+            (d, queries), (d, keys), (d, keys), (queries, d), (d, f), (d, f), (f, d),
+            (d, self.vocab_size),
+        )  # fmt: skip
+        found = dict(zip(MODULES, sizes, strict=True))
+        if not MLPS[self.mlp].gated:
+            del found["layers/mlp/gate"]
+        return found
+
+    @property
     def modules(self) -> tuple[str, ...]:
-        """The linears of this model: `MODULES`, but no gate where the MLP has none."""
-        gated = MLPS[self.mlp].gated
-        return tuple(path for path in MODULES if gated or path != "layers/mlp/gate")
+        """The paths of the linears of this model."""
+        return tuple(self.linears)
 
     def check_mesh(self, tensor: int) -> None:
         """Raises ValueError where the heads do not divide over `tensor` devices."""
@@ -156,6 +172,12 @@ class ModelConfig:
             )
 
 
+def model_config(name: str, overrides: dict[str, Any]) -> ModelConfig:
+    """The entry `name` of `MODELS` with each given (not None) field of `overrides` in its place."""
+    given = {field: value for field, value in overrides.items() if value is not None}
+    return dataclasses.replace(lookup("model", name, MODELS), **given)
+
+
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Model FLOPs of training on one token: forward and backward, nothing counted twice.
 
@@ -163,9 +185,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     (scores and values, half of the square). The embedding's look-up is free, a tied head is not.
     """
     c = config
-    attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    mlp = (3 if MLPS[c.mlp].gated else 2) * c.d_model * c.d_ff
-    weights = c.n_layers * (attention + mlp) + c.d_model * c.vocab_size
+    counts = {path: 1 if path == "lm_head" else c.n_layers for path in c.linears}
+    weights = sum(counts[path] * k * n for path, (k, n) in c.linears.items())
     return 6 * weights + 6 * c.n_layers * seq_len * c.n_heads * c.head_dim
 
 

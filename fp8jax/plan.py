@@ -66,6 +66,7 @@ class Plan:
       capacity_bytes: what JAX may use of a device, None where the device does not say.
       compile_seconds: of these programs, from the compilation cache where it has them.
       gemms: a table of the GEMMs of a step and their precisions (lowering.py), for each stage.
+      gains: what the size gate says of each stage that quantises (gate.py).
     """
 
     model: str
@@ -94,6 +95,7 @@ class Plan:
     capacity_bytes: int | None
     compile_seconds: float
     gemms: tuple[str, ...]
+    gains: tuple[str, ...]
 
     @property
     def tokens_per_step(self) -> int:
@@ -122,7 +124,7 @@ class Plan:
         lines += [_memory_line(*item) for item in self._memory()]
         lines.append(_memory_line("total", self.total_bytes))
         notes = [textwrap.fill(note, 100) for note in self._notes()]
-        return "\n".join([*lines, "", *notes, "", *self.gemms])
+        return "\n".join([*lines, "", *notes, "", *self.gemms, *self.gains])
 
     def _facts(self) -> list[tuple[str, str]]:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -230,6 +232,7 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
         initialise_bytes=initialise, capacity_bytes=_memory_stat(run, "bytes_limit"),
         compile_seconds=seconds, gemms=tuple(gemms),
+        gains=tuple(stage.gains for stage in _stages(run) if stage.gains),
     )  # fmt: skip
 
 

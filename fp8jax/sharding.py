@@ -146,11 +146,13 @@ def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
     )
 
 
-def check_batch(batch_size: int, grad_accum: int, mesh: Mesh) -> None:
-    """Raises ValueError where a microbatch does not divide over the mesh's batch axes."""
+def check_batch(batch_size: int, grad_accum: int, mesh: Mesh) -> int:
+    """Rows of a device and microbatch. Raises ValueError where a microbatch does not divide over
+    the mesh's batch axes."""
     devices = _size(mesh, RULES["batch"])
     if grad_accum < 1 or batch_size % (grad_accum * devices):
         raise ValueError(
             f"batch_size={batch_size} does not divide into {grad_accum=} microbatches over "
             f"{devices} devices (data x fsdp)"
         )
+    return batch_size // (grad_accum * devices)

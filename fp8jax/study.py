@@ -257,6 +257,15 @@ def _panel(name: str, curves: Sequence[Curve], bases: Sequence[Curve], window: i
     )  # fmt: skip
 
 
+def _require_ungated(config: ConfigDict) -> None:
+    """Raises ValueError where linears of a compared policy would be left in BF16 by their size."""
+    if config.size_gate:
+        raise ValueError(
+            "size_gate=True: a study compares precisions, and what the gate leaves in BF16 would be"
+            " compared with itself; leave it False"
+        )
+
+
 def loss_curves(
     config: ConfigDict, workdir: Path, precisions: Sequence[str], seeds: Sequence[int]
 ) -> str:
@@ -266,6 +275,7 @@ def loss_curves(
     What is finished is not trained again. A run that was not finite is reported, and is no error.
     """
     plots.require_matplotlib()
+    _require_ungated(config)
     names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
     if len(names) == 1:
         raise ValueError("no precision to compare with bf16")
@@ -375,6 +385,7 @@ def sweep_bias(
     A bias works where the validation loss is at most (1 + tolerance) times BF16's.
     """
     plots.require_matplotlib()
+    _require_ungated(config)
     excess: dict[str, dict[str, list[float]]] = {"training": {}, "inference": {}}
     works = {use: [True] * len(biases) for use in excess}
     if not (biases and widths and tolerance > 0):

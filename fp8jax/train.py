@@ -37,15 +37,15 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from fp8jax import runtime
-from fp8jax.attention import RowMax, choose_attention, reference
+from fp8jax.attention import choose_attention
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
+from fp8jax.gate import size_gate
 from fp8jax.inference import generate
 from fp8jax.lowering import log_gemms
 from fp8jax.metrics import Metrics
 from fp8jax.model import Transformer, count_params
-from fp8jax.model_config import MODELS, flops_per_token
-from fp8jax.names import lookup
+from fp8jax.model_config import flops_per_token, model_config
 from fp8jax.nn import HISTORIES
 from fp8jax.optim import OptimizerConfig, make_optimizer
 from fp8jax.policy import Policy, as_policy, as_schedule
@@ -88,6 +88,7 @@ class Run:
     sample: Callable[[TrainState], Array] | None  # tokens of a generated text, if asked for
     batch_sharding: NamedSharding
     kept: frozenset[str]  # names of the histories that the stage before hands on
+    gains: str  # of the linears at their sizes, as predicted; "" if nothing is quantised
     later: tuple[tuple[int, "Run"], ...] = ()  # finished steps when it begins, and the stage
 
     @property
@@ -128,27 +129,24 @@ def _require_positive(config: ConfigDict) -> None:
         )
 
 
-def _model(config: ConfigDict, policy: Policy, num_tokens: int, mesh: Mesh) -> Transformer:
-    shape = lookup("model", config.model, MODELS)
-    given = {key: value for key, value in config.model_overrides.items() if value is not None}
-    shape = dataclasses.replace(shape, **given)
+def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, str]:
+    """The model, its policy gated by size if the config says so, and the report on the gains."""
+    rows = check_batch(config.batch_size, config.grad_accum, mesh)
+    shape = model_config(config.model, dict(config.model_overrides))
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
-    if shape.vocab_size < num_tokens:
-        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {num_tokens}")
+    if shape.vocab_size < words:
+        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {words}")
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
-    attention = choose_attention(config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype))
-    fix = {"beta": config.attention_beta, "tolerance": config.attention_tie_tolerance}
-    fix = {field: value for field, value in fix.items() if value is not None}
-    if fix:
-        if config.attention not in ("stabilised", "stabilised_bf16"):
-            raise ValueError(
-                f"attention_beta={config.attention_beta} and attention_tie_tolerance="
-                f"{config.attention_tie_tolerance} are of attention='stabilised' or "
-                f"'stabilised_bf16', got attention={config.attention!r}"
-            )
-        attention = reference(RowMax(**fix), rounded=config.attention == "stabilised_bf16")
-    return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll)
+    attention = choose_attention(
+        config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype),
+        beta=config.attention_beta, tolerance=config.attention_tie_tolerance,
+    )  # fmt: skip
+    policy, gains = size_gate(
+        policy, shape, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
+        backend=config.backend, leave=config.size_gate,
+    )  # fmt: skip
+    return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll), gains
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
@@ -162,7 +160,6 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     schedule = as_schedule(config.precision, config.precision_schedule)
     begins = schedule.begins(config.num_steps)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
-    check_batch(config.batch_size, config.grad_accum, mesh)
     tokens = tokenizer(config.tokenizer)
     stages: list[Run] = []
     for policy in schedule.policies:
@@ -175,7 +172,7 @@ def _stage(
     config: ConfigDict, policy: Policy, before: Run | None, tokens: Tokenizer, mesh: Mesh
 ) -> Run:
     """What trains in `policy`, after the stage `before`."""
-    model = _model(config, policy, tokens.vocab_size, mesh)
+    model, gains = _model(config, policy, tokens.vocab_size, mesh)
     fields = {f.name for f in dataclasses.fields(OptimizerConfig)} - {"name"}
     optimizer, schedule = make_optimizer(
         OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
@@ -205,7 +202,8 @@ def _stage(
     return Run(
         model=model, mesh=mesh, tokenizer=tokens, state=state,
         initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
-        seed_step=compiled(model.clone(policy=policy.seeding())), step=compiled(model),
+        seed_step=compiled(model.clone(policy=as_policy(model.policy).seeding())),
+        step=compiled(model), gains=gains,
         eval_step=jax.jit(
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
             compiler_options=options,
@@ -339,7 +337,7 @@ def _resume(
     step, meta = found
     # Keys that old checkpoints lack, as they then were.
     new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
-    new |= {"precision_schedule": [], "require_fp8_gemms": False}
+    new |= {"precision_schedule": [], "require_fp8_gemms": False, "size_gate": False}
     before = new | meta["config"]
     differences = config_difference(before, config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
@@ -356,7 +354,8 @@ def _resume(
     for line in differences:
         logging.warning("resuming with a change: %s", line)
     abstract = _as_items(run.at(step).state)
-    if _policy_of(before, step) != _policy_of(config, step):
+    gated = before["size_gate"] or config["size_gate"]  # whose policy hangs on other keys, too
+    if _policy_of(before, step) != _policy_of(config, step) or (gated and differences):
         abstract.pop("fp8")
     return checkpointer.restore(abstract), differences
 
@@ -405,6 +404,8 @@ def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
         runtime.device_kind(), dict(run.mesh.shape),
         f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
     )  # fmt: skip
+    for gains in filter(None, [run.gains, *(stage.gains for _, stage in run.later)]):
+        logging.info("%s", gains)
 
 
 def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> None:

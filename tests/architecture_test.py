@@ -38,6 +38,7 @@ FLOORS = {
     "recipe": 2,
     "policy": 3,
     "cost": 4,
+    "gate": 4,
     "optim": 2,
     "diagnostics": 2,
     "report": 2,
@@ -60,6 +61,7 @@ FLOORS = {
     "torch_peers": 2,
     "benchmark": 10,
     "benchmark_steps": 11,
+    "benchmark_gains": 11,
     "plan": 10,
 }
 CORE = ("formats", "scaling", "recipe", "backends", "dot", "nn")

@@ -6,6 +6,7 @@ why, and that figures are the quotients that they claim to be.
 
 import datetime
 import functools
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax import benchmark, benchmark_steps, runtime, timing, torch_peers
+from fp8jax import benchmark, benchmark_gains, benchmark_steps, gate, runtime, timing, torch_peers
 from fp8jax.benchmark import Limits
 from fp8jax.kernels.gemm import TuningConfig
 from fp8jax.model import Transformer, count_params
@@ -310,6 +311,47 @@ def test_figures_of_steps_by_hand():
     assert names == [*times, "torchao tensorwise", "torchao rowwise"]
 
 
+def test_gains(hasty, tmp_path):
+    """On a CPU every kind runs; the file holds the printed times."""
+    shapes = ["64x128x128", "64x128x256", "64x256x256"]
+    made = benchmark_gains.measure_gains(shapes, QUICK)
+    policies = ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise"]
+    assert [(row.case, row.name) for row in made.rows] == list(itertools.product(shapes, policies))
+    assert ran(made) == set(policies) and not made.figures
+    benchmark_gains.write(tmp_path / "gains.json", made, "a command")
+    text = (tmp_path / "gains.json").read_text()
+    found = json.loads(text)
+    facts = (found["device"], found["versions"], found["command"])
+    assert facts == ("cpu", timing.versions(), "a command") and gate.parse(text).device == "cpu"
+    rows = {(f"{m}x{k}x{n}", kind): times for kind, m, k, n, *times in found["rows"]}
+    assert len(rows) == 3 * 4
+    for row in made.rows:
+        if row.name != "bf16":
+            (kind,) = (kind for kind, name in gate.KINDS.items() if name == row.name)
+            times = [round(1e6 * seconds, 2) for seconds in (row.baseline, row.timing.seconds)]
+            assert rows[row.case, kind] == times
+
+
+def test_a_kind_that_did_not_run_everywhere_is_left_out_of_the_table(hasty, tmp_path):
+    turns = []
+
+    def timed(entrants):
+        turns.append(list(entrants))
+        no_block = Timing(reason="out of memory") if len(turns) == 2 else Timing(seconds=0.5)
+        return {n: Timing(seconds=1.0) for n in entrants} | {"fp8_block": no_block}
+
+    made = benchmark_gains.measure_gains(["8x16x16", "8x16x32", "8x32x32"], timed)
+    benchmark_gains.write(tmp_path / "gains.json", made, "")
+    table = gate.parse((tmp_path / "gains.json").read_text())
+    assert set(table.gains) == {"delayed", "current", "row"}
+    assert len(turns) == 3 and "out of memory" in made.table()
+
+
+def test_the_shapes_of_the_size_gate_are_a_grid():
+    assert len(benchmark_gains.SHAPES) == 30 == len(set(benchmark_gains.SHAPES))
+    assert {"1024x1024x1024", "4096x2048x8192", "16384x8192x8192"} <= set(benchmark_gains.SHAPES)
+
+
 def test_step_shapes():
     model, rows, length = benchmark_steps.step_shape("d4096_16x1024")
     assert (model.d_model, model.d_ff, rows, length) == (4096, 14_336, 16, 1024)
@@ -422,6 +464,16 @@ def test_command_prints_and_keeps(tmp_path):
     assert done.stdout.strip() in page and "<!-- section: quantize -->" in page
     assert json.loads(tmp_path.joinpath(f"{name}.json").read_text()) == {}
     assert re.search(r"pallas \|  \|  .*NotImplementedError", page)
+
+
+def test_command_writes_the_table_of_the_size_gate(tmp_path):
+    flags = ["gains", "--tiny", "--rounds=1", "--seconds=0", f"--output={tmp_path}"]
+    done = run_command("bench", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "| 64x128x256 | fp8_block |" in done.stdout
+    table = gate.parse(tmp_path.joinpath("cpu_gains.json").read_text())
+    assert set(table.gains) == set(gate.KINDS)
+    assert set(table.gains["row"]) == {(64, 128, 128), (64, 128, 256), (64, 256, 256)}
 
 
 def test_command_refuses_in_one_line():

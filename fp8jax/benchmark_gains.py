@@ -1,0 +1,90 @@
+"""Measures the table of the size gate (gate.py): one linear in each kind of recipe, beside BF16.
+
+    measure_gains    the report: a race of all kinds at each shape
+    write            its times as a table like h200_gains.json, which belongs beside gate.py
+
+All programs are compiled first, several at a time and from shapes alone, so that no compilation
+runs beside a measurement. Each shape then races on arrays of its own, which are gone before those
+of the next are made: the largest ones of all shapes would not fit together.
+"""
+
+import concurrent.futures
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax import runtime
+from fp8jax.benchmark import linear, normal, sizes
+from fp8jax.gate import COLUMNS, KINDS, grid
+from fp8jax.timing import Program, Race, Report, Row, Timing, versions
+
+SHAPES = [f"{m}x{k}x{n}" for m, k, n in grid((1024, 4096, 16384), (1024, 2048, 4096, 8192))]
+CONTESTANTS = ("bf16", *KINDS.values())
+_THREADS = 8
+
+
+def _compile(policy: str, m: int, k: int, n: int) -> Any:
+    """The compiled products of a linear under a policy."""
+    products, histories = linear(policy)
+    x, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (m, n)))
+    w = jax.ShapeDtypeStruct((k, n), jnp.float32)
+    state = jax.eval_shape(histories, x, w, g)
+    jitted = jax.jit(products, compiler_options=runtime.compiler_options())
+    return jitted.lower(x, w, g, state).compile()
+
+
+def _race(
+    m: int, k: int, n: int, programs: Mapping[str, concurrent.futures.Future], timed: Race
+) -> dict[str, Timing]:
+    """The timing of each policy's program, on arrays that end with the call."""
+    x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
+
+    def prepare(policy: str) -> Program:
+        program, state = programs[policy].result(), linear(policy)[1](x, w, g)
+        return Program(call=lambda: program(x, w, g, state))
+
+    return timed({policy: functools.partial(prepare, policy) for policy in programs})
+
+
+def measure_gains(shapes: Sequence[str], timed: Race) -> Report:
+    """Linears M x K x N, forward and backward, quantised from bfloat16 x and g and float32 w."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        compiling = {
+            shape: {p: pool.submit(_compile, p, *sizes(shape, "MxKxN")) for p in CONTESTANTS}
+            for shape in shapes
+        }
+    rows = []
+    for shape, programs in compiling.items():
+        m, k, n = sizes(shape, "MxKxN")
+        found = _race(m, k, n, programs, timed)
+        rows += [
+            Row(case=shape, name=name, timing=timing, work=6 * m * k * n,
+                baseline=found["bf16"].seconds)
+            for name, timing in found.items()
+        ]  # fmt: skip
+    return Report(title="Linears by size", rate="TFLOP/s", rows=rows, figures={})
+
+
+def write(path: Path, report: Report, command: str) -> None:
+    """Writes the report's times to `path`, for `gate.parse`. A kind that did not run at every shape
+    is left out, since gaps cannot be interpolated; the report has the reasons."""
+    rows: list[str] = []
+    for kind, policy in KINDS.items():
+        of_kind = [row for row in report.rows if row.name == policy]
+        if all(row.baseline > 0 and row.timing.seconds > 0 for row in of_kind):  # NaN is not
+            rows += [
+                json.dumps([kind, *sizes(row.case, "MxKxN"),
+                            *(round(1e6 * t, 2) for t in (row.baseline, row.timing.seconds))])
+                for row in of_kind
+            ]  # fmt: skip
+    facts = {"device": runtime.device_kind(), "versions": versions(), "command": command}
+    lines = [
+        f" {json.dumps(k)}: {json.dumps(v)}" for k, v in (facts | {"columns": COLUMNS}).items()
+    ]
+    lines.append(' "rows": [\n  ' + ",\n  ".join(rows) + "\n ]")  # a line each, to be compared
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
