@@ -64,6 +64,8 @@ class TuningConfig:
       along_n: whether bands lie along N instead of M.
       rounds: times that all stages are written out in the loop over K.
       copy_registers: registers a thread that the copying warpgroup keeps.
+      overlap: whether a block is promoted while the next is multiplied, which takes registers for
+        both, instead of while the other warpgroups multiply.
     """
 
     warpgroups: int = 2
@@ -73,6 +75,7 @@ class TuningConfig:
     along_n: bool = False
     rounds: int = 2
     copy_registers: int = 40
+    overlap: bool = True
 
     def __post_init__(self):
         if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may meet three blocks of b
@@ -377,6 +380,9 @@ class _Multiplier:
             accumulator = plgpu.ACC((ROWS, self.shape.tuning.tile_n), jnp.float32)
             part, sums = pl.run_scoped(run, accumulator)
             before = functools.partial(self.promote, slot, part, scales, offset, sums)
+            if not self.shape.tuning.overlap:
+                sums = before()
+                before = functools.partial(tuple, sums)
         return before()
 
 
