@@ -29,9 +29,13 @@ from jax import lax
 from fp8jax import runtime
 from fp8jax.kernels import mosaic
 from fp8jax.kernels.block_scaled import scaled_matmul
-from fp8jax.kernels.gemm import block_scaled_matmul
 from fp8jax.kernels.mosaic import pad_to_blocks
-from fp8jax.kernels.quantize import cast_transpose, quantize_blocks, quantize_tiles
+from fp8jax.kernels.partition import (
+    block_scaled_matmul,
+    cast_transpose,
+    quantize_blocks,
+    quantize_tiles,
+)
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe
 from fp8jax.runtime import Device
@@ -369,7 +373,7 @@ class Backend:
         float32 amax where it came for free.
       matmul: (a, b, dtype) -> [..., M, N]; at least one operand is `Coded`.
       refuses: (recipe, device) -> why this backend cannot run it there, or None.
-      partitions: whether XLA can cut its products over a mesh, and whether they take a batch axis.
+      batches: whether its products take a batch axis, and operands without elements.
       missing: () -> why this process cannot use it on any device, or None.
     """
 
@@ -377,7 +381,7 @@ class Backend:
     quantize: Quantiser
     matmul: Callable[[Operand, Operand, jnp.dtype], jax.Array]
     refuses: Callable[[Recipe, Device], str | None]
-    partitions: bool = True
+    batches: bool = True
     missing: Callable[[], str | None] = lambda: None
 
 
@@ -391,7 +395,7 @@ BACKENDS: dict[str, Backend] = {
         quantize=_quantize_fused,
         matmul=_pallas,
         refuses=_pallas_refuses,
-        partitions=False,
+        batches=False,
         missing=mosaic.too_old,
     ),  # fmt: skip
 }
@@ -409,7 +413,7 @@ def choose_backend(
     the default one of this process).
 
     Args:
-      whole: whether a product is of two matrices on one device: no batch axis, no mesh.
+      whole: whether a product is of two matrices, none of them empty: no batch axis.
 
     Raises:
       ValueError: unknown name.
@@ -446,6 +450,6 @@ def _refuses(backend: Backend, recipe: Recipe, device: Device, whole: bool) -> s
     reason = backend.refuses(recipe, device)
     if reason is None and recipe.casts and device == runtime.device():
         reason = backend.missing()
-    if reason is None and recipe.casts and not (whole or backend.partitions):
-        return "its kernels multiply two matrices on one device: no batch axis, no mesh"
+    if reason is None and recipe.casts and not (whole or backend.batches):
+        return "its kernels multiply two matrices, none of them empty: no batch axis"
     return reason
