@@ -279,6 +279,16 @@ def test_the_text_of_a_program_tells_kernels_apart(stand_ins):
     assert text(Fp32()) != text(Pow2()) != text(Pow2(1))
 
 
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_a_batch_is_a_loop(stand_ins, name):
+    """The layers of a model are initialised under vmap."""
+    f, dtype, _ = QUANTISERS[name]
+    x = np.stack([source((256, 512), dtype, seed) for seed in range(2)])
+    got, _ = on_mesh(make_mesh("2x4"), jax.vmap(f), (x, P(None, "a", "b")))
+    each = [jax.jit(f)(one) for one in x]
+    check_bits(got, jax.tree.map(lambda *leaves: np.stack(leaves), *each))
+
+
 # A network ----------------------------------------------------------------------------------------
 
 WIDTH = 512

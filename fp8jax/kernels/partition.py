@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
@@ -104,7 +105,8 @@ def _on_mesh(
         sharding_rule=" -> ".join(", ".join(map(" ".join, of)) for of in (letters, results)),
         reduction_factors=tuple(letter for letter in whole if letter not in "".join(results)),
     )
-    return partitioned(*operands, mark)
+    # One after another under vmap: a model's layers are initialised so, and their results dropped.
+    return sequential_vmap(lambda *given: partitioned(*given))(*operands, mark)
 
 
 def cast_transpose(
