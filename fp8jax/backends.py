@@ -29,17 +29,17 @@ from jax import lax
 from fp8jax import runtime
 from fp8jax.kernels import mosaic
 from fp8jax.kernels.block_scaled import scaled_matmul
-from fp8jax.kernels.gemm import block_scaled_matmul
-from fp8jax.kernels.gemm_rows import row_scaled_matmul
 from fp8jax.kernels.mosaic import pad_to_blocks
-from fp8jax.kernels.produce import Producer, cast_produced, tiles_produced
-from fp8jax.kernels.quantize import (
-    Codes,
+from fp8jax.kernels.partition import (
+    block_scaled_matmul,
     cast_rows_columns,
     cast_transpose,
     quantize_blocks,
     quantize_tiles,
+    row_scaled_matmul,
 )
+from fp8jax.kernels.produce import Producer, cast_produced, tiles_produced
+from fp8jax.kernels.quantize import Codes
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe
 from fp8jax.runtime import Device
@@ -448,7 +448,7 @@ class Backend:
         float32 amax where it came for free.
       matmul: (a, b, dtype) -> [..., M, N]; at least one operand is `Coded`.
       refuses: (recipe, device) -> why this backend cannot run it there, or None.
-      partitions: whether XLA can cut its products over a mesh, and whether they take a batch axis.
+      batches: whether its products take a batch axis, and operands without elements.
       produce: (producer, its sources, requests for each result) -> what `quantize` gives of each
         result, without the results; None where a backend has no kernel for it.
       missing: () -> why this process cannot use it on any device, or None.
@@ -458,7 +458,7 @@ class Backend:
     quantize: Quantiser
     matmul: Callable[[Operand, Operand, jnp.dtype], jax.Array]
     refuses: Callable[[Recipe, Device], str | None]
-    partitions: bool = True
+    batches: bool = True
     produce: Callable[..., tuple[tuple[tuple[Coded, ...], jax.Array | None], ...]] | None = None
     missing: Callable[[], str | None] = lambda: None
 
@@ -473,7 +473,7 @@ BACKENDS: dict[str, Backend] = {
         quantize=_quantize_fused,
         matmul=_pallas,
         refuses=_pallas_refuses,
-        partitions=False,
+        batches=False,
         produce=_produce_fused,
         missing=mosaic.too_old,
     ),  # fmt: skip
@@ -492,7 +492,7 @@ def choose_backend(
     the default one of this process).
 
     Args:
-      whole: whether a product is of two matrices on one device: no batch axis, no mesh.
+      whole: whether a product is of two matrices, none of them empty: no batch axis.
 
     Raises:
       ValueError: unknown name.
@@ -529,6 +529,6 @@ def _refuses(backend: Backend, recipe: Recipe, device: Device, whole: bool) -> s
     reason = backend.refuses(recipe, device)
     if reason is None and recipe.casts and device == runtime.device():
         reason = backend.missing()
-    if reason is None and recipe.casts and not (whole or backend.partitions):
-        return "its kernels multiply two matrices on one device: no batch axis, no mesh"
+    if reason is None and recipe.casts and not (whole or backend.batches):
+        return "its kernels multiply two matrices, none of them empty: no batch axis"
     return reason

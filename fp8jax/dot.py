@@ -320,10 +320,8 @@ def context_of(
 
 
 def _is_whole(lhs, rhs, dimension_numbers) -> bool:
-    """Whether these are products of two matrices, none of them empty, on one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    some = all(operand.size for operand in (lhs, *rhs))
-    return some and not dimension_numbers[1][0] and (mesh.empty or mesh.size == 1)
+    """Whether these are products of two matrices, none of them empty."""
+    return all(operand.size for operand in (lhs, *rhs)) and not dimension_numbers[1][0]
 
 
 def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:
