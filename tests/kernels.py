@@ -10,10 +10,11 @@ import faulthandler
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.kernels import gemm, mosaic
+from fp8jax.kernels import gemm, mosaic, quantize
 
 TOO_OLD = mosaic.too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
@@ -31,12 +32,21 @@ def allowed(cores: int):
         yield
 
 
+def _saturating():
+    """Conversions to float8 as PTX has them; the interpreter's give NaN or infinity."""
+    return mock.patch.object(quantize, "saturated", lambda x, limit: jnp.clip(x, -limit, limit))
+
+
 def interpret(f, *args, cores: int = 1):
     """f(*args) with its kernels in the interpreter."""
     # A deadlock ends this process, which pytest-xdist reports as a failure of the test.
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     try:
-        with allowed(cores), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        with (
+            allowed(cores),
+            _saturating(),
+            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
+        ):
             return jax.block_until_ready(f(*args))
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -41,13 +41,22 @@ def require() -> None:
         raise NotImplementedError(reason)
 
 
-def launch(body: Callable[..., None], *operands: jax.Array, out: Any, **grid: Any) -> Any:
+def launch(
+    body: Callable[..., None],
+    *operands: jax.Array,
+    out: Any,
+    approximate: bool = False,
+    **grid: Any,
+) -> Any:
     """`plgpu.kernel` of `body`, called with the operands: references to them and to the results.
 
     Lane semantics: registers are laid out as the kernel says, not as the compiler infers.
+    `approximate` takes the chip's own exponential, off by up to 2^-22 + |x| 2^-24.
     """
     require()
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    params = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=approximate
+    )
     return plgpu.kernel(body, out_type=out, compiler_params=params, interpret=None, **grid)(
         *operands
     )
@@ -82,3 +91,11 @@ def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
     which shared memory answers in several turns."""
     read: Any = plgpu.load
     return read(ref, layout=layout, optimized=optimized)
+
+
+def saturated(x: jax.Array, limit: float) -> jax.Array:
+    """What is converted to float8 next, and stays within its limits: x as it is, since PTX has only
+    conversions that saturate (cvt.rn.satfinite). A minimum and a maximum before each would be a
+    sixth of the instructions of produce.py. The interpreter of the tests does not saturate, and
+    has them (tests/kernels.py)."""
+    return x

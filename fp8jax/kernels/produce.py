@@ -180,7 +180,9 @@ def cast_produced(
                     q = _codes(_columns(x_s), reciprocal, fmt)
                     _store_next(codes_s, q, next(results_g).at[at_k, at_m])
 
-    found = _over_tiles((rows, columns), (*sources, scales), out * producer.results, tile)
+    found = _over_tiles(
+        (rows, columns), (*sources, scales), out * producer.results, tile, approximate=True
+    )
     each = [found[i : i + len(out)] for i in range(0, len(found), len(out))]
     return tuple(
         (codes[0], codes[1] if transposed else None, _as_amax(amax)) for amax, *codes in each
@@ -240,7 +242,7 @@ def tiles_produced(
                         (scale_s, scales.at[at, rows]),
                     )  # fmt: skip
 
-    found = _over_tiles((m_size, k_size), sources, out * producer.results, tile)
+    found = _over_tiles((m_size, k_size), sources, out * producer.results, tile, approximate=True)
     pairs = [Codes(*found[i : i + 2]) for i in range(0, len(found), 2)]
     if not columns:
         return tuple((rows, None) for rows in pairs)

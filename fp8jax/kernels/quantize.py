@@ -40,7 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.formats import Format
-from fp8jax.kernels.mosaic import BLOCK, launch, load, scoped, swizzled
+from fp8jax.kernels.mosaic import BLOCK, launch, load, saturated, scoped, swizzled
 from fp8jax.scaling import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -82,7 +82,7 @@ def _amax(x: jax.Array) -> jax.Array:
 
 def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
     """x * reciprocal in `fmt`, saturating; NaN stays."""
-    return jnp.clip(x * reciprocal, -fmt.max, fmt.max).astype(fmt.dtype)
+    return saturated(x * reciprocal, fmt.max).astype(fmt.dtype)
 
 
 def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +94,12 @@ def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array
 
 
 def _over_tiles(
-    shape: tuple[int, ...], operands: tuple[jax.Array, ...], out: list[Any], tile: Callable
+    shape: tuple[int, ...],
+    operands: tuple[jax.Array, ...],
+    out: list[Any],
+    tile: Callable,
+    *,
+    approximate: bool = False,
 ) -> list[Any]:
     """Runs `tile(rows, columns, m, k, *references)` on one block of threads for each tile."""
 
@@ -105,7 +110,12 @@ def _over_tiles(
         plgpu.wait_smem_to_gmem(0)
 
     grid = (shape[0] // BLOCK, shape[1] // BLOCK)
-    return list(launch(body, *operands, out=tuple(out), grid=grid, grid_names=("m", "k")))
+    return list(
+        launch(
+            body, *operands, out=tuple(out), approximate=approximate, grid=grid,
+            grid_names=("m", "k"),
+        )
+    )  # fmt: skip
 
 
 def _tile(dtype: Any, rows: int = BLOCK) -> Any:
