@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.attention = placeholder(str)  # a key of fp8jax.attention.ATTENTIONS; None takes xla
     config.attention_beta = placeholder(float)  # of attention=stabilised(_bf16); None: its own
     config.attention_tie_tolerance = placeholder(float)  # of the same; None for its own
-    config.remat = "none"  # what layers recompute in the backward: none, dots or full
+    config.remat = "none"  # what layers recompute in the backward: none, quantised, dots or full
 
     # Model
     config.model = "llama_tiny"  # a key of fp8jax.MODELS; single fields in model_overrides

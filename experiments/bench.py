@@ -30,7 +30,7 @@ _POLICIES = flags.DEFINE_string(
     "policies", "bf16,fp8_delayed,fp8_current,fp8_block", "POLICY or POLICY@BACKEND, with commas."
 )
 _ATTENTION = flags.DEFINE_list("attention", None, "Keys of ATTENTIONS; `step` takes one.")
-_REMAT = flags.DEFINE_string("remat", "none", "What `step` recomputes: none, dots or full.")
+_REMAT = flags.DEFINE_string("remat", "none", "What `step` recomputes: a key of REMAT.")
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _SWEEP = flags.DEFINE_bool("sweep", False, "gemm: our kernel under several tunings instead.")
 _PEERS = flags.DEFINE_bool("peers", True, "Also torch, torchao and flax where they are installed.")

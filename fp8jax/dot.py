@@ -19,6 +19,10 @@ each Q as the recipe says (recipe.py). Kept from forward to backward are
          rematerialisation policy.
     the amax histories, already updated.
 
+What a rematerialisation policy may keep has names: PRODUCT, the results of the forward products,
+and OPERAND, the codes of x. `jax.checkpoint_policies` that look for `dot_general` would miss the
+products of kernels.
+
 Several weights may share one x (queries, keys and values): it is quantised once, and kept once.
 
 Results: y and dx have x's dtype (y another one on request), dw has w's: with bfloat16 activations
@@ -40,6 +44,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.backends import Backend, Coded, Operand, Plain, Request, choose_backend, product
@@ -47,6 +52,8 @@ from fp8jax.recipe import Cast, Recipe, as_recipe
 from fp8jax.scaling import record_amax, tensor_amax
 
 State = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
+# Names for jax.checkpoint_policies.save_only_these_names.
+PRODUCT, OPERAND = "fp8jax.product", "fp8jax.operand"
 # The casts of an operand that two products read, and the axis that each contracts.
 OF_X = {"fwd_x": -1, "wgrad_x": -2}
 OF_G = {"dgrad_g": -1, "wgrad_g": -2}
@@ -166,13 +173,14 @@ def product_with(context: Context, qx: Operand, w, histories: State, key, scope:
     w = as_computed(w, dtype, context.recipe.fwd_w)
     qw, amax = quantized(context, w, {"fwd_w": -2}, histories, key)
     y = multiply(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
-    return y, record(histories, "w", w, amax)
+    return checkpoint_name(y, PRODUCT), record(histories, "w", w, amax)
 
 
 def _dots_fwd(context: Context, x, ws, states, keys):
     histories = tuple(map(to_float32, states))
     ys, qx, recorded = forward(context, x, ws, histories, keys, OF_X)
-    return ys, _Residuals(qx["wgrad_x"], ws, states, recorded, keys)
+    x = checkpoint_name(qx["wgrad_x"], OPERAND)
+    return ys, _Residuals(x, ws, states, recorded, keys)
 
 
 def _dots_bwd(context: Context, kept: _Residuals, gs: tuple[jax.Array, ...]):

@@ -19,12 +19,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.backends import Operand, choose_backend, fuses
 from fp8jax.dot import (
     OF_G,
     OF_X,
+    OPERAND,
     Context,
     State,
     backward,
@@ -86,7 +88,8 @@ def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[st
 
 def _mlp_fwd(contexts, x, ws, states, keys):
     y, qx, qh, factors, recorded = _run(contexts, x, ws, states, keys, OF_X)
-    return y, _Residuals(qx["wgrad_x"], qh["wgrad_x"], factors, ws, states, recorded, keys)
+    x, h = (checkpoint_name(q["wgrad_x"], OPERAND) for q in (qx, qh))
+    return y, _Residuals(x, h, factors, ws, states, recorded, keys)
 
 
 def _mlp_bwd(contexts, kept: _Residuals, dy):

@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.attention import Implementation, dot_product_attention
+from fp8jax.dot import OPERAND, PRODUCT
 from fp8jax.embedding import look_up
 from fp8jax.formats import power_of_two_below
 from fp8jax.gated import can_fuse, gated_mlp
@@ -36,11 +37,13 @@ from fp8jax.recipe import HIGH_PRECISION, as_recipe
 from fp8jax.rope import rotate
 from fp8jax.sharding import constrain
 
-# What is kept of a layer for its backward; the rest is computed again. Quantised operands and
-# histories are recomputed bit for bit, casts being deterministic.
+# What is kept of a layer for its backward; the rest is computed again: results of its linears
+# ("dots"), and their quantised inputs too, so that none is quantised twice ("quantised"). Where
+# they are computed again they have the same bits, casts being deterministic.
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "quantised": jax.checkpoint_policies.save_only_these_names(PRODUCT, OPERAND),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

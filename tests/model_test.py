@@ -221,11 +221,32 @@ def gradients_under(name: str, remat: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("fp8_delayed", "dots"), ("fp8_delayed", "full"), ("fp8_block", "full")]
+    ("name", "remat"),
+    [
+        ("fp8_delayed", "dots"),
+        ("fp8_delayed", "quantised"),
+        ("fp8_delayed", "full"),
+        ("fp8_block", "full"),
+    ],
 )
 def test_rematerialisation_changes_no_bit(name, remat):
     """Recomputed are the same operations on the same numbers, casts and amaxes included."""
     assert_same(gradients_under(name, remat), gradients_under(name, "none"))
+
+
+@pytest.mark.parametrize(
+    ("remat", "products", "codes"), [("full", 0, 0), ("dots", 6, 0), ("quantised", 6, 4)]
+)
+def test_what_a_rematerialisation_policy_keeps(remat, products, codes):
+    """Of each layer: results of its linears in bfloat16 but of the last, which nothing needs, and
+    four quantised inputs; all of them are [tokens, features]."""
+    policy, histories = seeding("fp8_delayed")
+    model = Transformer(CONFIG, policy, remat=remat)
+    mean_loss = functools.partial(_mean_loss, model=model, batch=batch(), key=None)
+    _, vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: mean_loss(p, histories), p), enlarged())
+    kept = [x for x in jax.tree.leaves(vjp) if getattr(x, "shape", ())[:2] == (LAYERS, B * L)]
+    assert sum(x.dtype == jnp.bfloat16 for x in kept) == products
+    assert sum(x.dtype == jnp.float8_e4m3fn for x in kept) == codes
 
 
 def test_unrolling_changes_nothing_but_the_loop():

@@ -47,7 +47,7 @@ from fp8jax.kernels.gemm import (
 from fp8jax.kernels.mosaic import BLOCK, load, require, scoped, swizzled
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-TUNING = TuningConfig(tile_n=256, rounds=1)
+TUNING = TuningConfig(tile_n=256, rounds=1, along_n=True, band=16)
 _BUFFERS = 2  # of each warpgroup's result: one is filled while the other is stored
 
 
