@@ -39,7 +39,6 @@ from fp8jax.kernels.partition import (
     row_scaled_matmul,
 )
 from fp8jax.kernels.produce import Producer, cast_produced, tiles_produced
-from fp8jax.kernels.quantize import Codes
 from fp8jax.names import lookup
 from fp8jax.recipe import Cast, Recipe
 from fp8jax.runtime import Device
@@ -164,9 +163,7 @@ def _quantize_fused(
     elif cast.tile == ROW:
         fused = _vectors(padded, cast, axes)
     elif cast.tile == TILE128:
-        fused = _tiles(quantize_tiles(
-            padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes
-        ))  # fmt: skip
+        fused = _tiles(padded, cast, axes)
     else:
         fused = _blocks(padded, cast, axes)
     return _as_requested(fused, requests, x.shape), amax
@@ -217,48 +214,47 @@ def _vectors(padded, cast: Cast, axes: set[int]) -> Fused:
     }
 
 
-def _tiles(both: tuple[Codes | None, Codes | None]) -> Fused:
+def _tiles(padded, cast: Cast, axes: set[int]) -> Fused:
     """1x128 along either axis."""
+    both = quantize_tiles(padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes)
     found = zip((-1, -2), both, strict=True)
     return {axis: (codes.values, codes.scale.T) for axis, codes in found if codes is not None}
 
 
 def fuses(factor: Recipe, product: Recipe) -> bool:
     """Whether an operand x of `product`, made of results of `factor`, and the gradients of those
-    can be quantised as they are made: each by one cast, with a scale that is known before or
-    belongs to a tile."""
-    pairs = (product.fwd_x, product.wgrad_x), (factor.dgrad_g, factor.wgrad_g)
-    return all(
-        cast is not None and cast == other and (cast.timing == "delayed" or cast.tile == TILE128)
-        for cast, other in pairs
-    )
+    can be quantised as they are made: by casts with scales that are known before, or of tiles."""
+    (x, again), (g, other) = (product.fwd_x, product.wgrad_x), (factor.dgrad_g, factor.wgrad_g)
+    if x is None or g is None or x != again or g != other:
+        return False
+    if x.tile == g.tile == TENSOR:
+        return x.timing == g.timing == "delayed"
+    return x.tile == TILE128 and (x.tile, x.format, x.scale) == (g.tile, g.format, g.scale)
 
 
 def _produce_fused(
     producer: Producer, sources: tuple[jax.Array, ...], each: tuple[tuple[Request, ...], ...]
 ) -> tuple[tuple[tuple[Coded, ...], jax.Array | None], ...]:
-    """`_quantize_fused` of each result of the producer; all by one cast that `fuses`."""
-    cast = each[0][0].cast
-    columns = any(request.axis == -2 for request in each[0])
-    padded = tuple(map(pad_to_blocks, sources))
-    shape = sources[0].shape
-    if cast.tile == TILE128:
-        found = tiles_produced(producer, padded, cast.format, cast.scale, columns=columns)
-        return tuple(
-            (_as_requested(_tiles(both), requests, shape), None)
-            for both, requests in zip(found, each, strict=True)
-        )
-    given = [requests[0].amax.astype(jnp.float32) for requests in each]  # type: ignore[union-attr]
-    scales = [cast.scale(amax, cast.format)[0] for amax in given]
-    whole = cast_produced(producer, padded, jnp.stack(scales), cast.format, transposed=columns)
-    results = []
-    for (plain, transposed, amax), scale, source, requests in zip(
-        whole, scales, given, each, strict=True
-    ):
-        checked = _checked(scale, amax, source)
-        fused = {-1: (plain, checked)} | ({-2: (transposed, checked)} if columns else {})
-        results.append((_as_requested(fused, requests, shape), amax))
-    return tuple(results)
+    """`_quantize_fused` of each result of the producer, for recipes that `fuses` takes."""
+    casts = [requests[0].cast for requests in each]
+    axes = tuple(tuple(request.axis for request in requests) for requests in each)
+    padded, shape = tuple(map(pad_to_blocks, sources)), sources[0].shape
+    if casts[0].tile == TILE128:
+        tiles = tiles_produced(producer, padded, casts[0].format, casts[0].scale, axes)
+        found = [({a: (c.values, c.scale.T) for a, c in of.items()}, None) for of in tiles]
+    else:
+        given = [requests[0].amax.astype(jnp.float32) for requests in each]  # type: ignore[union-attr]
+        scales = [c.scale(amax, c.format)[0] for c, amax in zip(casts, given, strict=True)]
+        formats = tuple(cast.format for cast in casts)
+        whole = cast_produced(producer, padded, jnp.stack(scales), formats, axes)
+        found = []
+        for (of, amax), scale, source in zip(whole, scales, given, strict=True):
+            checked = _checked(scale, source if amax is None else amax, source)
+            found.append(({axis: (codes, checked) for axis, codes in of.items()}, amax))
+    return tuple(
+        (_as_requested(fused, requests, shape), amax)
+        for (fused, amax), requests in zip(found, each, strict=True)
+    )
 
 
 def _blocks(padded, cast: Cast, axes: set[int]) -> Fused:

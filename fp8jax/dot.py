@@ -197,20 +197,26 @@ def sum_of(cotangents: Sequence[jax.Array]) -> jax.Array:
 
 def backward(context: Context, x: Operand, scope: str, w, state: State, recorded: State, key, g):
     """dx, dw and the new state of one product, from the gradient of its result."""
-    g, histories = g.astype(context.dtype), to_float32(state)
-    qg, amax = quantized(context, g, OF_G, histories, key)
-    of_g = record(histories, "g", g, amax)
-    return gradients(context, x, scope, w, state, recorded | of_g, key, qg)
+    g = g.astype(context.dtype)
+    qg, amax = quantized(context, g, OF_G, to_float32(state), key)
+    dx = input_gradient(context, scope, w, state, key, qg)
+    dw = weight_gradient(context, x, scope, w, qg)
+    return dx, dw, next_state(state, recorded | record(to_float32(state), "g", g, amax))
 
 
-def gradients(context: Context, x: Operand, scope: str, w, state: State, new: State, key, qg):
-    """The same from the quantised gradient; `new` are the histories of all operands."""
-    recipe = context.recipe
-    dgrad_w = as_computed(w, context.dtype, recipe.dgrad_w)
-    qw, _ = quantized(context, dgrad_w, {"dgrad_w": -1}, to_float32(state), key)
-    dx = multiply(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
-    dw = multiply(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
-    return dx, dw, {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
+def input_gradient(context: Context, scope: str, w, state: State, key, qg: dict[str, Operand]):
+    w = as_computed(w, context.dtype, context.recipe.dgrad_w)
+    qw, _ = quantized(context, w, {"dgrad_w": -1}, to_float32(state), key)
+    return multiply(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+
+
+def weight_gradient(context: Context, x: Operand, scope: str, w, qg: dict[str, Operand]):
+    return multiply(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
+
+
+def next_state(state: State, new: State) -> State:
+    """The cotangent of a state, in its dtype: `new` histories of all its operands."""
+    return {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
 
 
 _dots.defvjp(_dots_fwd, _dots_bwd)

@@ -7,7 +7,8 @@ bfloat16, read again by their quantisers, and forgotten. Here they exist as code
 quantiser of h computes it from its factors, and the quantisers of the two gradients compute them
 from dh and the factors (kernels/produce.py). What is computed is the same: casts, products,
 histories and residuals are those of dot.py, with whose pieces this is written. Kept for the
-backward are both factors, in bfloat16, and the codes of x and h.
+backward are both factors, in bfloat16, and the codes of x. Those of h, which the gradient of Wd
+needs, are made once more beside the gradients: from the same numbers with the same scale.
 
 Not worth a function of its own was the generalisation, a product whose operand any function makes:
 nothing else in a transformer is as wide as this and elementwise.
@@ -29,15 +30,17 @@ from fp8jax.dot import (
     OPERAND,
     Context,
     State,
-    backward,
     context_of,
     forward,
-    gradients,
+    input_gradient,
+    next_state,
     product_with,
+    quantized,
     record,
     requests_of,
     sum_of,
     to_float32,
+    weight_gradient,
 )
 from fp8jax.kernels.produce import SWIGLU, SWIGLU_GRAD, Producer
 from fp8jax.recipe import Recipe
@@ -45,7 +48,6 @@ from fp8jax.recipe import Recipe
 
 class _Residuals(NamedTuple):
     x: Operand  # as wgrad reads it
-    h: Operand
     factors: tuple[jax.Array, ...]  # gate and up, [M, F]
     ws: tuple[jax.Array, ...]
     states: tuple[State, ...]
@@ -53,12 +55,9 @@ class _Residuals(NamedTuple):
     keys: tuple[jax.Array | None, ...]
 
 
-def _produced(context: Context, producer: Producer, sources, wanted, histories, keys):
-    """(operands by name, amax) of each result of the producer."""
-    requests = [
-        requests_of(context.recipe, wanted, history, key)
-        for history, key in zip(histories, keys, strict=True)
-    ]
+def _produced(context: Context, producer: Producer, sources, wanted):
+    """(operands by name, amax) of each result, from (recipe, casts, histories, key) of each."""
+    requests = [requests_of(*each) for each in wanted]
     assert context.backend.produce is not None  # what `can_fuse` is for
     found = context.backend.produce(producer, sources, tuple(tuple(r.values()) for r in requests))
     return [
@@ -74,40 +73,52 @@ def _mlp(contexts: tuple[Context, Context], x, ws, states, keys) -> jax.Array:
 
 
 def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[str, int]):
-    """y and what the backward needs, of the casts that are `wanted`."""
+    """y and what the backward needs, of the casts of x that are `wanted`."""
     first, second = contexts
     histories = tuple(map(to_float32, states))
     factors, qx, recorded = forward(first, x, ws[:2], histories[:2], keys[:2], wanted)
-    ((qh, amax),) = _produced(second, SWIGLU, factors, wanted, histories[2:], keys[2:])
+    ((qh, amax),) = _produced(
+        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, histories[2], keys[2])]
+    )
     y, of_w = product_with(
         second, qh["fwd_x"], ws[2], histories[2], keys[2], second.scopes[0], x.dtype
     )
     of_h = record(histories[2], "x", factors[0], amax)
-    return y, qx, qh, factors, (*recorded, of_h | of_w)
+    return y, qx, factors, (*recorded, of_h | of_w)
 
 
 def _mlp_fwd(contexts, x, ws, states, keys):
-    y, qx, qh, factors, recorded = _run(contexts, x, ws, states, keys, OF_X)
-    x, h = (checkpoint_name(q["wgrad_x"], OPERAND) for q in (qx, qh))
-    return y, _Residuals(x, h, factors, ws, states, recorded, keys)
+    y, qx, factors, recorded = _run(contexts, x, ws, states, keys, OF_X)
+    x = checkpoint_name(qx["wgrad_x"], OPERAND)
+    return y, _Residuals(x, factors, ws, states, recorded, keys)
 
 
 def _mlp_bwd(contexts, kept: _Residuals, dy):
-    first, second = contexts
-    of_each = [*zip(kept.ws, kept.states, kept.recorded, kept.keys, strict=True)]
-    w, state, recorded, key = of_each[2]
-    dh, dw, new = backward(second, kept.h, second.scopes[0], w, state, recorded, key, dy)
-    dws, states, dxs = [dw], [new], []
-    sources, histories = (dh, *kept.factors), [to_float32(state) for state in kept.states[:2]]
-    produced = _produced(first, SWIGLU_GRAD, sources, OF_G, histories, kept.keys[:2])
-    for i, (qg, amax) in enumerate(produced):
-        w, state, recorded, key = of_each[i]
-        new = recorded | record(histories[i], "g", dh, amax)
-        dx, dw, new = gradients(first, kept.x, first.scopes[i], w, state, new, key, qg)
-        dxs.append(dx)
-        dws.insert(i, dw)
-        states.insert(i, new)
-    return sum_of(dxs), tuple(dws), tuple(states), None
+    (first, second), keys = contexts, kept.keys
+    histories = tuple(map(to_float32, kept.states))
+    dy = dy.astype(second.dtype)
+    qdy, amax_dy = quantized(second, dy, OF_G, histories[2], keys[2])
+    dh = input_gradient(second, second.scopes[0], kept.ws[2], kept.states[2], keys[2], qdy)
+    wanted = [(first.recipe, OF_G, histories[i], keys[i]) for i in range(2)]
+    wanted.append(
+        (second.recipe, {"wgrad_x": -2}, histories[2], keys[2])
+    )  # h again: the same codes
+    *of_factors, (qh, _) = _produced(first, SWIGLU_GRAD, (dh, *kept.factors), wanted)
+    dws = [weight_gradient(second, qh["wgrad_x"], second.scopes[0], kept.ws[2], qdy)]
+    amaxes = [amax for _, amax in of_factors] + [amax_dy]
+    dxs: list[jax.Array] = []
+    for i in (1, 0):
+        of_one = first.scopes[i], kept.ws[i]
+        qg = of_factors[i][0]
+        dxs.insert(0, input_gradient(first, *of_one, kept.states[i], keys[i], qg))
+        dws.insert(0, weight_gradient(first, kept.x, *of_one, qg))
+    states = tuple(
+        next_state(state, new | record(history, "g", dy, amax))
+        for state, new, history, amax in zip(
+            kept.states, kept.recorded, histories, amaxes, strict=True
+        )
+    )
+    return sum_of(dxs), tuple(dws), states, None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

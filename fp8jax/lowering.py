@@ -26,7 +26,7 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from absl import logging
 
@@ -249,12 +249,14 @@ def find_gemms(
     Args:
       text: `compiled.as_text()`.
       policy: the model's; its casts say what should be FP8.
-      paths: the model's linears, `ModelConfig.modules`.
+      paths: the model's linears; as `ModelConfig.linears`, with (inputs, outputs) of each, by
+        which merged products are found where kernels filled up narrow ones.
       backend, device: as for `choose_backend`.
     """
     device = runtime.device() if device is None else device
     gemms = []
-    for gemm in _with_merged(list(_parse(text))):
+    outputs = {m: n for m, (_, n) in paths.items()} if isinstance(paths, Mapping) else {}
+    for gemm in _with_merged(list(_parse(text)), outputs):
         narrow = all(dtype.startswith(("f8", "f4")) for dtype in gemm.operands)
         fp8 = narrow and device.fp8 and gemm.kernel not in _BARE
         reason = None if fp8 else _reason(gemm, policy, backend, device)
@@ -288,13 +290,15 @@ def _reason(gemm: Gemm, policy: Policy, backend: str | None, device: Device) -> 
     return "pattern: XLA did not recognise the FP8 product and widened its operands"
 
 
-def _with_merged(gemms: list[Gemm]) -> list[Gemm]:
+def _with_merged(gemms: list[Gemm], outputs: Mapping[str, int]) -> list[Gemm]:
     """The same, each with the modules whose products it does besides its own.
 
-    The width of a linear is what its dgrad contracts; dgrads have no operand in common and are
-    never merged. A wider product does those of neighbours, which lack theirs.
+    The width of a linear is what its dgrad contracts, but at most its `outputs`: shards have less,
+    and kernels fill up to whole blocks. Dgrads have no operand in common and are never merged. A
+    wider product does those of neighbours, which lack theirs.
     """
-    widths = {g.module: g.shape[1] for g in gemms if g.product == "dgrad" and g.shape}
+    dgrads = {g.module: g.shape[1] for g in gemms if g.product == "dgrad" and g.shape}
+    widths = {m: min(n, outputs[m]) if m in outputs else n for m, n in dgrads.items()}
     counts = _counts(gemms)
 
     def merged(gemm: Gemm) -> tuple[str, ...]:

@@ -557,7 +557,7 @@ def train_and_evaluate(
                 each = unseen.pop(0)  # jit keeps the program: its first call compiles no more
                 program = each.step.lower(each.state, batch).compile()  # type: ignore[attr-defined]
                 log_gemms(
-                    program.as_text(), each.policy, each.model.config.modules, config.backend,
+                    program.as_text(), each.policy, each.model.config.linears, config.backend,
                     require=config.require_fp8_gemms,
                 )  # fmt: skip
             state, out = (stage.seed_step if seeding else stage.step)(state, batch)

@@ -403,7 +403,7 @@ def scanned(data):
 
 def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     run, text = scanned
-    gemms = find_gemms(text, run.policy, run.model.config.modules, backend="xla")
+    gemms = find_gemms(text, run.policy, run.model.config.linears, backend="xla")
     linears = {place: n for place, n in counts(gemms).items() if place[1]}
     assert linears == {(m, p): 1 if m == "lm_head" else 2 for m in MODULES for p in PRODUCTS}
     assert {g.trips for g in gemms if g.name in LAYERS} == {2}
@@ -515,7 +515,7 @@ def test_all_that_should_be_fp8_is_on_this_gpu(data, unroll):
         shape = dict(model_overrides__d_model=256, model_overrides__d_ff=512)
         config = tiny(data, precision=name, unroll=unroll, **shape)
         run = build(config, jax.devices()[:1])
-        gemms = find_gemms(step_text(run), run.policy, run.model.config.modules)
+        gemms = find_gemms(step_text(run), run.policy, run.model.config.linears)
         table = format_table(gemms)
         print(f"{name}, unroll={unroll}\n{table}\n")
         named = {(m, g.product) for g in gemms if g.product for m in g.modules}

@@ -3,6 +3,7 @@
 What needs a process of its own (kill, signals, the command line) is in end_to_end_test.py.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -19,7 +20,9 @@ from fp8jax import runtime
 from fp8jax.attention import ATTENTIONS
 from fp8jax.checkpoint import Checkpointer
 from fp8jax.data import build_corpus, train_batches
+from fp8jax.lowering import find_gemms, format_table
 from fp8jax.metrics import read_jsonl
+from fp8jax.model_config import MODULES
 from fp8jax.policy import POLICIES
 from fp8jax.text import tokenizer
 from fp8jax.train import (
@@ -357,4 +360,12 @@ def test_every_gemm_of_the_layers_is_fp8_on_a_gpu(data):
     batch = {**rows, "segments": rows["tokens"] + 1, "weights": rows["tokens"] + 1.0}
     with jax.set_mesh(run.mesh):
         compiled = run.step.lower(run.state, batch).compile().as_text()
-    assert compiled.count('custom_call_target="__cublas$lt$matmul$f8"') == 12 * 7 * 3
+    gemms = find_gemms(compiled, run.policy, run.model.config.linears)
+    table = format_table(gemms)
+    of_layers = collections.Counter()
+    for gemm in gemms:  # XLA merges those of one x
+        if gemm.module.startswith("layers/") and gemm.product:
+            assert gemm.fp8, table
+            of_layers.update({(module, gemm.product): gemm.count for module in gemm.modules})
+    paths = [path for path in MODULES if path.startswith("layers/")]
+    assert of_layers == {(m, p): 12 for m in paths for p in ("fwd", "dgrad", "wgrad")}, table
