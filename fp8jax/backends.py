@@ -243,7 +243,7 @@ def _produce_fused(
         tiles = tiles_produced(producer, padded, casts[0].format, casts[0].scale, axes)
         found = [({a: (c.values, c.scale.T) for a, c in of.items()}, None) for of in tiles]
     else:
-        given = [requests[0].amax.astype(jnp.float32) for requests in each]  # type: ignore[union-attr]
+        given = [r[0].amax.astype(jnp.float32) for r in each if r[0].amax is not None]  # all
         scales = [c.scale(amax, c.format)[0] for c, amax in zip(casts, given, strict=True)]
         formats = tuple(cast.format for cast in casts)
         whole = cast_produced(producer, padded, jnp.stack(scales), formats, axes)

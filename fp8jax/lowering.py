@@ -293,27 +293,30 @@ def _reason(gemm: Gemm, policy: Policy, backend: str | None, device: Device) -> 
 def _with_merged(gemms: list[Gemm], outputs: Mapping[str, int]) -> list[Gemm]:
     """The same, each with the modules whose products it does besides its own.
 
-    The width of a linear is what its dgrad contracts, but at most its `outputs`: shards have less,
-    and kernels fill up to whole blocks. Dgrads have no operand in common and are never merged. A
-    wider product does those of neighbours, which lack theirs.
+    The width of a linear is what its dgrad contracts: dgrads have no operand in common and are
+    never merged. Where kernels fill up to whole blocks, dgrads are wider than some other products,
+    which then have the model's `outputs`. A wider product does those of neighbours, which lack
+    theirs.
     """
-    dgrads = {g.module: g.shape[1] for g in gemms if g.product == "dgrad" and g.shape}
-    widths = {m: min(n, outputs[m]) if m in outputs else n for m, n in dgrads.items()}
+    filled = {g.module: g.shape[1] for g in gemms if g.product == "dgrad" and g.shape}
+    plain = {m: min(n, outputs[m]) if m in outputs else n for m, n in filled.items()}
     counts = _counts(gemms)
 
     def merged(gemm: Gemm) -> tuple[str, ...]:
-        if gemm.product not in ("fwd", "wgrad") or gemm.module not in widths or not gemm.shape:
+        if gemm.product not in ("fwd", "wgrad") or gemm.module not in filled or not gemm.shape:
             return ()
         folder = gemm.module.rpartition("/")[0]
         lacking = [
             m
-            for m in widths
+            for m in filled
             if m.rpartition("/")[0] == folder
             if counts[m, gemm.recipe, gemm.product] < counts[m, gemm.recipe, "dgrad"]
         ]
-        sets = (c for n in range(1, 3) for c in itertools.combinations(lacking, n))
-        excess = gemm.shape[2] - widths[gemm.module]
-        return next((s for s in sets if sum(widths[m] for m in s) == excess), ())
+        for widths, n in itertools.product((filled, plain), range(1, 3)):
+            for others in itertools.combinations(lacking, n):
+                if gemm.shape[2] == widths[gemm.module] + sum(widths[m] for m in others):
+                    return others
+        return ()
 
     return [dataclasses.replace(gemm, merged=merged(gemm)) for gemm in gemms]
 

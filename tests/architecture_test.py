@@ -66,8 +66,8 @@ FLOORS = {
 }
 CORE = ("formats", "scaling", "recipe", "backends", "dot", "nn")
 
-MAX_CORE_LINES = 1900
-MAX_LIBRARY_LINES = 10800
+MAX_CORE_LINES = 2000
+MAX_LIBRARY_LINES = 12400
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_LINES_OF = {"fp8jax/train.py:train_and_evaluate": 200}  # the loop reads top to bottom

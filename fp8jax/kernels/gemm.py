@@ -20,11 +20,14 @@ of K ahead, also across tiles. What is measured and decided:
     computed by remainders, products waited for address arithmetic: a tenth slower.
   * Scales of b's blocks are read one round ahead. Read where they are used, each block of K waits
     for the L2 cache.
-  * A block's promotion comes after the next product was issued and before its end is awaited; the
-    wait for the slot after that stands between the two, since ptxas moves arithmetic over a wait
-    for products, but not over a branch. 1,184 against 1,044 TFLOP/s.
-  * The promotion takes 64 registers more. Three warpgroups, or 160 columns, then spill: a fifth of
-    the speed. A weight gradient, with its scales by columns, has 96 columns for that reason.
+  * While one warpgroup promotes, the others multiply: three of 64 x 128 for the forward and the
+    input gradient, two of 64 x 160 for the weight gradient, which has two multiplications an
+    element more to do, and scales by columns to load.
+  * The alternative, `overlap`, promotes a block beside the warpgroup's own next product, in 64
+    registers more. On a cool chip two warpgroups are as fast with it as three without; at the power
+    limit, where a chip that trains is, they are 5 to 10% slower. (There a wait for the next slot
+    must stand between the two: ptxas moves arithmetic over a wait for products, but not over a
+    branch. Three warpgroups spill then.)
   * Warpgroups that take turns, clusters with multicast, wider tiles and fewer barriers gained
     nothing (docs/log.md).
 
@@ -442,6 +445,13 @@ def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
         plgpu.copy_smem_to_gmem(buffer, y_g.at[:, pl.ds(at, width)])
 
 
+# From sweeps on an H200 at its power limit (docs/log.md), where a chip that trains is.
+_BY_BLOCK = TuningConfig(
+    warpgroups=3, overlap=False, rounds=1, copy_registers=24, along_n=True, band=16
+)
+_BY_ROW = TuningConfig(tile_n=160, overlap=False, rounds=1)
+
+
 def tuned(m: int, k: int, n: int, by_row: bool) -> TuningConfig:
     """The cut for such a product, from measurements on an H200."""
-    return TuningConfig(tile_n=160, rounds=1, overlap=False) if by_row else TuningConfig(rounds=1)
+    return _BY_ROW if by_row else _BY_BLOCK
