@@ -140,7 +140,7 @@ def block_scaled_matmul(
     by_row = sb.shape[1] == b.shape[0]
     tuning = tuned(a.shape[0], a.shape[1], b.shape[0], by_row) if tuning is None else tuning
     shape = Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
-    if not by_row:  # a tile that reaches past the last block reads one more
+    if not by_row and shape.groups > 1:  # a tile that reaches past the last block reads one more
         sb = jnp.pad(sb, ((0, 0), (0, 1)))
     return launch_product(shape, _matmul, a, b, sa, sb)
 
