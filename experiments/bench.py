@@ -56,7 +56,10 @@ def _measure(command: str) -> timing.Report:
     for name in {name for *_, names in _COMMANDS.values() for name in names.split()}:
         if flags.FLAGS[name].present and name not in taken.split():
             raise ValueError(f"--{name} is not for {command}")
-    timed = functools.partial(timing.race, rounds=_ROUNDS.value, seconds=_SECONDS.value)
+    threads = 8 if command in ("gemm", "quantize", "attention") else 1  # steps fill the memory
+    timed = functools.partial(
+        timing.race, rounds=_ROUNDS.value, seconds=_SECONDS.value, threads=threads
+    )
     shapes = _SHAPES.value or (tiny.split(",") if _TINY.value else default)
     if command == "gains":
         return benchmark_gains.measure_gains(shapes, timed)

@@ -33,8 +33,10 @@ from fp8jax import runtime, torch_peers
 from fp8jax.attention import dot_product_attention
 from fp8jax.backends import BACKENDS, Request
 from fp8jax.dot import dot_general, init_state
-from fp8jax.formats import cast
+from fp8jax.formats import FORMATS, cast
 from fp8jax.kernels.gemm import TuningConfig, block_scaled_matmul
+from fp8jax.kernels.gemm_rows import row_scaled_matmul
+from fp8jax.kernels.produce import SWIGLU, SWIGLU_GRAD, Producer, cast_produced
 from fp8jax.policy import as_policy
 from fp8jax.recipe import RECIPES
 from fp8jax.timing import Entrants, Program, Race, Report, Row, mean_ratio
@@ -192,6 +194,7 @@ def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool)
             lambda a, b, scale: _plain(a, b) * scale.astype(jnp.bfloat16), a, b, scale
         ),
         "ours 1x128 by 128x128": compiled(block_scaled_matmul, a, b, sa, of_blocks),
+        "ours rows by columns": compiled(row_scaled_matmul, a, b, scales((m,)), scales((n,))),
         "ours 1x128 by 1x128, float32": compiled(
             lambda a, b, sa, sb: block_scaled_matmul(a, b, sa, sb, jnp.float32), a, b, sa, of_rows
         ),
@@ -235,10 +238,23 @@ def measure_gemm(
 
 
 # What a sweep tries, by the kind of b's scales: `by_row` or not.
+_WAYS: dict[str, dict[str, Any]] = {
+    "beside its own product": dict(warpgroups=2, overlap=True),
+    "beside the others'": dict(warpgroups=3, overlap=False, copy_registers=24),
+    "beside the other's": dict(warpgroups=2, overlap=False),
+}
 TUNINGS = {
-    False: [TuningConfig(rounds=r, tile_n=n, band=b) for r, n, b in
-            ((1, 128, 8), (2, 128, 8), (1, 96, 8), (1, 128, 16), (1, 160, 8), (1, 192, 8))],
-    True: [TuningConfig(rounds=r, tile_n=n) for r, n in ((1, 128), (1, 96), (2, 96), (1, 64))],
+    by_row: [
+        TuningConfig(rounds=1, tile_n=tile_n, along_n=band > 8, band=band, **_WAYS[way])
+        for way, tile_n in cuts
+        for band in (8, 16)
+    ]
+    for by_row, cuts in {
+        False: (("beside its own product", 128), ("beside the others'", 128),
+                ("beside the other's", 192)),
+        True: (("beside its own product", 96), ("beside the others'", 96),
+               ("beside the other's", 160)),
+    }.items()
 }  # fmt: skip
 
 
@@ -301,25 +317,46 @@ def _quantise(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], 
     return compiled(lambda *xs: [one(x) for x in xs], *arrays, items=len(arrays))
 
 
+def _produced(producer: Producer, *sources: Array) -> Callable[[], Program]:
+    """Codes of what gated.py asks for, in one kernel."""
+    formats = (FORMATS["e5m2"], FORMATS["e5m2"], FORMATS["e4m3"])[-producer.results :]
+    axes = ((-1, -2), (-1, -2), (-2,)) if producer.results == 3 else ((-1,),)
+    scales = jnp.full(producer.results, 0.01)
+    return compiled(lambda *xs: cast_produced(producer, xs, scales, formats, axes), *sources)
+
+
+def _quantize_entrants(m: int, k: int) -> tuple[Entrants, dict[str, float]]:
+    """Contestants, and the bytes that each has to move."""
+    entrants: dict[str, Callable[[], Program]] = {}
+    work: dict[str, float] = {}
+    # Several arrays a call: one may take no longer than its dispatch.
+    arrays = {
+        t: [normal(seed, (m, k), t) for seed in range(3)] for t in (jnp.bfloat16, jnp.float32)
+    }
+    for kind, (recipe, operand, dtype, axes) in QUANTISED.items():
+        tile = getattr(RECIPES[recipe], operand).tile
+        area = math.prod(m * k if side is None else side for side in (tile.free, tile.contract))
+        scales = 4 * m * k / min(area, m * k)
+        for backend in ("pallas", "xla"):
+            name = f"{kind}: {backend}"
+            entrants[name] = _quantise(backend, kind, arrays[dtype][:2])
+            work[name] = arrays[dtype][0].nbytes + len(axes) * (m * k + scales)
+    for producer, codes in ((SWIGLU, 1), (SWIGLU_GRAD, 5)):
+        name = f"{producer.name}, one scale: pallas"
+        entrants[name] = _produced(producer, *arrays[jnp.bfloat16][: producer.sources])
+        work[name] = (2 * producer.sources + codes) * m * k
+    return entrants, work
+
+
 def measure_quantize(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
     """Quantisers of M x K numbers: ours, and XLA's of the same, by bytes read and written."""
     rows, pairs = [], []
     for shape in shapes:
-        m, k = sizes(shape, "MxK")
-        for kind, (recipe, operand, dtype, axes) in QUANTISED.items():
-            # Several arrays a call: one may take no longer than its dispatch.
-            arrays = [normal(seed, (m, k), dtype) for seed in range(2)]
-            tile = getattr(RECIPES[recipe], operand).tile
-            area = math.prod(m * k if side is None else side for side in (tile.free, tile.contract))
-            scales = 4 * m * k / min(area, m * k)
-            work = arrays[0].nbytes + len(axes) * (m * k + scales)
-            found = timed({name: _quantise(name, kind, arrays) for name in ("pallas", "xla")})
-            for name, timing in found.items():
-                rows.append(
-                    Row(case=shape, name=f"{kind}: {name}", timing=timing, work=work,
-                        limit=work / limits.copy)
-                )  # fmt: skip
-            pairs.append((work / limits.copy, found["pallas"].seconds))
+        entrants, work = _quantize_entrants(*sizes(shape, "MxK"))
+        for name, timing in timed(entrants).items():
+            limit = work[name] / limits.copy
+            rows.append(Row(case=shape, name=name, timing=timing, work=work[name], limit=limit))
+            pairs += [(limit, timing.seconds)] if name.endswith("pallas") else []
     figures = {"quantize_bandwidth": mean_ratio(pairs)}
     return Report(
         title="Quantisers", rate="GB/s", rows=rows, figures=figures, notes=[limits.note()]

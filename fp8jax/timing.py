@@ -10,6 +10,7 @@ reason, and the others go on. Between its turns it holds its operands only: resu
 before the next call, and what it had in memory goes when the race ends.
 """
 
+import concurrent.futures
 import dataclasses
 import gc
 import importlib.metadata
@@ -80,6 +81,7 @@ def race(
     *,
     rounds: int = 7,
     seconds: float = 0.1,
+    threads: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Times all entrants in turns.
@@ -88,6 +90,7 @@ def race(
       entrants: name -> what makes the program, compiled or not; may raise.
       rounds: batches of each.
       seconds: length of a batch, which has one call at least.
+      threads: programs made at a time, before any of them is called.
       clock: seconds since some moment.
     """
     programs: dict[str, Program] = {}
@@ -105,7 +108,7 @@ def race(
             _close(programs, name)
 
     def prepare(name: str) -> None:
-        programs[name] = entrants[name]()
+        programs[name] = made[name].result()
         _batch(programs[name], 2, clock)  # the first call may compile
         once = _batch(programs[name], 1, clock) * programs[name].items
         calls[name] = max(1, min(_MOST_CALLS, round(seconds / max(once, 1e-9))))
@@ -113,6 +116,8 @@ def race(
     def time_batch(name: str) -> None:
         times[name].append(_batch(programs[name], calls[name], clock))
 
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        made = {name: pool.submit(entrant) for name, entrant in entrants.items()}
     for name in entrants:
         attempt(name, prepare)
     for _ in range(rounds):
