@@ -369,3 +369,22 @@ def test_every_gemm_of_the_layers_is_fp8_on_a_gpu(data):
             of_layers.update({(module, gemm.product): gemm.count for module in gemm.modules})
     paths = [path for path in MODULES if path.startswith("layers/")]
     assert of_layers == {(m, p): 12 for m in paths for p in ("fwd", "dgrad", "wgrad")}, table
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_block", "fp8_rowwise"])
+def test_kernels_train_as_emulated_products_do(data, precision):
+    """In a loop over layers, with accumulated gradients and rematerialisation. Hopper's sums of 14
+    bits move some codes by one: losses differ by less than those of another seed."""
+    shape = dict(d_model=256, d_ff=512, head_dim=64)
+    changes = dict(precision=precision, unroll=1, remat="quantised", grad_accum=2)
+
+    def losses(**more) -> np.ndarray:
+        config = tiny(data, **changes, **more)
+        config.model_overrides.update(shape)
+        return steps(config, 20, jax.devices()[:1])[0]
+
+    exact = losses(backend="emulated")
+    spread = np.abs(losses(backend="emulated", seed=1) - exact).mean()
+    assert np.abs(losses(backend="pallas") - exact).mean() < spread / 4
+    assert exact[-1] < 0.8 * exact[0]
