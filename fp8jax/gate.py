@@ -230,10 +230,15 @@ def _said(gain: Gain | None) -> str:
     return f"{gain.value:.3f}x" + (", beyond the table: its edge" if gain.beyond else "")
 
 
+def is_measured_here() -> bool:
+    """Whether this process runs on the chip that the shipped table is of."""
+    return any(name in runtime.device().kind for name in _DEVICES)
+
+
 def _require(table: Table) -> None:
     """Raises ValueError where the table cannot decide for this device."""
     here = runtime.device().kind
-    if not any(name in here for name in _DEVICES):
+    if not is_measured_here():
         raise ValueError(
             f"size_gate=True decides by times of {table.device}, and this is {here}: they say"
             " nothing of it"

@@ -40,7 +40,7 @@ from fp8jax import runtime
 from fp8jax.attention import choose_attention
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
 from fp8jax.data import Corpus, Row, build_corpus, train_batches, valid_batches
-from fp8jax.gate import size_gate
+from fp8jax.gate import is_measured_here, size_gate
 from fp8jax.inference import generate
 from fp8jax.lowering import log_gemms
 from fp8jax.metrics import Metrics
@@ -72,10 +72,8 @@ class NonFiniteError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A config resolved to objects; the config itself goes no further.
-
-    All of it is for the first stage of the precision schedule; `later` are the other stages.
-    """
+    """A config resolved to objects; the config itself goes no further. All of it is for the first
+    stage of the precision schedule; `later` are the other stages."""
 
     model: Transformer
     mesh: Mesh
@@ -404,8 +402,9 @@ def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
         runtime.device_kind(), dict(run.mesh.shape),
         f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
     )  # fmt: skip
-    for gains in filter(None, [run.gains, *(stage.gains for _, stage in run.later)]):
-        logging.info("%s", gains)
+    for gains in [run.gains, *(stage.gains for _, stage in run.later)]:
+        if gains and is_measured_here():
+            logging.info("%s", gains)
 
 
 def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> None:
