@@ -245,9 +245,12 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 TUNINGS = {
     by_row: [
-        TuningConfig(rounds=1, tile_n=tile_n, along_n=band > 8, band=band, **_WAYS[way])
+        TuningConfig(
+            rounds=1, tile_n=tile_n, along_n=band > 8, band=band, cluster=cluster, **_WAYS[way]
+        )
         for way, tile_n in cuts
         for band in (8, 16)
+        for cluster in (1, 2)
     ]
     for by_row, cuts in {
         False: (("beside its own product", 128), ("beside the others'", 128),

@@ -9,9 +9,6 @@ from dh and the factors (kernels/produce.py). What is computed is the same: cast
 histories and residuals are those of dot.py, with whose pieces this is written. Kept for the
 backward are both factors, in bfloat16, and the codes of x. Those of h, which the gradient of Wd
 needs, are made once more beside the gradients: from the same numbers with the same scale.
-
-Not worth a function of its own was the generalisation, a product whose operand any function makes:
-nothing else in a transformer is as wide as this and elementwise.
 """
 
 import functools
@@ -100,9 +97,7 @@ def _mlp_bwd(contexts, kept: _Residuals, dy):
     qdy, amax_dy = quantized(second, dy, OF_G, histories[2], keys[2])
     dh = input_gradient(second, second.scopes[0], kept.ws[2], kept.states[2], keys[2], qdy)
     wanted = [(first.recipe, OF_G, histories[i], keys[i]) for i in range(2)]
-    wanted.append(
-        (second.recipe, {"wgrad_x": -2}, histories[2], keys[2])
-    )  # h again: the same codes
+    wanted.append((second.recipe, {"wgrad_x": -2}, histories[2], keys[2]))  # h: the same codes
     *of_factors, (qh, _) = _produced(first, SWIGLU_GRAD, (dh, *kept.factors), wanted)
     dws = [weight_gradient(second, qh["wgrad_x"], second.scopes[0], kept.ws[2], qdy)]
     amaxes = [amax for _, amax in of_factors] + [amax_dy]

@@ -5,6 +5,7 @@ is at most 128 * 9, so that Hopper's 14 bits hold it; all sums are multiples of 
 so that float32 holds them. The only rounding is that of the result to bfloat16.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp8jax.kernels import gemm
 from fp8jax.kernels.gemm import E4M3, TuningConfig, _check, block_scaled_matmul, tuned
 from tests.kernels import TOO_OLD, interpret, lower, needs_pallas
 
@@ -132,6 +134,8 @@ def test_rows_beyond_the_used_ones_do_not_matter():
         dict(warpgroups=3, copy_registers=24),
         dict(warpgroups=2, tile_n=192, stages=3),
         dict(warpgroups=1, tile_n=256, stages=5),
+        dataclasses.asdict(gemm._BY_BLOCK),
+        dict(tile_n=160, overlap=False, cluster=2),
     ],
 )
 def test_it_lowers_for_the_gpu(tuning, by_row, dtype):
@@ -228,6 +232,17 @@ def test_exact_on_the_gpu(shape, by_row, dtype):
     """The second shape has several tiles a core, and fewer blocks of K than stages."""
     given = operands(*shape, by_row)
     check(jax.jit(functools.partial(block_scaled_matmul, out_dtype=dtype))(*given), given, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [dict(warpgroups=3, copy_registers=24), dict(tile_n=160)])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_clusters_on_the_gpu(by_row, changes):
+    """The interpreter has no copies that a cluster shares. The last cluster has rows beyond M."""
+    given = operands(4104, 512, 3072, by_row)
+    tuning = TuningConfig(rounds=1, overlap=False, cluster=2, **changes)
+    f = functools.partial(block_scaled_matmul, out_dtype=F32, tuning=tuning)
+    check(jax.jit(f)(*given), given, F32)
 
 
 @pytest.mark.gpu

@@ -28,8 +28,7 @@ of K ahead, also across tiles. What is measured and decided:
     limit, where a chip that trains is, they are 5 to 10% slower. (There a wait for the next slot
     must stand between the two: ptxas moves arithmetic over a wait for products, but not over a
     branch. Three warpgroups spill then.)
-  * Warpgroups that take turns, clusters with multicast, wider tiles and fewer barriers gained
-    nothing (docs/log.md).
+  * Warpgroups that take turns, wider tiles and fewer barriers gained nothing (docs/log.md).
 
 Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
 zeros and clips); K is whole blocks. The product of gemm_rows.py goes through its tiles alike.
@@ -52,6 +51,7 @@ from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, require, scope
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 ROWS = 64  # of a warpgroup's product
+_PEER = "peer"  # the axis of a cluster
 _REGISTERS = 65536 // 128  # of a core, for each thread of one warpgroup
 
 
@@ -67,6 +67,8 @@ class TuningConfig:
       along_n: whether bands lie along N instead of M.
       rounds: times that all stages are written out in the loop over K.
       copy_registers: registers a thread that the copying warpgroup keeps.
+      cluster: blocks of threads whose tiles lie below one another. They share a tile of b, of which
+        each copies a part for all (multicast).
       overlap: whether a block is promoted while the next is multiplied, which takes registers for
         both, instead of while the other warpgroups multiply.
     """
@@ -79,11 +81,16 @@ class TuningConfig:
     rounds: int = 2
     copy_registers: int = 40
     overlap: bool = True
+    cluster: int = 1
 
     def __post_init__(self):
         if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may meet three blocks of b
             raise ValueError(f"tile_n is 32, 64, 96, 128, 160, 192 or 256, got {self.tile_n}")
-        if not 1 <= self.warpgroups <= 3 or self.stages < 2 or min(self.band, self.rounds) < 1:
+        if (
+            not 1 <= self.warpgroups <= 3
+            or self.stages < 2
+            or min(self.band, self.rounds, self.cluster) < 1
+        ):
             raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more: {self}")
 
     @property
@@ -172,7 +179,9 @@ class Shape:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        return -(-self.m // self.tile_m), -(-self.n // self.tuning.tile_n)
+        """Of the result: along M those of a whole cluster, along N."""
+        rows = self.tile_m * self.tuning.cluster
+        return -(-self.m // rows), -(-self.n // self.tuning.tile_n)
 
     @property
     def group(self) -> int:
@@ -193,11 +202,28 @@ class Shape:
 def launch_product(shape: Shape, body: Callable[..., None], *operands: jax.Array) -> jax.Array:
     """`body(shape, references to the operands and the result)` on every core, by so many
     warpgroups as multiply, and the one that copies."""
+    t = shape.tuning
+    cluster: dict[str, Any] = dict(cluster=(t.cluster,), cluster_names=(_PEER,))
     return launch(
         functools.partial(body, shape), *operands,
-        out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype), grid=(num_cores(),),
-        grid_names=("core",), num_threads=shape.tuning.warpgroups + 1, thread_name="warpgroup",
+        out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype),
+        grid=(num_cores() // t.cluster,), grid_names=("core",), num_threads=t.warpgroups + 1,
+        thread_name="warpgroup", **(cluster if t.cluster > 1 else {}),
     )  # fmt: skip
+
+
+def slots_given_back(tuning: TuningConfig) -> Any:
+    """Barriers at which a slot is free again: all who read it have said so, in a cluster all its
+    blocks of threads, since what one copies for others overwrites their slot."""
+    arrivals, slots = tuning.warpgroups, tuning.stages
+    if tuning.cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
+    return plgpu.ClusterBarrier(collective_axes=(_PEER,), num_arrivals=arrivals, num_barriers=slots)
+
+
+def shared(tuning: TuningConfig) -> dict[str, Any]:
+    """How a copy is made that a cluster shares."""
+    return dict(collective_axes=_PEER) if tuning.cluster > 1 else {}
 
 
 def result_memory(shape: Shape, buffers: int) -> Any:
@@ -218,12 +244,13 @@ def over_tiles(
     """
     t = shape.tuning
     warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
-    cores = num_cores()
+    cores = num_cores() // t.cluster
     count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
 
     def position(i):
         """(row, column) of the i-th tile of this core, in tiles."""
-        return plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
+        m, n = plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
+        return (m if t.cluster == 1 else m * t.cluster + lax.axis_index(_PEER)), n
 
     @pl.when(warpgroup == t.warpgroups)
     def _():
@@ -249,14 +276,14 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
         y_s=result_memory(shape, buffers=1),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         scaled=plgpu.Barrier(num_arrivals=1 + shape.by_row, num_barriers=t.stages),
-        empty=plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
+        empty=slots_given_back(t),
         collective_axes="warpgroup",
     )
     def _(a_s, b_s, sa_s, sb_s, y_s, full, scaled, empty):
         def fetch(c, s, rows, columns):
             block = pl.ds(c * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s], **shared(t))
             plgpu.copy_gmem_to_smem(sa_g.at[c, rows], sa_s.at[s], scaled.at[s])
             if shape.by_row:
                 plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], scaled.at[s])

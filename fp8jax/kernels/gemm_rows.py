@@ -42,6 +42,8 @@ from fp8jax.kernels.gemm import (
     over_tiles,
     result_memory,
     result_of,
+    shared,
+    slots_given_back,
     write,
 )
 from fp8jax.kernels.mosaic import BLOCK, load, require, scoped, swizzled
@@ -97,7 +99,7 @@ def row_scaled_matmul(
     tuning = TUNING if tuning is None else tuning
     shape = Shape(a.shape[0], a.shape[1], b.shape[0], True, jnp.dtype(out_dtype), tuning)
     # Unlike TMA, loads to registers do not stop at the end: tiles read whole.
-    sa = jnp.pad(sa, (0, shape.tiles[0] * shape.tile_m - shape.m))
+    sa = jnp.pad(sa, (0, shape.tiles[0] * tuning.cluster * shape.tile_m - shape.m))
     sb = jnp.pad(sb, (0, shape.tiles[1] * tuning.tile_n - shape.n))
     return launch_product(shape, _matmul, a, b, sa, sb)
 
@@ -114,14 +116,14 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
         b_s=codes(t.tile_n, b_g),
         y_s=result_memory(shape, _BUFFERS),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
-        empty=plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages),
+        empty=slots_given_back(t),
         collective_axes="warpgroup",
     )
     def _(a_s, b_s, y_s, full, empty):
         def fetch(c, s, rows, columns):
             block = pl.ds(c * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s], **shared(t))
 
         def multiply(warpgroup, count, position):
             mine = pl.ds(warpgroup * ROWS, ROWS)
