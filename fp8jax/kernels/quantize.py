@@ -266,13 +266,7 @@ def cast_rows_columns(
     return found[0] if rows else None, found[-1] if columns else None
 
 
-def _store_rows(
-    numbers: jax.Array,
-    rule: ScaleRule,
-    fmt: Format,
-    codes: tuple[Any, Any],
-    scales: tuple[Any, Any],
-) -> None:
+def _store_rows(numbers: jax.Array, rule: ScaleRule, fmt: Format, codes: Any, scales: Any) -> None:
     """A tile with a scale for each of its rows, through (shared memory, memory) of each."""
     bits = jnp.max(_magnitude(numbers), axis=1)
     scale, reciprocal = _from_amax(bits, rule, fmt)
