@@ -374,7 +374,11 @@ def test_threads_end(end):
 
 def _interrupt(process) -> str:
     """Ctrl-C until it ends, and what it wrote to stderr. Once in a few hundred times the interrupt
-    comes while Python runs a finaliser, which swallows it: then a user presses again."""
+    comes while Python runs a finaliser, which swallows it: then a user presses again.
+
+    A shell's background jobs, which these tests may be, start with it ignored, and Python leaves it
+    so: the child takes it back.
+    """
     for _ in range(4):
         process.send_signal(signal.SIGINT)
         try:
@@ -386,7 +390,9 @@ def _interrupt(process) -> str:
 
 def test_ctrl_c_ends_the_program():
     program = """
+import signal
 from tests.data_test import MIXTURE, train_batches
+signal.signal(signal.SIGINT, signal.default_int_handler)
 batches = train_batches(MIXTURE, seed=0, batch_size=2)
 print(next(batches)["tokens"].shape, flush=True)
 for batch in batches:

@@ -23,6 +23,7 @@ from fp8jax.model import (
     REMAT,
     Block,
     FeedForward,
+    Linears,
     RMSNorm,
     Transformer,
     abstract_variables,
@@ -563,15 +564,12 @@ def feed_forward(config: ModelConfig, params, x, recipe: str = "bf16"):
     """y of one MLP, and the gradients of x and parameters for dy = cos y; `recipe` is for the last
     product alone."""
 
-    def dense(name, features, axes):
-        return Dense(features, recipe if name == "down" else "bf16", "emulated", name=name)
+    policy = Policy((("layers/mlp/down", RECIPES[recipe]),), name="down")
+    linears = Linears(config, policy, "emulated", "layers/mlp", None)
 
     class Whole(nn.Module):
         @nn.compact
         def __call__(self, x):
-            def linears(x, *all, input_scale=None):
-                return tuple(dense(*each)(x, None, input_scale) for each in all)
-
             return FeedForward(config, linears, name="mlp")(x)
 
     def value(params, x):
