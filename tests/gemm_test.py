@@ -93,7 +93,7 @@ def test_exact_products(shape, by_row, dtype, cores, tuning):
 def test_the_cut_that_is_chosen(by_row, dtype):
     """As calls without a tuning have it, with results of either dtype."""
     given = operands(128, 256, 192, by_row)
-    assert isinstance(tuned(128, 256, 192, by_row), TuningConfig)
+    assert isinstance(tuned(by_row), TuningConfig)
     check(product(given, dtype), given, dtype)
 
 
