@@ -182,11 +182,7 @@ def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool)
     x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
     a, b, blocks = cast(x, "e4m3"), cast(w.T, "e4m3"), -(-k // 128)
     scales = functools.partial(jax.random.uniform, jax.random.key(3), minval=0.5, maxval=2.0)
-    sa, of_blocks, of_rows = (
-        scales((blocks, m)),
-        scales((blocks, -(-n // 128))),
-        scales((blocks, n)),
-    )
+    sa, of_blocks, of_rows = (scales((blocks, size)) for size in (m, -(-n // 128), n))
     scale = scales(())
     found = {
         "JAX bf16": compiled(_plain, x, w.T.astype(x.dtype)),
@@ -237,27 +233,19 @@ def measure_gemm(
     )  # fmt: skip
 
 
-# What a sweep tries, by the kind of b's scales: `by_row` or not.
-_WAYS: dict[str, dict[str, Any]] = {
-    "beside its own product": dict(warpgroups=2, overlap=True),
-    "beside the others'": dict(warpgroups=3, overlap=False, copy_registers=24),
-    "beside the other's": dict(warpgroups=2, overlap=False),
-}
+# What a sweep tries, by whether each row of b has its scale: warpgroups and columns of a tile.
 TUNINGS = {
     by_row: [
         TuningConfig(
-            rounds=1, tile_n=tile_n, along_n=band > 8, band=band, cluster=cluster, **_WAYS[way]
+            warpgroups=warpgroups, tile_n=tile_n, along_n=band > 8, band=band, cluster=cluster,
+            copy_registers=24 if warpgroups == 3 else 40,
         )
-        for way, tile_n in cuts
+        for warpgroups, tile_n in cuts
         for band in (8, 16)
         for cluster in (1, 2)
     ]
-    for by_row, cuts in {
-        False: (("beside its own product", 128), ("beside the others'", 128),
-                ("beside the other's", 192)),
-        True: (("beside its own product", 96), ("beside the others'", 96),
-               ("beside the other's", 160)),
-    }.items()
+    for by_row, cuts in {False: ((3, 128), (2, 128), (2, 192)),
+                         True: ((2, 160), (2, 128), (3, 96))}.items()
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: i
 # vocabulary is small, so that only layers count.
 STEPS = {
     "d4096": (_layers(4096, 4, 32, 8, 14_336), 4, 4096),
-    "d1536": (_layers(1536, 28, 12, 2, 8960), 2, 8192),
+    "d1536": (_layers(1536, 8, 12, 2, 8960), 2, 8192),
     "d2048": (_layers(2048, 8, 16, 8, 8192), 8, 2048),
     "d8192": (_layers(8192, 2, 64, 8, 28_672), 4, 4096),
     "tiny": (_layers(128, 1, 4, 2, 256, 32), 2, 64),

@@ -1,18 +1,26 @@
 """Strict by default: eight virtual CPU devices, no rank promotion, checked annotations.
 
 Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the order here.
+`pytest -m gpu` takes the GPU instead.
 """
 
 import atexit
 import collections
 import os
 import shutil
+import sys
 import tempfile
 
-if "gpu" not in os.environ.get("FP8JAX_TEST_PLATFORM", "cpu"):
+if "-m gpu" in " ".join(sys.argv):
+    os.environ["FP8JAX_TEST_PLATFORM"] = "gpu"  # also for processes of pytest-xdist
+if os.environ.get("FP8JAX_TEST_PLATFORM", "cpu") == "gpu":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share its memory
+else:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Not optimised: tests compile for longer than they compute. No bit of theirs depends on it.
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     )
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

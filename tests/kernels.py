@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.kernels import gemm, mosaic, quantize
+from fp8jax.kernels import gemm, gemm_rows, mosaic, quantize
 
 TOO_OLD = mosaic.too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
@@ -29,8 +29,9 @@ def allowed(cores: int):
     with (
         mock.patch.object(mosaic, "refuses", lambda device: None),
         mock.patch.object(gemm, "num_cores", lambda: cores),
-        # The interpreter does not get on with three multiplying warpgroups.
-        mock.patch.object(gemm, "_BY_BLOCK", dataclasses.replace(gemm._BY_BLOCK, warpgroups=2)),
+        # The interpreter does not get on with three multiplying warpgroups, nor with clusters.
+        mock.patch.object(gemm, "_BY_BLOCK", gemm._BY_BLOCK[1:]),
+        mock.patch.object(gemm_rows, "TUNING", dataclasses.replace(gemm_rows.TUNING, cluster=1)),
     ):
         yield
 

@@ -18,17 +18,19 @@ of K ahead, also across tiles. What is measured and decided:
 
   * The loop over K is written out for all stages, so that addresses are constants. With slots
     computed by remainders, products waited for address arithmetic: a tenth slower.
-  * Scales of b's blocks are read one round ahead. Read where they are used, each block of K waits
-    for the L2 cache.
+  * Scales of b's blocks are read one round ahead: where they are used, each block of K would wait
+    for the L2 cache. Those of a round lie side by side, which is one load and few registers.
+  * Between the end of a product and the next stand nothing but its multiplications: scales of rows
+    were read while it ran, and what it awaits came before. That was worth 8%.
   * While one warpgroup promotes, the others multiply: three of 64 x 128 for the forward and the
     input gradient, two of 64 x 160 for the weight gradient, which has two multiplications an
     element more to do, and scales by columns to load.
-  * The alternative, `overlap`, promotes a block beside the warpgroup's own next product, in 64
-    registers more. On a cool chip two warpgroups are as fast with it as three without; at the power
-    limit, where a chip that trains is, they are 5 to 10% slower. (There a wait for the next slot
-    must stand between the two: ptxas moves arithmetic over a wait for products, but not over a
-    branch. Three warpgroups spill then.)
-  * Warpgroups that take turns, wider tiles and fewer barriers gained nothing (docs/log.md).
+  * The alternative, promoting a block beside the warpgroup's own next product in 64 registers more,
+    is as fast with two warpgroups on a cool chip, and at the power limit, where a chip that trains
+    is, 5 to 10% slower. (A wait for the next slot must stand between the two then: ptxas moves
+    arithmetic over a wait for products, but not over a branch.)
+  * Warpgroups that take turns, wider tiles, fewer barriers and clusters gained nothing here
+    (docs/log.md). gemm_rows.py gains by clusters: it has no other work between its products.
 
 Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
 zeros and clips); K is whole blocks. The product of gemm_rows.py goes through its tiles alike.
@@ -51,6 +53,7 @@ from fp8jax.kernels.mosaic import BLOCK, launch, load, num_cores, require, scope
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 ROWS = 64  # of a warpgroup's product
+WGMMA = plgpu.Layout.WGMMA
 _PEER = "peer"  # the axis of a cluster
 _REGISTERS = 65536 // 128  # of a core, for each thread of one warpgroup
 
@@ -65,12 +68,9 @@ class TuningConfig:
       stages: blocks of K in shared memory at a time.
       band: tiles that neighbouring cores take along one axis before the next (L2 cache).
       along_n: whether bands lie along N instead of M.
-      rounds: times that all stages are written out in the loop over K.
       copy_registers: registers a thread that the copying warpgroup keeps.
       cluster: blocks of threads whose tiles lie below one another. They share a tile of b, of which
         each copies a part for all (multicast).
-      overlap: whether a block is promoted while the next is multiplied, which takes registers for
-        both, instead of while the other warpgroups multiply.
     """
 
     warpgroups: int = 2
@@ -78,19 +78,13 @@ class TuningConfig:
     stages: int = 4
     band: int = 8
     along_n: bool = False
-    rounds: int = 2
     copy_registers: int = 40
-    overlap: bool = True
     cluster: int = 1
 
     def __post_init__(self):
         if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may meet three blocks of b
             raise ValueError(f"tile_n is 32, 64, 96, 128, 160, 192 or 256, got {self.tile_n}")
-        if (
-            not 1 <= self.warpgroups <= 3
-            or self.stages < 2
-            or min(self.band, self.rounds, self.cluster) < 1
-        ):
+        if not 1 <= self.warpgroups <= 3 or self.stages < 2 or min(self.band, self.cluster) < 1:
             raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more: {self}")
 
     @property
@@ -145,10 +139,12 @@ def block_scaled_matmul(
     require()
     _check(a, b, sa, sb, out_dtype)
     by_row = sb.shape[1] == b.shape[0]
-    tuning = tuned(by_row) if tuning is None else tuning
+    tuning = tuned(a.shape[0], b.shape[0], by_row) if tuning is None else tuning
     shape = Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
-    if not by_row and shape.groups > 1:  # a tile that reaches past the last block reads one more
-        sb = jnp.pad(sb, ((0, 0), (0, 1)))
+    if not by_row:
+        # A tile that reaches past the last block reads one more. With K last those of a round lie
+        # side by side, which saves registers for their addresses.
+        sb = jnp.pad(sb, ((0, 0), (0, int(shape.groups > 1)))).T
     return launch_product(shape, _matmul, a, b, sa, sb)
 
 
@@ -173,9 +169,8 @@ class Shape:
 
     @property
     def unroll(self) -> int:
-        """Blocks of K written out in the loop: all stages, several times, where K allows it."""
-        times = [self.tuning.stages * n for n in range(self.tuning.rounds, 0, -1)]
-        return next(u for u in (*times, 2, 1) if self.blocks % u == 0)
+        """Blocks of K written out in the loop: all stages, where K allows it."""
+        return next(u for u in (self.tuning.stages, 2, 1) if self.blocks % u == 0)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -224,6 +219,14 @@ def slots_given_back(tuning: TuningConfig) -> Any:
 def shared(tuning: TuningConfig) -> dict[str, Any]:
     """How a copy is made that a cluster shares."""
     return dict(collective_axes=_PEER) if tuning.cluster > 1 else {}
+
+
+def give_back(tuning: TuningConfig, slot: Any) -> None:
+    """This warpgroup has read what is in a slot. In a cluster one of its threads says so for all,
+    which have to be there; else each arrives by itself."""
+    if tuning.cluster > 1:
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(slot)
 
 
 def result_memory(shape: Shape, buffers: int) -> Any:
@@ -363,16 +366,14 @@ class _Multiplier:
         """The scales of the one or two blocks of b from `first` on, for block c of K."""
         if self.shape.by_row:
             return ()
-        c = lax.min(c, jnp.int32(self.shape.blocks - 1))
-        return tuple(self.sb_g[c, first + j] for j in range(1 if self.shape.groups == 1 else 2))
+        return tuple(self.sb_g[first + j, c] for j in range(1 if self.shape.groups == 1 else 2))
 
-    def factors(self, slot, of_b, offset) -> list[tuple[jax.Array, ...]]:
+    def factors(self, slot, sa, of_b, offset) -> list[tuple[jax.Array, ...]]:
         """What a block's sums are multiplied by, for each group of columns; the tile begins
         `offset` columns after a block of b."""
-        wide, layout = (ROWS, self.shape.group), plgpu.Layout.WGMMA
-        sa = load(self.sa_s.at[slot, self.rows], layout.reduce(1), optimized=False)
+        wide = (ROWS, self.shape.group)
         if self.shape.by_row:
-            sb = load(self.sb_s.at[slot], layout.reduce(0), optimized=False)
+            sb = load(self.sb_s.at[slot], WGMMA.reduce(0), optimized=False)
             of_rows = lax.broadcast_in_dim(sa, wide, (0,))
             return [(of_rows, lax.broadcast_in_dim(sb, wide, (1,)))]
         products = [sa * scale for scale in of_b]
@@ -381,39 +382,32 @@ class _Multiplier:
             products = [jnp.where(begin < BLOCK, *products) for begin in begins]
         return [(lax.broadcast_in_dim(scale, wide, (0,)),) for scale in products]
 
-    def promote(self, slot, part, of_b, offset, sums) -> tuple[jax.Array, ...]:
-        """`sums` of all groups of columns plus the scaled `part`, that of the block in `slot`."""
-        plgpu.barrier_wait(self.scaled.at[slot])
-        factors = self.factors(slot, of_b, offset)
-        plgpu.barrier_arrive(self.empty.at[slot])
-        group = self.shape.group
-        return tuple(
-            total + _scaled(part[:, g * group : (g + 1) * group], factors[g])
-            for g, total in enumerate(sums)
-        )
-
     def add_blocks(self, slots, of_b, offset, sums) -> tuple[jax.Array, ...]:
-        """`sums` plus the blocks of K in `slots`, each promoted while the next is multiplied."""
+        """`sums`, of each group of columns, plus the blocks of K in `slots`. While one is
+        multiplied, its scales of rows are read and the next is awaited."""
+        group = self.shape.group
 
-        def product(accumulator, slot, following, before):
+        def product(accumulator, slot, scales, following):
             b_T = self.b_s.at[slot].transpose((1, 0))
             plgpu.wgmma(accumulator, self.a_s.at[slot, self.rows], b_T)
-            after = before()
+            plgpu.barrier_wait(self.scaled.at[slot])
+            sa = load(self.sa_s.at[slot, self.rows], WGMMA.reduce(1), optimized=False)
             if following is not None:
                 plgpu.barrier_wait(self.full.at[following])
-            return plgpu.wgmma_accumulator_load(accumulator, wait_n=0), after
+            part = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
+            factors = self.factors(slot, sa, scales, offset)
+            give_back(self.shape.tuning, self.empty.at[slot])
+            return part, factors
 
         plgpu.barrier_wait(self.full.at[slots[0]])
-        before: Callable[[], tuple[jax.Array, ...]] = functools.partial(tuple, sums)
         for slot, following, scales in zip(slots, [*slots[1:], None], of_b, strict=True):
-            run = functools.partial(product, slot=slot, following=following, before=before)
+            run = functools.partial(product, slot=slot, scales=scales, following=following)
             accumulator = plgpu.ACC((ROWS, self.shape.tuning.tile_n), jnp.float32)
-            part, sums = pl.run_scoped(run, accumulator)
-            before = functools.partial(self.promote, slot, part, scales, offset, sums)
-            if not self.shape.tuning.overlap:
-                sums = before()
-                before = functools.partial(tuple, sums)
-        return before()
+            part, factors = pl.run_scoped(run, accumulator)
+            parts = (part[:, g * group : (g + 1) * group] for g in range(self.shape.groups))
+            scaled = map(functools.partial(functools.reduce, jnp.multiply), factors, parts)
+            sums = tuple(map(jnp.add, sums, scaled))
+        return sums
 
 
 def _multiply(multiplier: _Multiplier, count, position, store) -> None:
@@ -429,7 +423,8 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
 
         def some(j, carry):
             sums, slot, of_b = carry
-            ahead = [multiplier.scales_of_b((j + 1) * unroll + u, first) for u in range(unroll)]
+            following = lax.min(j + 1, jnp.int32(shape.blocks // unroll - 1)) * unroll
+            ahead = [multiplier.scales_of_b(following + u, first) for u in range(unroll)]
             slots = []
             for u in range(unroll):
                 slots.append(u % stages if static else slot)
@@ -437,7 +432,7 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
             return multiplier.add_blocks(slots, of_b, offset, sums), slot, tuple(ahead)
 
         zeros = jnp.zeros((ROWS, shape.group), jnp.float32)
-        sums = (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * shape.groups
+        sums = (plgpu.layout_cast(zeros, WGMMA),) * shape.groups
         at_first = tuple(multiplier.scales_of_b(jnp.int32(u), first) for u in range(unroll))
         carry = (sums, slot, at_first)
         sums, slot, _ = lax.fori_loop(0, shape.blocks // unroll, some, carry)
@@ -445,12 +440,6 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
         return slot
 
     lax.fori_loop(0, count, tile, jnp.int32(0))
-
-
-def _scaled(part: jax.Array, factors: tuple[jax.Array, ...]) -> jax.Array:
-    for factor in factors:
-        part = part * factor
-    return part
 
 
 def result_of(shape: Shape, y_g, m, n, warpgroup):
@@ -472,13 +461,26 @@ def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
         plgpu.copy_smem_to_gmem(buffer, y_g.at[:, pl.ds(at, width)])
 
 
-# From sweeps on an H200 at its power limit (docs/log.md), where a chip that trains is.
-_BY_BLOCK = TuningConfig(
-    warpgroups=3, overlap=False, rounds=1, copy_registers=24, along_n=True, band=16
+# (cut, TFLOP/s of large products), from sweeps on an H200 at its power limit, where a chip that
+# trains is (docs/log.md). The first of each is the fastest.
+_BY_BLOCK = (
+    (
+        TuningConfig(warpgroups=3, copy_registers=24, along_n=True, band=16),
+        1137.0,
+    ),
+    (TuningConfig(), 1065.0),
 )
-_BY_ROW = TuningConfig(tile_n=160, overlap=False, rounds=1)
+_BY_ROW = ((TuningConfig(tile_n=160), 885.0), (TuningConfig(along_n=True, band=16), 855.0))
 
 
-def tuned(by_row: bool) -> TuningConfig:
-    """The cut for products whose b has scales by row, or by block."""
-    return _BY_ROW if by_row else _BY_BLOCK
+def tuned(m: int, n: int, by_row: bool) -> TuningConfig:
+    """The cut that is done first with M x N, b having scales by row or by block. Cores without a
+    tile in the last round wait for the others."""
+
+    def time(cut: tuple[TuningConfig, float]) -> float:
+        t, rate = cut
+        tile_m = ROWS * t.warpgroups
+        tiles = -(-m // tile_m) * -(-n // t.tile_n)
+        return -(-tiles // num_cores()) * tile_m * t.tile_n / rate
+
+    return min(_BY_ROW if by_row else _BY_BLOCK, key=time)[0]

@@ -16,6 +16,7 @@ during the loop:
     64 W * tile_n * 128 products.
   * The product of block c + 1 is issued before that of block c is awaited. So the slot of a block
     is given back one block late, and the unit has work while a warpgroup waits for the next.
+  * Two blocks of threads, a cluster, share each tile of b, which is the larger: 3%.
   * Scales are read while the last product of a tile runs: those of rows and of the first columns
     stored, the others each one store ahead. All columns' at once do not fit the registers.
 
@@ -37,6 +38,7 @@ from fp8jax.kernels.gemm import (
     ROWS,
     Shape,
     TuningConfig,
+    give_back,
     launch_product,
     next_slot,
     over_tiles,
@@ -49,7 +51,7 @@ from fp8jax.kernels.gemm import (
 from fp8jax.kernels.mosaic import BLOCK, load, require, scoped, swizzled
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-TUNING = TuningConfig(tile_n=256, rounds=1, along_n=True, band=16)
+TUNING = TuningConfig(tile_n=256, along_n=True, band=16, cluster=2)
 _BUFFERS = 2  # of each warpgroup's result: one is filled while the other is stored
 
 
@@ -136,7 +138,7 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
                     end = _add_blocks(shape, accumulator, a_s.at[:, mine], b_s, slot, full, empty)
                     of_rows, of_columns = rows(), columns(0)
                     sums = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
-                    plgpu.barrier_arrive(empty.at[_previous(end, t.stages)])
+                    give_back(t, empty.at[_previous(end, t.stages)])
                     return sums, of_rows, of_columns, end
 
                 accumulator = plgpu.ACC((ROWS, t.tile_n), jnp.float32)
@@ -179,7 +181,7 @@ def _add_blocks(shape: Shape, accumulator, a_s, b_s, slot, full, empty):
 
             @pl.when((j > 0) | (u > 0))
             def _(before=before):
-                plgpu.barrier_arrive(empty.at[before])
+                give_back(shape.tuning, empty.at[before])
 
             slot = slot if static else next_slot(slot, stages)
         return slot

@@ -41,6 +41,7 @@ from fp8jax.kernels.quantize import (
     WGMMA,
     Codes,
     _amax,
+    _as_amax,
     _check,
     _codes,
     _from_amax,
@@ -195,10 +196,6 @@ def cast_produced(
         ({axis: next(found) for axis in of}, _as_amax(next(found)) if -1 in of else None)
         for of in axes
     )
-
-
-def _as_amax(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
 
 
 def _position(axis: int, at_m: Any, at_k: Any) -> tuple[Any, Any]:

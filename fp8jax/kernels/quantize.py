@@ -14,8 +14,9 @@ the memory's speed. Here one block of threads takes one tile:
     TMA            codes -> memory, [M, K] and [K, M]
 
 A float32 source has no 16-bit transposition: its codes, which float16 holds exactly, go through
-shared memory once more as float16. Blocks are many and small (two or three fit a core at a time),
-which hides the latencies; a persistent loop with its own double buffering was no faster.
+shared memory once more as float16. Blocks are many and small (three fit a core at a time), which
+hides the latencies; a persistent loop with its own double buffering was no faster. For that a tile
+of float32, which is read to registers at once, gives its memory to all that comes after it.
 
     cast_transpose     one given scale for the tensor (delayed scaling), and the tensor's amax
     cast_rows_columns  given scales for each row, and for each column
@@ -80,6 +81,11 @@ def _amax(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.max(_magnitude(x), axis=1))
 
 
+def _as_amax(bits: jax.Array) -> jax.Array:
+    """float32, of all tiles' bits; reduced once for all who read it, which the barrier is for."""
+    return lax.optimization_barrier(lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
+
+
 def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
     """x * reciprocal in `fmt`, saturating; NaN stays."""
     return saturated(x * reciprocal, fmt.max).astype(fmt.dtype)
@@ -122,9 +128,27 @@ def _tile(dtype: Any, rows: int = BLOCK) -> Any:
     return plgpu.SMEM((rows, BLOCK), dtype, transforms=swizzled(dtype, BLOCK))
 
 
-def _load(source: Any, target: Any, barrier: Any) -> None:
+def _in_turn(source: Any, after: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory for a tile of the source, and for what is written `after` it was read to
+    registers: in the same place if the source is float32."""
+    if source.dtype == jnp.bfloat16:
+        return dict(x_s=_tile(source.dtype), **after)
+    return dict(union_s=plgpu.RefUnion(_tile(source.dtype), after))
+
+
+def _taken(x_s: Any = None, union_s: Any = None, **after: Any) -> tuple[Any, dict[str, Any]]:
+    """The references of `_in_turn`: that of the source's tile, and those after it by name."""
+    return (x_s, after) if union_s is None else tuple(union_s)
+
+
+def _load(source: Any, target: Any, barrier: Any) -> jax.Array:
+    """A tile, also in registers by rows; `_in_turn` may give its memory away then."""
     plgpu.copy_gmem_to_smem(source, target, barrier)
     plgpu.barrier_wait(barrier)
+    numbers = _rows(target)
+    if target.dtype != jnp.bfloat16:
+        plgpu.commit_smem()  # everybody has read it
+    return numbers
 
 
 def _store(target: Any, values: jax.Array, *copies: tuple[Any, Any]) -> None:
@@ -143,6 +167,13 @@ def _rows(source: Any) -> jax.Array:
 def _columns(source: Any) -> jax.Array:
     """The same of its transpose."""
     return _rows(source.transpose((1, 0)))
+
+
+def _transposed(codes: jax.Array, half_s: Any) -> jax.Array:
+    """Codes through shared memory, as float16."""
+    half_s[...] = codes.astype(jnp.float16)
+    plgpu.commit_smem()
+    return _columns(half_s).astype(codes.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "values", "transposed"))
@@ -173,35 +204,32 @@ def cast_transpose(
     out += [jax.ShapeDtypeStruct((columns, rows), dtype)] * transposed
 
     def tile(at_m, at_k, m, k, x_g, scale_g, amax_g, *codes_g):
-        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), barrier=plgpu.Barrier())
-        smem |= {"q_s": _tile(dtype)} if values else {}
-        smem |= {"t_s": _tile(dtype)} if transposed else {}
-        smem |= {"half_s": _tile(jnp.float16)} if transposed and not direct else {}
+        after = {"q_s": _tile(dtype)} if values else {}
+        after |= {"t_s": _tile(dtype)} if transposed else {}
+        after |= {"half_s": _tile(jnp.float16)} if transposed and not direct else {}
 
-        @scoped(**smem)
-        def _(x_s, barrier, q_s=None, t_s=None, half_s=None):
-            _load(x_g.at[at_m, at_k], x_s, barrier)
+        @scoped(barrier=plgpu.Barrier(), **_in_turn(x, after))
+        def _(barrier, **smem):
+            x_s, after_s = _taken(**smem)
+            numbers = _load(x_g.at[at_m, at_k], x_s, barrier)
             reciprocal = 1.0 / scale_g[0]
-            numbers = _rows(x_s)
             q = _codes(numbers, reciprocal, fmt)
-            if half_s is not None:
-                half_s[...] = q.astype(jnp.float16)
             amax_g[m, k] = _amax(numbers)
             if values:
-                _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
+                _store(after_s["q_s"], q, (after_s["q_s"], codes_g[0].at[at_m, at_k]))
             if transposed:
                 if direct:
                     q = _codes(_columns(x_s), reciprocal, fmt)
                 else:
-                    q = _columns(half_s).astype(dtype)
-                _store(t_s, q, (t_s, codes_g[-1].at[at_k, at_m]))
+                    q = _transposed(q, after_s["half_s"])
+                _store(after_s["t_s"], q, (after_s["t_s"], codes_g[-1].at[at_k, at_m]))
 
     amax, *codes = _over_tiles(x.shape, (x, scale.reshape(1)), out, tile)
     found = iter(codes)
     return (
         next(found) if values else None,
         next(found) if transposed else None,
-        lax.bitcast_convert_type(jnp.max(amax), jnp.float32),
+        _as_amax(amax),
     )
 
 
@@ -240,27 +268,25 @@ def cast_rows_columns(
 
     def tile(at_m, at_k, m, k, x_g, *references):
         scales_g, codes_g = references[: len(scales)], references[len(scales) :]
-        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), barrier=plgpu.Barrier())
-        smem |= {"q_s": _tile(dtype)} if rows else {}
-        smem |= {"t_s": _tile(dtype)} if columns else {}
-        smem |= {"half_s": _tile(jnp.float16)} if columns and not direct else {}
+        after = {"q_s": _tile(dtype)} if rows else {}
+        after |= {"t_s": _tile(dtype)} if columns else {}
+        after |= {"half_s": _tile(jnp.float16)} if columns and not direct else {}
 
-        @scoped(**smem)
-        def _(x_s, barrier, q_s=None, t_s=None, half_s=None):
-            _load(x_g.at[at_m, at_k], x_s, barrier)
+        @scoped(barrier=plgpu.Barrier(), **_in_turn(x, after))
+        def _(barrier, **smem):
+            x_s, after_s = _taken(**smem)
+            numbers = _load(x_g.at[at_m, at_k], x_s, barrier)
             if rows:
-                q = _codes(_rows(x_s), reciprocals(scales_g[0].at[at_m], 0), fmt)
-                _store(q_s, q, (q_s, codes_g[0].at[at_m, at_k]))
+                q = _codes(numbers, reciprocals(scales_g[0].at[at_m], 0), fmt)
+                _store(after_s["q_s"], q, (after_s["q_s"], codes_g[0].at[at_m, at_k]))
             if columns:
                 of_columns = scales_g[-1].at[at_k]
-                if half_s is None:
+                if direct:
                     q = _codes(_columns(x_s), reciprocals(of_columns, 0), fmt)
                 else:
-                    q = _codes(_rows(x_s), reciprocals(of_columns, 1), fmt)
-                    half_s[...] = q.astype(jnp.float16)
-                    plgpu.commit_smem()
-                    q = _columns(half_s).astype(dtype)
-                _store(t_s, q, (t_s, codes_g[-1].at[at_k, at_m]))
+                    q = _codes(numbers, reciprocals(of_columns, 1), fmt)
+                    q = _transposed(q, after_s["half_s"])
+                _store(after_s["t_s"], q, (after_s["t_s"], codes_g[-1].at[at_k, at_m]))
 
     found = _over_tiles(x.shape, (x, *scales), out, tile) if scales else []
     return found[0] if rows else None, found[-1] if columns else None
@@ -312,25 +338,13 @@ def quantize_tiles(
 
         @scoped(**smem)
         def _(x_s, barrier, q_s=None, s_s=None, t_s=None, u_s=None):
-            _load(x_g.at[at_m, at_k], x_s, barrier)
+            numbers = _load(x_g.at[at_m, at_k], x_s, barrier)
             if rows:
-                values_g, scale_g = codes_g[:2]
-                _store_rows(
-                    _rows(x_s),
-                    rule,
-                    fmt,
-                    (q_s, values_g.at[at_m, at_k]),
-                    (s_s, scale_g.at[k, at_m]),
-                )
+                codes, scales = (q_s, codes_g[0].at[at_m, at_k]), (s_s, codes_g[1].at[k, at_m])
+                _store_rows(numbers, rule, fmt, codes, scales)
             if columns:
-                values_g, scale_g = codes_g[-2:]
-                _store_rows(
-                    _columns(x_s),
-                    rule,
-                    fmt,
-                    (t_s, values_g.at[at_k, at_m]),
-                    (u_s, scale_g.at[m, at_k]),
-                )
+                codes, scales = (t_s, codes_g[-2].at[at_k, at_m]), (u_s, codes_g[-1].at[m, at_k])
+                _store_rows(_columns(x_s), rule, fmt, codes, scales)
 
     found = _over_tiles(size, (x,), out, tile)
     return Codes(*found[:2]) if rows else None, Codes(*found[-2:]) if columns else None
@@ -358,21 +372,18 @@ def quantize_blocks(
     ]
 
     def tile(at_m, at_k, m, k, x_g, q_g, scale_g):
-        smem: dict[str, Any] = dict(x_s=_tile(x.dtype), q_s=_tile(dtype), barrier=plgpu.Barrier())
-        smem |= {"half_s": _tile(jnp.float16)} if transposed else {}
+        after = {"q_s": _tile(dtype)} | ({"half_s": _tile(jnp.float16)} if transposed else {})
 
-        @scoped(**smem)
-        def _(x_s, q_s, barrier, half_s=None):
-            _load(x_g.at[at_m, at_k], x_s, barrier)
-            numbers = _rows(x_s)
+        @scoped(barrier=plgpu.Barrier(), **_in_turn(x, after))
+        def _(barrier, **smem):
+            x_s, after_s = _taken(**smem)
+            numbers = _load(x_g.at[at_m, at_k], x_s, barrier)
             bits = _amax(numbers)
             scale, reciprocal = _from_amax(bits, rule, fmt)
             scale_g[m, k] = scale
-            q = _codes(numbers, reciprocal, fmt)
-            if half_s is None:
+            q, q_s = _codes(numbers, reciprocal, fmt), after_s["q_s"]
+            if not transposed:
                 return _store(q_s, q, (q_s, q_g.at[at_m, at_k]))
-            half_s[...] = q.astype(jnp.float16)
-            plgpu.commit_smem()
-            return _store(q_s, _columns(half_s).astype(dtype), (q_s, q_g.at[at_k, at_m]))
+            return _store(q_s, _transposed(q, after_s["half_s"]), (q_s, q_g.at[at_k, at_m]))
 
     return Codes(*_over_tiles(x.shape, (x,), out, tile))
