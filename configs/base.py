@@ -71,6 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.b2 = 0.95  # decay of the second moment
     config.eps = 1e-8  # added to the root of the second moment
     config.clip_norm = 1.0  # largest global norm of the gradients
+    config.moments = "float32"  # a key of fp8jax.moments.MOMENTS
 
     # Keeping track
     config.valid_every = 100  # steps between validations; the last step always validates

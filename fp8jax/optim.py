@@ -1,17 +1,30 @@
 """Optimizers and learning-rate schedules by name, as optax transformations.
 
-Master weights, gradients and moments are float32. What comes before the update, clipping by the
-global norm, and after it, decoupled weight decay, is the same for all. Amax histories never get
-here: they are not parameters.
+Master weights, gradients and the arithmetic are float32; moments are kept between the steps as
+moments.py has it. What comes before the update, clipping by the global norm, and after it,
+decoupled weight decay and the learning rate, is the same for all. Amax histories never get here:
+they are not parameters.
+
+StoSignSGD (arXiv 2604.15416, algorithm 3) takes the sign of the momentum m after a uniform noise of
+the size of its largest magnitude so far, element by element:
+
+    m <- b1 m + (1 - b1) g  (g at first)      G <- max(G, |m|)      u = sign(m + G n),  n in [-1, 1)
+
+so that the mean of u is m / G: a sign without bias. Its second version (algorithm 11) lets G shrink
+by 0.99995 a step. `sign_adamw` converts Adam in the same way (algorithm 4), with sqrt(v) + eps in
+the place of G. The noise comes from the seed, the step and the leaf: the same on every mesh.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
+from fp8jax.moments import MOMENTS, stored
 from fp8jax.names import lookup
 
 
@@ -28,8 +41,10 @@ class OptimizerConfig:
       decay_fraction: share of the run that the last phase of "wsd" takes.
       final_fraction: learning rate at the end, as a share of the largest.
       weight_decay: per step and unit of learning rate, on matrices only.
-      b1, b2, eps: Adam's.
+      b1, b2, eps: Adam's; Lion has the two decays, StoSignSGD the first.
       clip_norm: largest global norm of the gradients.
+      moments: a key of `MOMENTS`, how moments are kept.
+      seed: of noise and of stochastic rounding.
     """
 
     name: str
@@ -44,6 +59,8 @@ class OptimizerConfig:
     b2: float
     eps: float
     clip_norm: float
+    moments: str
+    seed: int
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps < self.num_steps:
@@ -95,15 +112,74 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
 }
 
 
-def _adamw(c: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Loshchilov and Hutter, arXiv 1711.05101, with float32 moments."""
-    return optax.adamw(
-        schedule, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=is_matrix
-    )
+class StoSignState(NamedTuple):
+    """The state of `scale_by_stosign`: finished steps, momentum, and the bound G on it."""
+
+    step: Int[Array, ""]
+    mu: Any
+    bound: Any
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], optax.GradientTransformation]] = {
-    "adamw": _adamw
+def _stochastic_sign(mean: Any, bound: Any, key: Array) -> Any:
+    """sign(mean + bound n) of each leaf, n uniform in [-1, 1)."""
+    leaves, treedef = jax.tree.flatten(mean)
+    keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
+    noise = [jax.random.uniform(k, m.shape, minval=-1.0) for k, m in zip(keys, leaves, strict=True)]
+    return jax.tree.map(
+        lambda m, g, n: jnp.sign(m + g * n), mean, bound, jax.tree.unflatten(treedef, noise)
+    )  # fmt: skip
+
+
+def scale_by_stosign(b1: float, decay: float, seed: int) -> optax.GradientTransformation:
+    """StoSignSGD: signs whose mean is the momentum over its largest magnitude.
+
+    Args:
+      b1: decay of the momentum.
+      decay: of the bound, 1 in the first version.
+      seed: of the noise.
+    """
+
+    def init(params: Any) -> StoSignState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return StoSignState(jnp.zeros((), jnp.int32), zeros, zeros)
+
+    def update(updates: Any, state: StoSignState, params: Any = None):
+        b = jnp.where(state.step == 0, 0.0, b1)
+        mu = jax.tree.map(lambda m, g: b * m + (1 - b) * g, state.mu, updates)
+        bound = jax.tree.map(lambda g, m: jnp.maximum(decay * g, jnp.abs(m)), state.bound, mu)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        signs = _stochastic_sign(mu, bound, key)
+        return signs, StoSignState(state.step + 1, mu, bound)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_sign_adam(b1: float, b2: float, eps: float, seed: int) -> optax.GradientTransformation:
+    """Adam with its update m / (sqrt(v) + eps) turned into signs with that mean, up to where it
+    exceeds 1."""
+    adam = optax.scale_by_adam(b1, b2, eps)
+
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None):
+        _, new = adam.update(updates, state, params)
+        mean = optax.tree.bias_correction(new.mu, b1, new.count)
+        bound = optax.tree.bias_correction(new.nu, b2, new.count)
+        bound = jax.tree.map(lambda v: jnp.sqrt(v) + eps, bound)
+        key = jax.random.fold_in(jax.random.key(seed), state.count)
+        return _stochastic_sign(mean, bound, key), new
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+# name -> (what turns gradients into an update, its moments and which of them are second ones)
+Core = tuple[optax.GradientTransformation, dict[str, bool]]
+_STOSIGN = dict(mu=False, bound=False)
+_ADAM = dict(mu=False, nu=True)
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Core]] = {
+    "adamw": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
+    "lion": lambda c: (optax.scale_by_lion(c.b1, c.b2), dict(mu=False)),
+    "stosignsgd": lambda c: (scale_by_stosign(c.b1, 1.0, c.seed), _STOSIGN),
+    "stosignsgd_v2": lambda c: (scale_by_stosign(c.b1, 0.99995, c.seed), _STOSIGN),
+    "sign_adamw": lambda c: (scale_by_sign_adam(c.b1, c.b2, c.eps, c.seed), _ADAM),
 }
 
 
@@ -131,13 +207,20 @@ def make_optimizer(
     run the final one.
 
     Raises:
-      ValueError: an unknown optimizer or schedule, or phases that do not fit into the run.
+      ValueError: an unknown optimizer, moment format or schedule, or phases that do not fit into
+        the run.
     """
-    make = lookup("optimizer", config.name, OPTIMIZERS)
+    core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
+    fmt = lookup("moment format", config.moments, MOMENTS)
     counted_from_one = lookup("schedule", config.schedule, SCHEDULES)(config)
 
     def schedule(count):
         return counted_from_one(count + 1)
 
-    clip = optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clip, make(config, schedule)), schedule
+    # Nested as optax.adamw is: checkpoints of either fit the other.
+    update = optax.chain(
+        stored(core, fmt, moments=moments, seed=config.seed),
+        optax.add_decayed_weights(config.weight_decay, is_matrix),
+        optax.scale_by_learning_rate(schedule),
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update), schedule

@@ -336,6 +336,7 @@ def _resume(
     # Keys that old checkpoints lack, as they then were.
     new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
     new |= {"precision_schedule": [], "require_fp8_gemms": False, "size_gate": False}
+    new |= {"moments": "float32"}
     before = new | meta["config"]
     differences = config_difference(before, config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
