@@ -17,10 +17,8 @@ if os.environ.get("FP8JAX_TEST_PLATFORM", "cpu") == "gpu":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share its memory
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Not optimised: tests compile for longer than they compute. No bit of theirs depends on it.
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "")
-        + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
 
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
