@@ -159,7 +159,8 @@ def _group(leaf: Any, fmt: MomentFormat) -> int:
     """Elements of a leaf, boxed with logical axis names or not, that share a scale."""
     name, shape = (leaf.names[-1], leaf.unbox().shape) if _is_box(leaf) else (None, leaf.shape)
     cut = name is not None and RULES[name] is not None
-    return min(fmt.cut_group if cut else fmt.group, shape[-1])
+    # Of a cut axis whole groups only: where the mesh divides their number, none lies on two shards.
+    return math.gcd(fmt.cut_group, shape[-1]) if cut else min(fmt.group, shape[-1])
 
 
 def _encode(fmt: MomentFormat, tree: Any, groups: list[int], second: bool, key: Array) -> Any:
