@@ -56,7 +56,8 @@ def _measure(command: str) -> timing.Report:
     for name in {name for *_, names in _COMMANDS.values() for name in names.split()}:
         if flags.FLAGS[name].present and name not in taken.split():
             raise ValueError(f"--{name} is not for {command}")
-    threads = 8 if command in ("gemm", "quantize", "attention") else 1  # steps fill the memory
+    # Programs made at a time. Steps fill the memory; whole training steps share one state.
+    threads = 1 if command == "training" else 4 if command == "step" else 8
     timed = functools.partial(
         timing.race, rounds=_ROUNDS.value, seconds=_SECONDS.value, threads=threads
     )

@@ -13,7 +13,8 @@ from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
 from fp8jax import plan, runtime
-from fp8jax.train import NonFiniteError, build
+from fp8jax.run import build
+from fp8jax.train import NonFiniteError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")

@@ -4,7 +4,7 @@
     measure_training    whole steps of a config, by the program that training runs
 
 Both run what training runs: `step.accumulate` of our own Transformer, weights quantised from
-float32 inside of the step, and `train.build`. A delayed policy has the histories that its seeding
+float32 inside of the step, and `run.build`. A delayed policy has the histories that its seeding
 step leaves: under others, gradients would be flushed to zeros, which draw less power. The limit of
 a row is the time of its matrix products at the measured rate of their precision, plus attention's
 own time. The figures, d4096 unless a shape is named:
@@ -39,10 +39,10 @@ from fp8jax.nn import HISTORIES
 from fp8jax.optim import OptimizerConfig, make_optimizer
 from fp8jax.plan import program_bytes
 from fp8jax.policy import as_policy
+from fp8jax.run import Run, build, to_devices
 from fp8jax.stability import gate, is_finite
 from fp8jax.step import Batch, TrainState, accumulate, enter
 from fp8jax.timing import Program, Race, Report, Row, Timing
-from fp8jax.train import Run, build, to_devices
 
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):
@@ -305,7 +305,7 @@ def _optimizer(training: _Training, policy: str) -> Program:
 def measure_training(
     config: ConfigDict, policies: Sequence[str], timed: Race, limits: Limits
 ) -> Report:
-    """Whole steps of a config on one device and random tokens, by `train.build`; and, to compare,
+    """Whole steps of a config on one device and random tokens, by `run.build`; and, to compare,
     the benchmark's step and the optimizer alone. The memory of a row is all that XLA allocates."""
     quantised = {policy for policy in policies if _quantises(policy)}
     training = _Training(config, policies)

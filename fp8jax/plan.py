@@ -35,8 +35,8 @@ from fp8jax.lowering import find_gemms, format_table
 from fp8jax.model import count_params
 from fp8jax.model_config import flops_per_token
 from fp8jax.recipe import HIGH_PRECISION
+from fp8jax.run import Run
 from fp8jax.sources import parse_sources
-from fp8jax.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,12 @@ from fp8jax.model import count_params
 from fp8jax.model_config import MODELS
 from fp8jax.policy import OPTIONS, POLICIES, Option, Policy, as_policy
 from fp8jax.recipe import RECIPES, Cast, Recipe
+from fp8jax.run import Run, build, to_devices, validate
 from fp8jax.runtime import DEVICES, Device
 from fp8jax.scaling import ROW, SCALES, TENSOR, Constant
 from fp8jax.step import TrainState
 from fp8jax.text import tokenizer
-from fp8jax.train import NonFiniteError, Run, build, to_devices, train_and_evaluate, validate
+from fp8jax.train import NonFiniteError, train_and_evaluate
 
 # The tables of docs/recipes.md --------------------------------------------------------------------
 

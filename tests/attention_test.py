@@ -22,7 +22,7 @@ from fp8jax.attention import (
     dot_product_attention,
     reference,
 )
-from fp8jax.train import build
+from fp8jax.run import build
 
 B, T, N, H = 2, 12, 4, 8
 # Documents of unlike lengths, a row of one document, and padding (0) at the end of the first.

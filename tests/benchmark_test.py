@@ -24,8 +24,8 @@ from fp8jax.benchmark import Limits
 from fp8jax.kernels.gemm import TuningConfig
 from fp8jax.model import Transformer, count_params
 from fp8jax.nn import HISTORIES
+from fp8jax.run import build
 from fp8jax.timing import Program, Report, Row, Timing, race
-from fp8jax.train import build
 from tests.experiments_test import run_command
 
 QUICK = functools.partial(race, rounds=1, seconds=0.0)

@@ -21,8 +21,8 @@ from fp8jax.nn import HISTORIES
 from fp8jax.policy import POLICIES, Policy
 from fp8jax.recipe import RECIPES
 from fp8jax.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
+from fp8jax.run import build, to_devices
 from fp8jax.step import loss_sum
-from fp8jax.train import build, to_devices
 from tests import hf_vectors
 from tests.hf_vectors import EPSILON, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, WIDTH, weight
 

@@ -25,8 +25,9 @@ from fp8jax.model_config import ModelConfig
 from fp8jax.plan import abstract_batch
 from fp8jax.policy import POLICIES, as_policy
 from fp8jax.recipe import HIGH_PRECISION, RECIPES
+from fp8jax.run import build
 from fp8jax.runtime import Device
-from fp8jax.train import build, train_and_evaluate
+from fp8jax.train import train_and_evaluate
 from tests.train_test import tiny
 
 ROOT = Path(__file__).parent.parent

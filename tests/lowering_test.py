@@ -31,7 +31,8 @@ from fp8jax.model_config import MODULES
 from fp8jax.nn import Dense
 from fp8jax.policy import POLICIES, Policy, as_policy
 from fp8jax.recipe import RECIPES
-from fp8jax.train import build, train_and_evaluate
+from fp8jax.run import build
+from fp8jax.train import train_and_evaluate
 from tests.train_test import tiny
 
 HLO = Path(__file__).parent / "hlo"

@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from fp8jax import plan
 from fp8jax.data import build_corpus, train_batches
-from fp8jax.train import build, to_devices
+from fp8jax.run import build, to_devices
 from tests.configs_test import command_line
 from tests.data_test import write_generated_text
 

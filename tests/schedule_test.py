@@ -24,8 +24,9 @@ from fp8jax.data import train_batches
 from fp8jax.metrics import read_jsonl
 from fp8jax.policy import POLICIES, Policy, as_policy, as_schedule
 from fp8jax.recipe import RECIPES
+from fp8jax.run import build, to_devices
 from fp8jax.step import by_name, enter
-from fp8jax.train import build, to_devices, train_and_evaluate
+from fp8jax.train import train_and_evaluate
 from tests.resume_test import numbers
 from tests.train_test import corpus, steps, tiny
 

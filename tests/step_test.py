@@ -10,9 +10,9 @@ import numpy as np
 from fp8jax.data import train_batches
 from fp8jax.model import abstract_variables
 from fp8jax.nn import HISTORIES
+from fp8jax.run import build, to_devices
 from fp8jax.step import accumulate as accumulate_step
 from fp8jax.step import loss_sum
-from fp8jax.train import build, to_devices
 from tests.train_test import corpus, steps, tiny
 
 

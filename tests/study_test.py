@@ -18,7 +18,8 @@ from fp8jax.cost import PAPER_SPLIT, split_cost
 from fp8jax.metrics import Metrics
 from fp8jax.policy import POLICIES
 from fp8jax.recipe import RECIPES
-from fp8jax.train import NonFiniteError, build
+from fp8jax.run import build
+from fp8jax.train import NonFiniteError
 
 PATH = Path(__file__).parent.parent / "docs/recipes.md"
 PAGE = PATH.read_text(encoding="utf-8")

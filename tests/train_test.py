@@ -24,14 +24,9 @@ from fp8jax.lowering import find_gemms, format_table
 from fp8jax.metrics import read_jsonl
 from fp8jax.model_config import MODULES
 from fp8jax.policy import POLICIES
+from fp8jax.run import build, sample_text, to_devices
 from fp8jax.text import tokenizer
-from fp8jax.train import (
-    NonFiniteError,
-    build,
-    sample_text,
-    to_devices,
-    train_and_evaluate,
-)
+from fp8jax.train import NonFiniteError, train_and_evaluate
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
