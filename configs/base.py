@@ -51,6 +51,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.tokenizer = "bytes"  # or bpe:PATH of a tokenizer.json, see fp8jax/text.py
     config.seq_len = 256  # tokens a row
     config.valid_fraction = 0.05  # share of the documents held out, chosen by their hash
+    config.data_timeout = 600.0  # seconds that a batch may take; then the run saves and stops
     config.cache_dir = "~/.cache/fp8jax/data"  # where tokenised text is kept
 
     # Run
@@ -72,6 +73,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.eps = 1e-8  # added to the root of the second moment
     config.clip_norm = 1.0  # largest global norm of the gradients
     config.moments = "float32"  # a key of fp8jax.moments.MOMENTS
+
+    # Bad steps: what is not finite, and spikes if they are watched for, never changes the state
+    config.recovery = ""  # then: rungs with budgets, as in repeat:5,skip:50,rollback:2; "": stop
+    config.recovery_precision = "bf16"  # the policy of repeat
+    config.spike_window = placeholder(int)  # accepted losses to compare with; None: no detector
+    config.spike_deviations = 6.0  # above their median, in standard deviations from the MAD
 
     # Keeping track
     config.valid_every = 100  # steps between validations; the last step always validates

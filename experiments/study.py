@@ -91,5 +91,6 @@ def parse(argv: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     logging.set_verbosity(logging.INFO)
-    python_logging.getLogger("jax").setLevel(python_logging.WARNING)
+    for name in ("jax", "matplotlib"):  # which tells of a new cache of fonts
+        python_logging.getLogger(name).setLevel(python_logging.WARNING)
     app.run(main, flags_parser=parse)

@@ -13,8 +13,9 @@ from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
 from fp8jax import plan, runtime
+from fp8jax.faults import Faults
 from fp8jax.run import build
-from fp8jax.train import NonFiniteError
+from fp8jax.train import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")
@@ -29,6 +30,9 @@ _DUMP_HLO = flags.DEFINE_bool(
 )
 _PROFILE = flags.DEFINE_string(
     "profile", None, "A:B traces the steps A to B, both included, into WORKDIR/profile."
+)
+_INJECT = flags.DEFINE_string(
+    "inject", "", "Faults to try out, KIND@STEP[xCOUNT] with commas: see fp8jax/faults.py."
 )
 flags.mark_flag_as_required("config")
 
@@ -52,6 +56,7 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
 
 def _run() -> None:
     profile = None if _PROFILE.value is None else plan.parse_profile(_PROFILE.value)
+    faults = Faults.parse(_INJECT.value)
     workdir = _WORKDIR.value or ""
     if not workdir and not (_DRY_RUN.value and not _DUMP_HLO.value):
         raise ValueError("--workdir must have a value, except for --dry_run without --dump_hlo")
@@ -66,7 +71,7 @@ def _run() -> None:
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:
-        fp8jax.train_and_evaluate(_CONFIG.value, workdir, profile=profile)
+        fp8jax.train_and_evaluate(_CONFIG.value, workdir, profile=profile, faults=faults)
 
 
 def main(argv: list[str]) -> None:
@@ -74,7 +79,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
     try:
         _run()
-    except (ValueError, NotImplementedError, NonFiniteError, OSError) as error:
+    except (ValueError, NotImplementedError, StoppedError, OSError) as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")
 

@@ -50,7 +50,9 @@ each process reads its slice.
 import dataclasses
 import math
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Protocol, runtime_checkable
@@ -477,6 +479,38 @@ def train_batches(
 
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     return iter(grain.MapDataset.range(sys.maxsize).map(batch).to_iter_dataset(options))
+
+
+class Impatient(Iterator[Row]):
+    """The items of an iterator, each waited for so many seconds at most."""
+
+    def __init__(self, items: Iterator[Row], timeout: float):
+        """`timeout` in seconds. A thread of its own fetches an item ahead."""
+        self._timeout = timeout
+        self._queue: queue.Queue[tuple[Row | None, BaseException | None]] = queue.Queue(maxsize=1)
+        threading.Thread(target=self._fetch, args=(items,), daemon=True).start()
+
+    def _fetch(self, items: Iterator[Row]) -> None:
+        try:
+            for item in items:
+                self._queue.put((item, None))
+            raise StopIteration
+        except BaseException as error:  # all of it is the business of who takes the items
+            self._queue.put((None, error))
+
+    def __next__(self) -> Row:
+        """Raises TimeoutError where the next item takes longer, and what the iterator raises."""
+        try:
+            item, error = self._queue.get(timeout=self._timeout)
+        except queue.Empty:
+            raise TimeoutError(
+                f"no batch came within {self._timeout:g} s: the data source stalls, or"
+                " data_timeout is too short for it"
+            ) from None
+        if error is not None:
+            raise error
+        assert item is not None
+        return item
 
 
 def valid_batches(

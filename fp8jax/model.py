@@ -81,6 +81,7 @@ def _vector(module: nn.Module, name: str, init: Any, x: Array) -> Array:
     return vector_D.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
+FINITE = "finite"  # a collection: bool [n_layers] for each output of a part of a layer
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
@@ -239,6 +240,8 @@ class Transformer(nn.Module):
       unroll: layers a loop iteration; n_layers for no loop, which compiles longer and saves the
         copies in and out of the stack.
       dtype: of activations and residual stream.
+
+    `apply(..., mutable=[FINITE])` also says whether what the parts of each layer give is finite.
     """
 
     config: ModelConfig
@@ -299,13 +302,19 @@ class Transformer(nn.Module):
         params, histories = self._stack(policy)
         if self.is_initializing():  # on a row of one token, which not every attention takes
             return x_BLD
+        finite: list[Any] = []
         for begin, end, recipes in _stretches(policy, self.config.n_layers):
             block = Block(self.config, recipes, self.backend, self.attention, parent=None)
 
             def layer(x, scanned, block=block):
                 variables, index = scanned
-                layer_key = _fold_in(key, index)
-                return block.apply(variables, x, segments_BL, positions_BL, layer_key), None
+                inputs = x, segments_BL, positions_BL, _fold_in(key, index)
+                if not self.is_mutable_collection(FINITE):
+                    return block.apply(variables, *inputs), None
+                y, seen = block.apply(
+                    variables, *inputs, capture_intermediates=True, mutable=["intermediates"]
+                )
+                return y, jax.tree.map(lambda a: jnp.all(jnp.isfinite(a)), seen["intermediates"])
 
             if remat is not None:
                 layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
@@ -316,7 +325,11 @@ class Transformer(nn.Module):
             if HISTORIES in part:  # after slicing, which max-combining arrays do not support
                 part[HISTORIES] = to_max_combining(part[HISTORIES])
             scanned = (part, jnp.arange(begin, end))
-            x_BLD, _ = lax.scan(layer, x_BLD, scanned, unroll=min(self.unroll, end - begin))
+            x_BLD, seen = lax.scan(layer, x_BLD, scanned, unroll=min(self.unroll, end - begin))
+            finite.append(seen)
+        if self.is_mutable_collection(FINITE):
+            stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *finite)
+            self.variable(FINITE, "layers", lambda: stacked)
         return x_BLD
 
     def _stack(self, policy: Policy) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ The first step after the start of a delayed policy runs a second program, made w
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as linen
 import jax
@@ -32,6 +33,7 @@ from fp8jax.nn import HISTORIES
 from fp8jax.optim import OptimizerConfig, make_optimizer
 from fp8jax.policy import Policy, as_policy, as_schedule
 from fp8jax.sharding import check_batch, make_mesh, mesh_axes, spec, tree_shardings
+from fp8jax.stability import Ladder, SpikeDetector
 from fp8jax.step import (
     Batch,
     TrainState,
@@ -39,6 +41,7 @@ from fp8jax.step import (
     by_name,
     eval_step,
     kept_histories,
+    repeat_step,
     train_step,
 )
 from fp8jax.text import Tokenizer, tokenizer
@@ -56,11 +59,14 @@ class Run:
     initialise: Callable[[], TrainState]
     seed_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+    repeat_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
     eval_step: Callable[[TrainState, Batch], dict[str, Array]]
     sample: Callable[[TrainState], Array] | None  # tokens of a generated text, if asked for
     batch_sharding: NamedSharding
     kept: frozenset[str]  # names of the histories that the stage before hands on
     gains: str  # of the linears at their sizes, as predicted; "" if nothing is quantised
+    ladder: Ladder  # what is done about a step that was rejected
+    detector: SpikeDetector | None
     later: tuple[tuple[int, "Run"], ...] = ()  # finished steps when it begins, and the stage
 
     @property
@@ -149,7 +155,8 @@ def _stage(
     optimizer, schedule = make_optimizer(
         OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
     )
-    initial = _initial_state(model, optimizer, config.seed)
+    ladder, detector = _recovery(config)
+    initial = _initial_state(model, optimizer, config.seed, detector)
     boxed = jax.eval_shape(initial)
     shardings = tree_shardings(boxed, mesh)
     state = jax.tree.map(
@@ -157,11 +164,11 @@ def _stage(
         linen.meta.unbox(boxed), shardings,
     )  # fmt: skip
 
-    def compiled(model: Transformer):
+    def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
         def step(state, batch):
-            return train_step(
+            return kind(
                 state, batch, model=model, optimizer=optimizer, schedule=schedule,
-                grad_accum=config.grad_accum,
+                grad_accum=config.grad_accum, detector=detector,
             )  # fmt: skip
 
         return jax.jit(
@@ -175,7 +182,8 @@ def _stage(
         model=model, mesh=mesh, tokenizer=tokens, state=state,
         initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
         seed_step=compiled(model.clone(policy=as_policy(model.policy).seeding())),
-        step=compiled(model), gains=gains,
+        step=compiled(model), gains=gains, ladder=ladder, detector=detector,
+        repeat_step=compiled(model.clone(policy=config.recovery_precision), repeat_step),
         eval_step=jax.jit(
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
             compiler_options=options,
@@ -184,6 +192,19 @@ def _stage(
         batch_sharding=NamedSharding(mesh, spec("batch", "length")),
         kept=kept_histories(before.model, before.state, model, state) if before else frozenset(),
     )  # fmt: skip
+
+
+def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
+    """What is done about bad steps, and which count as bad besides those that are not finite."""
+    if as_policy(config.recovery_precision).delayed:
+        raise ValueError(
+            f"recovery_precision={config.recovery_precision!r} keeps amax histories, and a step"
+            " that is repeated has none: take bf16 or a policy with current scales"
+        )
+    ladder = Ladder.parse(config.recovery)
+    if config.spike_window is None:
+        return ladder, None
+    return ladder, SpikeDetector(window=config.spike_window, deviations=config.spike_deviations)
 
 
 def _sampler(
@@ -215,8 +236,9 @@ def _sampler(
 
 
 def _initial_state(
-    model: Transformer, optimizer: optax.GradientTransformation, seed: int
-) -> Callable[[], TrainState]:
+    model: Transformer, optimizer: optax.GradientTransformation, seed: int,
+    detector: SpikeDetector | None,
+) -> Callable[[], TrainState]:  # fmt: skip
     """A function that makes the state of step 0, boxed with logical axis names."""
     key = jax.random.key(seed)
 
@@ -228,6 +250,7 @@ def _initial_state(
         return TrainState(
             step=jnp.zeros((), jnp.int32), params=params, histories=histories,
             opt_state=optimizer.init(params), key=jax.random.fold_in(key, 1),
+            seen={} if detector is None else detector.init(),
         )  # fmt: skip
 
     return initial

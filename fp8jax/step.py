@@ -2,7 +2,7 @@
 
     for each microbatch: loss, gradients, new amax histories     (a scan; histories by maximum)
     clip, AdamW, weight decay                                    (parameters only)
-    the gate: if loss or gradient norm is not finite, nothing of it is kept
+    the gate: of a step that is not finite, or a spike if they are watched for, nothing is kept
 
 They know nothing of files, names or devices: train.py compiles them and calls them in a loop.
 `enter` is what happens to the state between two steps where the policy changes.
@@ -24,7 +24,7 @@ from fp8jax.nn import HISTORIES
 from fp8jax.policy import as_policy
 from fp8jax.scaling import merge_history
 from fp8jax.sharding import constrain
-from fp8jax.stability import gate, is_finite
+from fp8jax.stability import ACCEPTED, SpikeDetector, gate, is_finite, judge
 
 Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
 
@@ -34,11 +34,12 @@ class TrainState:
     """Everything a run carries from step to step, or abstract arrays in their places.
 
     Attributes:
-      step: int32 [], finished steps.
+      step: int32 [], finished steps that were not rejected.
       params: float32 master weights.
       histories: float32 amax histories, {} if the policy delays nothing.
       opt_state: the optimizer's.
       key: the run's PRNG key; never changes, steps fold their number into it.
+      seen: what the spike detector remembers, {} without one.
     """
 
     step: Any
@@ -46,6 +47,7 @@ class TrainState:
     histories: Any
     opt_state: Any
     key: Any
+    seen: Any = dataclasses.field(default_factory=dict)
 
 
 def as_variables(params: Any, histories: Any) -> dict[str, Any]:
@@ -114,9 +116,12 @@ def train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     grad_accum: int,
+    detector: SpikeDetector | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate."""
+    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
+    a detector also its verdict (stability.py)."""
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
+    grads = injected(grads, batch)
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(
@@ -125,9 +130,20 @@ def train_step(
         histories=jax.tree.map(merge_history, state.histories, histories),
         opt_state=opt_state,
         key=state.key,
+        seen=state.seen,
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
-    return gate(is_finite(loss, grad_norm), new, state), metrics
+    if detector is None:
+        return gate(is_finite(loss, grad_norm), new, state), metrics
+    verdict, seen = judge(detector, state.seen, loss, grad_norm)
+    new = dataclasses.replace(gate(verdict == ACCEPTED, new, state), seen=seen)
+    return new, metrics | {"verdict": verdict}
+
+
+def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[TrainState, dict]:
+    """`train_step` of a model that has no histories: those of the state stay as they are."""
+    new, metrics = train_step(dataclasses.replace(state, histories={}), batch, **settings)
+    return dataclasses.replace(new, histories=state.histories), metrics
 
 
 def eval_step(
@@ -138,6 +154,26 @@ def eval_step(
     key = state.key if as_policy(model.policy).stochastic else None
     nats = loss_sum(model, state.params, state.histories, batch, key)
     return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
+
+
+# A fault on purpose -------------------------------------------------------------------------------
+
+INJECTED = "injected"  # entry of a batch with a fault: [B, L], the layer counted from 1, else zeros
+
+
+def injected(grads: Any, batch: Batch) -> Any:
+    """The gradients; with a fault in the batch, infinite ones of that layer's mlp/down."""
+    if INJECTED not in batch:
+        return grads
+    layer = jnp.max(batch[INJECTED]).astype(jnp.int32)
+
+    def leaf(path, g):
+        if jax.tree_util.keystr(path, simple=True, separator="/") != "layers/mlp/down/kernel":
+            return g
+        hit = jnp.arange(g.shape[0]).reshape(-1, *[1] * (g.ndim - 1)) == layer - 1
+        return jnp.where(hit, jnp.inf, g)
+
+    return jax.tree_util.tree_map_with_path(leaf, grads)
 
 
 # Another policy -----------------------------------------------------------------------------------

@@ -4,8 +4,12 @@
 resume, loop. A step is one compiled program (step.py).
 
 The loop dispatches step n and then reads the metrics of step n - 1, so that the device never
-waits for the host. A non-finite step is therefore noticed one step late; by then the gate has
-already kept it out of the state, and nothing is saved before its metrics were read.
+waits for the host. A rejected step is therefore noticed one step late; by then the gate has already
+kept it out of the state, and nothing is saved before its metrics were read. Only a ladder that may
+repeat a step or roll back (stability.py) makes the loop wait for every step.
+
+The loop counts batches; the state counts the steps that were not rejected, and the learning rate
+follows the state.
 """
 
 import contextlib
@@ -16,6 +20,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +30,9 @@ from ml_collections import ConfigDict
 
 from fp8jax import runtime
 from fp8jax.checkpoint import Checkpointer, Restored, config_difference
-from fp8jax.data import Corpus, build_corpus, train_batches
+from fp8jax.data import Corpus, Impatient, build_corpus, train_batches
+from fp8jax.diagnose import find_bad, first_bad
+from fp8jax.faults import Faults
 from fp8jax.gate import is_measured_here
 from fp8jax.lowering import log_gemms
 from fp8jax.metrics import Metrics
@@ -33,15 +40,18 @@ from fp8jax.model import count_params
 from fp8jax.model_config import flops_per_token
 from fp8jax.policy import Policy, as_schedule
 from fp8jax.run import Run, build, sample_text, to_devices, validate
-from fp8jax.step import (
-    TrainState,
-    by_name,
-    enter,
-)
+from fp8jax.stability import CAUSES, NON_FINITE, SPIKE, STOP
+from fp8jax.step import Batch, TrainState, by_name, enter
+
+NO_FAULTS = Faults()
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not finite; nothing of that step was kept or saved."""
+class StoppedError(RuntimeError):
+    """A step was rejected, and the ladder had nothing left; nothing of it was kept or saved."""
+
+
+class NonFiniteError(StoppedError):
+    """The same, for a loss or gradient that is not finite."""
 
 
 class _StopRequest(contextlib.AbstractContextManager):
@@ -85,7 +95,8 @@ def _resume(
     # Keys that old checkpoints lack, as they then were.
     new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
     new |= {"precision_schedule": [], "require_fp8_gemms": False, "size_gate": False}
-    new |= {"moments": "float32"}
+    new |= {"moments": "float32", "recovery": "", "recovery_precision": "bf16"}
+    new |= {"spike_window": None, "spike_deviations": 6.0, "data_timeout": 600.0}
     before = new | meta["config"]
     differences = config_difference(before, config)
     differences = [line for line in differences if not line.startswith("resume_with_changes:")]
@@ -105,6 +116,8 @@ def _resume(
     gated = before["size_gate"] or config["size_gate"]  # whose policy hangs on other keys, too
     if _policy_of(before, step) != _policy_of(config, step) or (gated and differences):
         abstract.pop("fp8")
+    if before["spike_window"] != config["spike_window"] or config["spike_window"] is None:
+        abstract.pop("seen")
     return checkpointer.restore(abstract), differences
 
 
@@ -123,12 +136,17 @@ def _begin(run: Run, restored: Restored | None) -> tuple[Run, TrainState, bool]:
     if restored is None:
         return run, run.initialise(), run.seeds
     arrays = restored.arrays
-    if "fp8" in arrays:  # still in the stage of the last step, though the next may begin another
-        stage = run.at(restored.step)
-        state = dataclasses.replace(stage.state, **arrays["state"], histories=arrays["fp8"])
-        return stage, state, False
-    stage = run.at(restored.step + 1)
-    state = enter(dataclasses.replace(stage.state, **arrays["state"]), stage.state, frozenset())
+    # With histories, still in the stage of the last step, though the next may begin another.
+    stage = run.at(restored.step if "fp8" in arrays else restored.step + 1)
+    state = dataclasses.replace(stage.state, **arrays["state"])
+    if "seen" in arrays:
+        state = dataclasses.replace(state, seen=arrays["seen"])
+    elif run.detector is not None:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, stage.state.seen)
+        state = dataclasses.replace(state, seen=jax.device_put(run.detector.init(), shardings))
+    if "fp8" in arrays:
+        return stage, dataclasses.replace(state, histories=arrays["fp8"]), False
+    state = enter(state, stage.state, frozenset())
     return stage, state, bool(by_name(state.histories))
 
 
@@ -140,6 +158,7 @@ def _as_items(state: TrainState) -> dict[str, Any]:
             "key": state.key,
         },
         "fp8": state.histories,
+        "seen": state.seen,
     }  # fmt: skip
 
 
@@ -157,16 +176,83 @@ def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
             logging.info("%s", gains)
 
 
-def _require_finite(step: int, scalars: dict[str, float], metrics: Metrics) -> None:
-    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])]
-    if bad:
-        values = ", ".join(f"{name}={scalars[name]}" for name in bad)
-        metrics.event(step, "non_finite", quantities=bad)
-        raise NonFiniteError(
-            f"step {step}: {values} is not finite. The update was not applied and nothing of it "
-            "was saved: what checkpoints there are hold finite steps. Try a lower learning rate or "
-            "precision=bf16."
+class _Recovery:
+    """What is done about rejected steps: the ladder's rungs, each within its budget."""
+
+    def __init__(
+        self, run: Run, config: ConfigDict, checkpointer: Checkpointer, metrics: Metrics,
+        spent: dict[str, int],
+    ):  # fmt: skip
+        self._run, self._config = run, config
+        self._checkpointer, self._metrics = checkpointer, metrics
+        self.spent = {name: 0 for name, _ in run.ladder.rungs} | spent
+
+    def settle(
+        self, step: int, scalars: dict[str, Any], stage: Run, state: TrainState, batch: Batch,
+        seeding: bool,
+    ) -> tuple[dict[str, Any], Run, TrainState, bool]:  # fmt: skip
+        """The step's scalars, and stage, state and seeding to go on with: a seeding step that was
+        rejected, or repeated without histories, is still to come.
+
+        Raises StoppedError where nothing is left to try.
+        """
+        tried: set[str] = set()
+        while cause := _cause(scalars):
+            rung = self._run.ladder.next(self.spent, tried)
+            if rung == STOP:
+                self._stop(step, cause, scalars, stage, state, batch)
+            tried.add(rung)
+            if rung == "rollback" and self._checkpointer.read_meta() is None:
+                continue  # nothing was saved yet
+            self.spent[rung] += 1
+            values = {name: scalars[name] for name in ("loss", "grad_norm")}
+            self._metrics.event(step, rung, cause=cause, **values, spent=dict(self.spent))
+            if rung == "repeat":
+                state, out = stage.repeat_step(state, batch)
+                again = {name: float(value) for name, value in jax.device_get(out).items()}
+                scalars = scalars if _cause(again) else again
+                continue
+            if rung == "rollback":
+                stage, state, seeding = self._roll_back()
+            break
+        return scalars, stage, state, seeding
+
+    def _roll_back(self) -> tuple[Run, TrainState, bool]:
+        found = self._checkpointer.read_meta()
+        assert found is not None  # it was looked at
+        abstract = _as_items(self._run.at(found[0]).state)
+        return _begin(self._run, self._checkpointer.restore(abstract))
+
+    def _stop(
+        self, step: int, cause: str, scalars: dict[str, Any], stage: Run, state: TrainState,
+        batch: Batch,
+    ) -> None:  # fmt: skip
+        values = {name: scalars[name] for name in ("loss", "grad_norm")}
+        said = ", ".join(f"{name}={value:g}" for name, value in values.items())
+        first = ""
+        if cause == CAUSES[NON_FINITE]:
+            model = (
+                stage.model if int(state.step) else stage.model.clone(policy=stage.policy.seeding())
+            )
+            find = jax.jit(lambda s, b: find_bad(model, s, b, self._config.grad_accum))
+            first = first_bad(jax.device_get(find(state, batch))) or "nothing, when computed again"
+        self._metrics.event(step, STOP, cause=cause, **values, first=first, spent=self.spent)
+        spike = cause == CAUSES[SPIKE]
+        kind = StoppedError if spike else NonFiniteError
+        what = "a spike" if spike else f"not finite; first: {first}"
+        raise kind(
+            f"step {step}: {said} is {what}. The update was not applied and nothing of it was"
+            " saved: what checkpoints there are hold finite steps. Of recovery="
+            f"{self._config.recovery!r} nothing is left to try. A lower learning rate or"
+            " precision=bf16 may help."
         )
+
+
+def _cause(scalars: dict[str, Any]) -> str:
+    """Why the step was rejected, "" if it was not."""
+    if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["grad_norm"])):
+        return CAUSES[NON_FINITE]
+    return CAUSES[SPIKE] if "verdict" in scalars and scalars["verdict"] == SPIKE else ""
 
 
 class _Trace:
@@ -204,7 +290,11 @@ class _Trace:
 
 
 def train_and_evaluate(
-    config: ConfigDict, workdir: str, *, profile: tuple[int, int] | None = None
+    config: ConfigDict,
+    workdir: str,
+    *,
+    profile: tuple[int, int] | None = None,
+    faults: Faults = NO_FAULTS,
 ) -> dict[str, float | None]:
     """Trains as `config` (configs/base.py) says; resumes by itself from what `workdir` holds.
 
@@ -213,19 +303,22 @@ def train_and_evaluate(
       workdir: the run's directory: config.json, metrics.jsonl, samples.jsonl, events.jsonl,
         checkpoints/, tensorboard/, profile/.
       profile: first and last step of a trace for xprof, None for none.
+      faults: to try out what happens (faults.py).
 
     Returns:
       The scalars of the last step written, validation included.
 
     Raises:
       ValueError, NotImplementedError: a config that cannot be honoured; before anything is trained.
-      NonFiniteError: a loss or gradient norm was not finite.
+      StoppedError: a loss or gradient norm was not finite (NonFiniteError), or the loss a spike,
+        and the ladder had nothing left to try.
     """
     # The config, resolved ----------------------------------------------------------------------
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
     runtime.set_compilation_cache()
     run = build(config)
+    checkpoints = Path(workdir, "checkpoints")
     settings = json.loads(config.to_json())
 
     # Data --------------------------------------------------------------------------------------
@@ -240,7 +333,7 @@ def train_and_evaluate(
         stop = stack.enter_context(_StopRequest())
         checkpointer = stack.enter_context(
             Checkpointer(
-                os.path.join(workdir, "checkpoints"), every=config.checkpoint_every,
+                checkpoints, every=config.checkpoint_every,
                 keep=config.checkpoint_keep, keep_best=config.checkpoint_keep_best,
             )
         )  # fmt: skip
@@ -261,6 +354,9 @@ def train_and_evaluate(
         for step, reason in checkpointer.rejected:
             metrics.event(step, "damaged_checkpoint", reason=reason)
         stage, state, seeding = _begin(run, restored)
+        known = restored is not None and "recovery" in restored.meta
+        spent = restored.meta["recovery"] if restored is not None and known else {}
+        recovery = _Recovery(run, config, checkpointer, metrics, spent)
         if restored is not None:
             metrics.event(start, "resume", seeding=seeding, changes=changes)
         if start >= config.num_steps:
@@ -270,6 +366,8 @@ def train_and_evaluate(
             process_index=jax.process_index(), process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
+        # Not a step may wait for ever; of what is read ahead nothing is lost, `position` counts.
+        rows = Impatient(faults.batches(batches, start + 1), config.data_timeout)
 
         # The loop ------------------------------------------------------------------------------
         tokens = config.batch_size * config.seq_len
@@ -277,24 +375,44 @@ def train_and_evaluate(
         flops = tokens * flops_per_token(run.model.config, config.seq_len) / run.mesh.devices.size
         clock = time.perf_counter()
 
-        def read(step: int, out: dict[str, Array]) -> dict[str, float | None]:
-            """Waits for a step and returns its scalars; raises where they are not finite."""
-            nonlocal clock
+        def read(
+            step: int, out: dict[str, Array], batch: Batch, seeded: bool
+        ) -> dict[str, float | None]:
+            """Waits for a step and returns its scalars; a rejected one climbs the ladder."""
+            nonlocal clock, stage, state, seeding
             scalars = {name: float(value) for name, value in jax.device_get(out).items()}
             now = time.perf_counter()
             step_s, clock = now - clock, now
-            _require_finite(step, scalars, metrics)
+            if _cause(scalars):
+                scalars, stage, state, seeding = recovery.settle(
+                    step, scalars, stage, state, batch, seeded
+                )
             mfu = None if peak is None else flops / step_s / peak
             speed = {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
             return {**scalars, **speed, "peak_memory_bytes": runtime.peak_memory()}
 
+        def save(step: int, metric: float | None) -> None:
+            meta = {
+                "config": settings, "data": corpus.fingerprint, "recovery": recovery.spent,
+                "position": position.advanced((step - start) * config.batch_size).to_json(),
+            }  # fmt: skip
+            checkpointer.save(step, _as_items(state), meta, metric)
+
         # Stages whose training program is still to be looked at, all of them if FP8 is required.
         later = [each for begin, each in run.later if config.require_fp8_gemms and begin > start]
         unseen = [run.at(start + 1), *later]
-        pending: tuple[int, dict[str, Array]] | None = None
+        pending: tuple[int, dict[str, Array], Batch, bool] | None = None
         written: dict[str, float | None] = {}
         for step in range(start + 1, config.num_steps + 1):
-            batch = to_devices(next(batches), run.batch_sharding)
+            try:
+                batch = to_devices(next(rows), run.batch_sharding)
+            except Exception as error:
+                if pending is not None:
+                    metrics.write(pending[0], read(*pending))
+                metrics.event(step - 1, "data_failed", reason=str(error))
+                if step - 1 > start:
+                    save(step - 1, None)
+                raise
             trace.start_if_due(step, state)
             if (following := run.at(step)) is not stage:
                 names = {"from": stage.policy.name, "to": following.policy.name}
@@ -310,10 +428,10 @@ def train_and_evaluate(
                     require=config.require_fp8_gemms,
                 )  # fmt: skip
             state, out = (stage.seed_step if seeding else stage.step)(state, batch)
-            seeding = False
+            seeded, seeding = seeding, False
             if pending is not None:
                 metrics.write(pending[0], read(*pending))
-            pending = (step, out)
+            pending = (step, out, batch, seeded)
             stopping = stop.signal is not None
             ending = stopping or step == config.num_steps
             valid_due = step % config.valid_every == 0 or step == config.num_steps
@@ -322,24 +440,20 @@ def train_and_evaluate(
             if trace.ends_with(step):
                 trace.stop(state)
                 metrics.event(step, "profiled", directory=trace.directory)
-            if not (valid_due or save_due or sample_due):
+            if not (valid_due or save_due or sample_due or run.ladder.waits or seeded):
+                faults.after(step, checkpoints, checkpointer.wait)
                 continue
-            written, pending = read(step, out), None
-            read_rows = (step - start) * config.batch_size
+            written, pending = read(step, out, batch, seeded), None
             if valid_due:
                 written |= validate(stage, state, corpus, config)
-                counts = corpus.train.counts(position, read_rows)
+                counts = corpus.train.counts(position, (step - start) * config.batch_size)
                 written |= {f"rows/{name}": count for name, count in counts.items()}
             metrics.write(step, written)
             if sample_due:
                 metrics.sample(step, sample_text(stage, state))
             if save_due:
-                meta = {
-                    "config": settings, "data": corpus.fingerprint,
-                    "position": position.advanced(read_rows).to_json(),
-                }  # fmt: skip
-                metric = written["valid_loss"] if valid_due else None
-                checkpointer.save(step, _as_items(state), meta, metric)
+                save(step, written["valid_loss"] if valid_due else None)
+            faults.after(step, checkpoints, checkpointer.wait)
             clock = time.perf_counter()  # neither of these is part of a step
             if stopping:
                 metrics.event(step, "stopped", signal=stop.signal)

@@ -55,6 +55,8 @@ FLOORS = {
     "interop": 7,
     "evaluate": 8,
     "step": 8,
+    "diagnose": 9,
+    "faults": 9,
     "run": 9,
     "train": 10,
     "pipeline": 11,

@@ -70,3 +70,36 @@ def test_a_rejected_step_changes_nothing(data):
         after, out = run.step(state, bad)
     assert np.isnan(out["loss"])
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
+
+
+def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
+    """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
+    detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
+    config = tiny(data, precision="fp8_delayed", moments="fp8", spike_window=8)
+    run = build(config, jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    good = [to_devices(next(batches), run.batch_sharding) for _ in range(23)]
+    batches.close()
+    nan = dict(good[0], weights=good[0]["weights"].at[3, 3].set(jnp.nan))
+    spike = dict(good[0], targets=255 - good[0]["targets"])
+
+    def train(batches):
+        verdicts = []
+        with jax.set_mesh(run.mesh):
+            state, _ = run.seed_step(run.initialise(), good[0])
+            for batch in batches:
+                state, out = run.step(state, batch)
+                verdicts.append(int(out["verdict"]))
+        return jax.tree.map(np.array, dataclasses.replace(state, key=0)), verdicts
+
+    state, verdicts = train([*good[1:4], nan, *good[4:21], *[spike] * 3, *good[21:]])
+    assert verdicts == [0] * 3 + [2] + [0] * 17 + [1] * 3 + [0] * 2
+    expected, verdicts = train(good[1:])
+    assert not any(verdicts) and expected.step == 23
+    jax.tree.map(np.testing.assert_array_equal, expected, state)
+
+
+def test_without_a_detector_the_state_remembers_nothing(data):
+    run = build(tiny(data))
+    assert jax.tree.leaves(run.state.seen) == []
+    assert len(jax.tree.leaves(build(tiny(data, spike_window=8)).state.seen)) == 2

@@ -285,7 +285,8 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
     kept = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert kept[-1] == len(lines) and np.isfinite([line["loss"] for line in lines]).all()
     (event,) = read_jsonl(tmp_path / "events.jsonl")
-    assert event["kind"] == "non_finite" and event["step"] == len(lines) + 1
+    assert event["kind"] == "stop" and event["cause"] == "non_finite"
+    assert event["step"] == len(lines) + 1 and event["first"]
 
 
 @pytest.mark.parametrize(
