@@ -80,6 +80,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.spike_window = placeholder(int)  # accepted losses to compare with; None: no detector
     config.spike_deviations = 6.0  # above their median, in standard deviations from the MAD
 
+    # GNMR: layers whose gradients grow run in higher precision for a while
+    config.gnmr_alpha = ()  # thresholds of the ratio, one or two stages as in (1.5, 1.1); (): off
+    config.gnmr_beta = 1.3  # threshold of its acceleration
+    config.gnmr_first = 0.025  # share of the run that has the first of two thresholds
+    config.gnmr_most = 1  # layers at a time
+    config.gnmr_lock = 1  # steps that a promotion outlasts its cause
+    config.gnmr_window = 5  # ratios that an acceleration is measured against
+    config.gnmr_precision = "fp8_current"  # the policy of promoted layers
+
     # Keeping track
     config.valid_every = 100  # steps between validations; the last step always validates
     config.valid_batches = placeholder(int)  # batches a source and validation; None for all

@@ -1,11 +1,13 @@
-"""StoSignSGD's baseline: GPT-2 in FP8 with AdamW (2604.15416).
+"""StoSignSGD: GPT-2 in FP8, trained with stochastic signs of the momentum (2604.15416).
 
 python -m experiments.train --config=configs/stosignsgd.py --workdir=runs/stosignsgd
 
 runs a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's run is
 --config=configs/stosignsgd.py:gpt2_125m: 256 rows of 1024 tokens a step of OpenWebText, 50,000
 steps. Give the text with --config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. The
-optimizer is AdamW with float32 moments; the paper stores moments in FP8 without scales.
+paper's baselines are --config.optimizer=adamw and lion. Moments are float32 here; the paper stores
+them in FP8 without scales, --config.moments=fp8_unscaled, and rounds gradients to E5M2 before,
+which no key does. What scales change is in docs/log.md.
 """
 
 import ml_collections
@@ -20,6 +22,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     config = base.get_config()
     config.precision = "fp8_current"
+    config.optimizer = "stosignsgd"
     config.model_overrides.biases = "none"
     config.final_fraction = 0.01
     if size == "small":

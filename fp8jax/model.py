@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.attention import Implementation, dot_product_attention
 from fp8jax.dot import OPERAND, PRODUCT
@@ -36,6 +36,7 @@ from fp8jax.policy import Policy, as_policy
 from fp8jax.recipe import HIGH_PRECISION, as_recipe
 from fp8jax.rope import rotate
 from fp8jax.sharding import constrain
+from fp8jax.switch import switched_dot
 
 # What is kept of a layer for its backward; the rest is computed again: results of its linears
 # ("dots"), and their quantised inputs too, so that none is quantised twice ("quantised"). Where
@@ -98,6 +99,8 @@ class Linears:
     backend: str | None
     path: str  # of the part, such as "layers/mlp"
     key: Any
+    high: Policy | None = None  # of layers that are promoted
+    promoted: Any = None  # bool []: whether this one is; None where that never happens
 
     def layer(self, name: str, features: int, axes: tuple[str, str]) -> Dense:
         path = f"{self.path}/{name}"
@@ -115,10 +118,27 @@ class Linears:
     def __call__(self, x, *linears, input_scale=None) -> tuple[Array, ...]:
         """What each (name, features, axes of the kernel) makes of x."""
         layers = [self.layer(*linear) for linear in linears]
+        if self.promoted is not None and self.high is not None:
+            if input_scale is not None:
+                raise ValueError("layers with smooth_swiglu cannot be promoted")
+            return tuple(self._switched(layer, x) for layer in layers)
         return together(layers, x, self.keys(name for name, _, _ in linears), input_scale)
+
+    def _switched(self, layer: Dense, x) -> Array:
+        """What the layer makes of x, in the recipe of its policy or of the high one."""
+        assert self.high is not None  # the caller has looked
+        kernel, bias, histories = layer.variables_for(x.shape[-1])
+        y = switched_dot(
+            x, kernel, self.promoted, low=as_recipe(layer.recipe),
+            high=self.high.recipe(f"{self.path}/{layer.name}"), state=histories,
+            key=self.keys([str(layer.name)])[0], backend=self.backend, scope=str(layer.name),
+        )  # fmt: skip
+        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
     def fuses(self, x) -> bool:
         """Whether gate, up and down run as one, the wide arrays made inside kernels (gated.py)."""
+        if self.promoted is not None:
+            return False
         gate, up, down = paths = [f"{self.path}/{name}" for name in ("gate", "up", "down")]
         recipes = self.policy.recipe(gate), self.policy.recipe(down)
         plain = self.policy.recipe(up) == recipes[0] and not {*paths} & {
@@ -199,12 +219,14 @@ def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
 
 
 class Block(nn.Module):
-    """One layer. `policy` decides the recipes of its linears, by their paths."""
+    """One layer. `policy` decides the recipes of its linears, by their paths; `high` where it is
+    promoted."""
 
     config: ModelConfig
     policy: Policy
     backend: str | None
     attention: str | Implementation | None
+    high: Policy | None = None
 
     @nn.compact
     def __call__(
@@ -213,11 +235,13 @@ class Block(nn.Module):
         segments_BL: Int[Array, "B L"],
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
+        promoted: Bool[Array, ""] | None = None,
     ) -> Float[Array, "B L D"]:
         c = self.config
 
         def linears(prefix: str) -> Linears:
-            return Linears(c, self.policy, self.backend, f"layers/{prefix}", key)
+            path = f"layers/{prefix}"
+            return Linears(c, self.policy, self.backend, path, key, self.high, promoted)
 
         y = _norm(c, "attention_norm")(x_BLD)
         attention = Attention(c, linears("attention"), self.attention, name="attention")
@@ -240,6 +264,8 @@ class Transformer(nn.Module):
       unroll: layers a loop iteration; n_layers for no loop, which compiles longer and saves the
         copies in and out of the stack.
       dtype: of activations and residual stream.
+      high: a key of `POLICIES` or a `Policy` without histories, for layers that are promoted; None
+        where that never happens.
 
     `apply(..., mutable=[FINITE])` also says whether what the parts of each layer give is finite.
     """
@@ -251,6 +277,7 @@ class Transformer(nn.Module):
     remat: str = "none"
     unroll: int = 1
     dtype: Any = jnp.bfloat16
+    high: str | Policy | None = None
 
     @nn.compact
     def __call__(
@@ -259,8 +286,10 @@ class Transformer(nn.Module):
         segments_BL: Int[Array, "B L"],
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
+        promoted: Bool[Array, " layers"] | None = None,
     ) -> Float[Array, "B L V"]:
-        """float32 logits of the next token; `key` is for policies that round stochastically.
+        """float32 logits of the next token; `key` is for policies that round stochastically,
+        `promoted` says which layers run in the policy `high` instead, None for none.
 
         Raises ValueError for unknown names and for a policy that does not fit the model."""
         c, policy = self.config, as_policy(self.policy)
@@ -276,7 +305,7 @@ class Transformer(nn.Module):
             table_PD: Any = self.param("position_embedding", init, (c.learned_positions, c.d_model))
             x_BLD += look_up(table_PD, positions_BL, "positions", self.dtype)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
-        x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key)
+        x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key, promoted)
         x_BLD = _norm(c, "final_norm")(x_BLD)
         logits_BLV = self._head(policy, x_BLD, table_VD, _fold_in(key, c.n_layers))
         return constrain(logits_BLV, "batch", "length", "vocab")
@@ -296,7 +325,7 @@ class Transformer(nn.Module):
             preferred_element_type=jnp.float32, name="lm_head",
         )(x_BLD, key)  # fmt: skip
 
-    def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key):
+    def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key, promoted):
         """All layers, stretch by stretch of the stack."""
         remat = lookup("remat policy", self.remat, REMAT)
         params, histories = self._stack(policy)
@@ -304,11 +333,13 @@ class Transformer(nn.Module):
             return x_BLD
         finite: list[Any] = []
         for begin, end, recipes in _stretches(policy, self.config.n_layers):
-            block = Block(self.config, recipes, self.backend, self.attention, parent=None)
+            exact = all(not recipes.recipe(path).casts for path in MODULES)
+            high = None if exact or self.high is None else as_policy(self.high)
+            block = Block(self.config, recipes, self.backend, self.attention, high, parent=None)
 
             def layer(x, scanned, block=block):
-                variables, index = scanned
-                inputs = x, segments_BL, positions_BL, _fold_in(key, index)
+                variables, index, flag = scanned
+                inputs = x, segments_BL, positions_BL, _fold_in(key, index), flag
                 if not self.is_mutable_collection(FINITE):
                     return block.apply(variables, *inputs), None
                 y, seen = block.apply(
@@ -324,7 +355,8 @@ class Transformer(nn.Module):
             part = jax.tree.map(lambda leaf, b=begin, e=end: leaf[b:e], variables)
             if HISTORIES in part:  # after slicing, which max-combining arrays do not support
                 part[HISTORIES] = to_max_combining(part[HISTORIES])
-            scanned = (part, jnp.arange(begin, end))
+            flags = None if high is None or promoted is None else promoted[begin:end]
+            scanned = (part, jnp.arange(begin, end), flags)
             x_BLD, seen = lax.scan(layer, x_BLD, scanned, unroll=min(self.unroll, end - begin))
             finite.append(seen)
         if self.is_mutable_collection(FINITE):

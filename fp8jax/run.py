@@ -26,6 +26,7 @@ from fp8jax import runtime
 from fp8jax.attention import choose_attention
 from fp8jax.data import Corpus, Row, valid_batches
 from fp8jax.gate import size_gate
+from fp8jax.gnmr import Gnmr
 from fp8jax.inference import generate
 from fp8jax.model import Transformer
 from fp8jax.model_config import model_config
@@ -66,7 +67,7 @@ class Run:
     kept: frozenset[str]  # names of the histories that the stage before hands on
     gains: str  # of the linears at their sizes, as predicted; "" if nothing is quantised
     ladder: Ladder  # what is done about a step that was rejected
-    detector: SpikeDetector | None
+    remembered: Callable[[], dict[str, Any]]  # what detector and GNMR know before the first step
     later: tuple[tuple[int, "Run"], ...] = ()  # finished steps when it begins, and the stage
 
     @property
@@ -156,7 +157,16 @@ def _stage(
         OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
     )
     ladder, detector = _recovery(config)
-    initial = _initial_state(model, optimizer, config.seed, detector)
+    gnmr = _gnmr(config)
+    model = model if gnmr is None else model.clone(high=config.gnmr_precision)
+
+    def remembered() -> dict[str, Any]:
+        return {
+            "seen": {} if detector is None else detector.init(),
+            "gnmr": {} if gnmr is None else gnmr.init(model.config.n_layers),
+        }
+
+    initial = _initial_state(model, optimizer, config.seed, remembered)
     boxed = jax.eval_shape(initial)
     shardings = tree_shardings(boxed, mesh)
     state = jax.tree.map(
@@ -169,6 +179,7 @@ def _stage(
             return kind(
                 state, batch, model=model, optimizer=optimizer, schedule=schedule,
                 grad_accum=config.grad_accum, detector=detector,
+                gnmr=gnmr if kind is train_step else None,
             )  # fmt: skip
 
         return jax.jit(
@@ -182,8 +193,10 @@ def _stage(
         model=model, mesh=mesh, tokenizer=tokens, state=state,
         initialise=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
         seed_step=compiled(model.clone(policy=as_policy(model.policy).seeding())),
-        step=compiled(model), gains=gains, ladder=ladder, detector=detector,
-        repeat_step=compiled(model.clone(policy=config.recovery_precision), repeat_step),
+        step=compiled(model), gains=gains, ladder=ladder, remembered=remembered,
+        repeat_step=compiled(
+            model.clone(policy=config.recovery_precision, high=None), repeat_step
+        ),
         eval_step=jax.jit(
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
             compiler_options=options,
@@ -205,6 +218,23 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
     if config.spike_window is None:
         return ladder, None
     return ladder, SpikeDetector(window=config.spike_window, deviations=config.spike_deviations)
+
+
+def _gnmr(config: ConfigDict) -> Gnmr | None:
+    """The controller of promotions, None without thresholds."""
+    if not config.gnmr_alpha:
+        return None
+    if as_policy(config.gnmr_precision).delayed:
+        raise ValueError(
+            f"gnmr_precision={config.gnmr_precision!r} keeps amax histories: take one without"
+        )
+    if not 0 <= config.gnmr_first <= 1:
+        raise ValueError(f"gnmr_first={config.gnmr_first} does not lie in [0, 1]")
+    return Gnmr(
+        alpha=tuple(config.gnmr_alpha), beta=config.gnmr_beta, most=config.gnmr_most,
+        first_steps=round(config.gnmr_first * config.num_steps), lock=config.gnmr_lock,
+        window=config.gnmr_window,
+    )  # fmt: skip
 
 
 def _sampler(
@@ -237,7 +267,7 @@ def _sampler(
 
 def _initial_state(
     model: Transformer, optimizer: optax.GradientTransformation, seed: int,
-    detector: SpikeDetector | None,
+    remembered: Callable[[], dict[str, Any]],
 ) -> Callable[[], TrainState]:  # fmt: skip
     """A function that makes the state of step 0, boxed with logical axis names."""
     key = jax.random.key(seed)
@@ -250,7 +280,7 @@ def _initial_state(
         return TrainState(
             step=jnp.zeros((), jnp.int32), params=params, histories=histories,
             opt_state=optimizer.init(params), key=jax.random.fold_in(key, 1),
-            seen={} if detector is None else detector.init(),
+            **remembered(),
         )  # fmt: skip
 
     return initial

@@ -19,6 +19,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8jax.gnmr import Gnmr, observe
 from fp8jax.model import Transformer
 from fp8jax.nn import HISTORIES
 from fp8jax.policy import as_policy
@@ -40,6 +41,7 @@ class TrainState:
       opt_state: the optimizer's.
       key: the run's PRNG key; never changes, steps fold their number into it.
       seen: what the spike detector remembers, {} without one.
+      gnmr: what GNMR remembers, {} without it.
     """
 
     step: Any
@@ -48,6 +50,7 @@ class TrainState:
     opt_state: Any
     key: Any
     seen: Any = dataclasses.field(default_factory=dict)
+    gnmr: Any = dataclasses.field(default_factory=dict)
 
 
 def as_variables(params: Any, histories: Any) -> dict[str, Any]:
@@ -56,14 +59,21 @@ def as_variables(params: Any, histories: Any) -> dict[str, Any]:
 
 
 def loss_sum(
-    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None
-) -> Float[Array, ""]:
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
+    promoted: Array | None = None,
+) -> Float[Array, ""]:  # fmt: skip
     """Sum of the weighted tokens' negative log-likelihoods, nats."""
     logits_BLV = model.apply(
-        as_variables(params, histories), batch["tokens"], batch["segments"], batch["positions"], key
+        as_variables(params, histories), batch["tokens"], batch["segments"], batch["positions"],
+        key, promoted,
     )  # fmt: skip
     nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
     return jnp.sum(nll_BL * batch["weights"])
+
+
+def _promoted(model: Transformer, state: TrainState) -> Array | None:
+    """Which layers run in high precision, where that may happen."""
+    return None if model.high is None else state.gnmr["promoted"]
 
 
 def accumulate(
@@ -81,7 +91,7 @@ def accumulate(
         key = None
         if as_policy(model.policy).stochastic:
             key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
-        return loss_sum(model, params, histories, micro, key) / total
+        return loss_sum(model, params, histories, micro, key, _promoted(model, state)) / total
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
@@ -117,9 +127,10 @@ def train_step(
     schedule: optax.Schedule,
     grad_accum: int,
     detector: SpikeDetector | None = None,
+    gnmr: Gnmr | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
-    a detector also its verdict (stability.py)."""
+    a detector also its verdict (stability.py), with GNMR how many layers were promoted."""
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
     grads = injected(grads, batch)
     grad_norm = optax.tree.norm(grads)
@@ -131,8 +142,11 @@ def train_step(
         opt_state=opt_state,
         key=state.key,
         seen=state.seen,
+        gnmr=state.gnmr if gnmr is None else observe(gnmr, state.gnmr, layer_norms(grads)),
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
+    if gnmr is not None:
+        metrics["promoted"] = jnp.sum(state.gnmr["promoted"])
     if detector is None:
         return gate(is_finite(loss, grad_norm), new, state), metrics
     verdict, seen = judge(detector, state.seen, loss, grad_norm)
@@ -140,8 +154,17 @@ def train_step(
     return new, metrics | {"verdict": verdict}
 
 
+def layer_norms(grads: Any) -> Float[Array, " layers"]:
+    """The norm of each layer's gradients."""
+    squares = [
+        jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))
+        for g in jax.tree.leaves(grads["layers"])
+    ]
+    return jnp.sqrt(sum(squares))
+
+
 def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[TrainState, dict]:
-    """`train_step` of a model that has no histories: those of the state stay as they are."""
+    """`train_step` of a model without histories and promotions: the state's stay as they are."""
     new, metrics = train_step(dataclasses.replace(state, histories={}), batch, **settings)
     return dataclasses.replace(new, histories=state.histories), metrics
 
@@ -152,7 +175,8 @@ def eval_step(
     """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for."""
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if as_policy(model.policy).stochastic else None
-    nats = loss_sum(model, state.params, state.histories, batch, key)
+    promoted = _promoted(model, state)
+    nats = loss_sum(model, state.params, state.histories, batch, key, promoted)
     return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
 
 

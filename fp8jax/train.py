@@ -96,6 +96,8 @@ def _resume(
     new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
     new |= {"precision_schedule": [], "require_fp8_gemms": False, "size_gate": False}
     new |= {"moments": "float32", "recovery": "", "recovery_precision": "bf16"}
+    new |= {"gnmr_alpha": [], "gnmr_beta": 1.3, "gnmr_first": 0.025, "gnmr_most": 1}
+    new |= {"gnmr_lock": 1, "gnmr_window": 5, "gnmr_precision": "fp8_current"}
     new |= {"spike_window": None, "spike_deviations": 6.0, "data_timeout": 600.0}
     before = new | meta["config"]
     differences = config_difference(before, config)
@@ -118,6 +120,9 @@ def _resume(
         abstract.pop("fp8")
     if before["spike_window"] != config["spike_window"] or config["spike_window"] is None:
         abstract.pop("seen")
+    keys = [name for name in config if name.startswith("gnmr_")]
+    if any(before[name] != config[name] for name in keys) or not config["gnmr_alpha"]:
+        abstract.pop("gnmr")
     return checkpointer.restore(abstract), differences
 
 
@@ -139,11 +144,10 @@ def _begin(run: Run, restored: Restored | None) -> tuple[Run, TrainState, bool]:
     # With histories, still in the stage of the last step, though the next may begin another.
     stage = run.at(restored.step if "fp8" in arrays else restored.step + 1)
     state = dataclasses.replace(stage.state, **arrays["state"])
-    if "seen" in arrays:
-        state = dataclasses.replace(state, seen=arrays["seen"])
-    elif run.detector is not None:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, stage.state.seen)
-        state = dataclasses.replace(state, seen=jax.device_put(run.detector.init(), shardings))
+    for name, fresh in run.remembered().items():
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, getattr(stage.state, name))
+        known = arrays[name] if name in arrays else jax.device_put(fresh, shardings)
+        state = dataclasses.replace(state, **{name: known})
     if "fp8" in arrays:
         return stage, dataclasses.replace(state, histories=arrays["fp8"]), False
     state = enter(state, stage.state, frozenset())
@@ -159,6 +163,7 @@ def _as_items(state: TrainState) -> dict[str, Any]:
         },
         "fp8": state.histories,
         "seen": state.seen,
+        "gnmr": state.gnmr,
     }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from fp8jax import runtime, train
 from fp8jax.backends import choose_backend
-from fp8jax.data import train_batches
 from fp8jax.lowering import (
     PRODUCTS,
     UNNAMED,
@@ -31,7 +30,7 @@ from fp8jax.model_config import MODULES
 from fp8jax.nn import Dense
 from fp8jax.policy import POLICIES, Policy, as_policy
 from fp8jax.recipe import RECIPES
-from fp8jax.run import build
+from fp8jax.run import build, to_devices
 from fp8jax.train import train_and_evaluate
 from tests.train_test import tiny
 
@@ -463,16 +462,15 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
         tables.append(format_table(find_gemms(text, *args[:2])))
         noted.append(("table", len(compiled)))
 
-    def noted_batches(*args, **kwargs):
-        for batch in train_batches(*args, **kwargs):
-            noted.append(("batch", len(compiled)))
-            yield batch
+    def noted_to_devices(*args):  # batches are read ahead
+        noted.append(("batch", len(compiled)))
+        return to_devices(*args)
 
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
     monkeypatch.setattr(train, "log_gemms", noted_gemms)
-    monkeypatch.setattr(train, "train_batches", noted_batches)
+    monkeypatch.setattr(train, "to_devices", noted_to_devices)
     config = tiny(data, precision="fp8_delayed", num_steps=3, warmup_steps=1)
     train_and_evaluate(config, str(tmp_path))
     before = noted[0][1]

@@ -104,10 +104,9 @@ def whole(data, tmp_path_factory):
         run.stages.extend([built, *(stage for _, stage in built.later)])
         return built
 
-    def noted_batches(*args, **kwargs):
-        for batch in train_batches(*args, **kwargs):
-            run.compilations.append(len(compiled))
-            yield batch
+    def noted_to_devices(*args):  # the loop's; batches are read ahead
+        run.compilations.append(len(compiled))
+        return to_devices(*args)
 
     def noted_enter(state, *args):
         run.entered.append((state, enter(state, *args)))
@@ -118,7 +117,7 @@ def whole(data, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "build", noted_build)
-        patch.setattr(train, "train_batches", noted_batches)
+        patch.setattr(train, "to_devices", noted_to_devices)
         patch.setattr(train, "enter", noted_enter)
         train_and_evaluate(config, str(run.workdir))
     run.compilations = np.diff([*run.compilations, len(compiled)]).tolist()
