@@ -87,6 +87,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.gnmr_most = 1  # layers at a time
     config.gnmr_lock = 1  # steps that a promotion outlasts its cause
     config.gnmr_window = 5  # ratios that an acceleration is measured against
+    config.gnmr_random = placeholder(float)  # a control: this share of layers, drawn each step
     config.gnmr_precision = "fp8_current"  # the policy of promoted layers
 
     # Keeping track

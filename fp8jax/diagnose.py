@@ -7,7 +7,7 @@ The step itself is not watched: it costs nothing. A bad step was not applied, so
 again from the same state and batch, once, by a program of its own. Weights come first, then the
 outputs of the forward pass from the first layer up, then gradients from the last layer down, since
 what is not finite spreads in these directions. Within a layer the outputs of attention, MLP and
-norms are known; single linears only by the gradients of their kernels.
+norms and the MLP's hidden units are known; single linears only by the gradients of their kernels.
 """
 
 import math
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fp8jax.model import FINITE, Transformer
+from fp8jax.model import AMAXES, Transformer
 from fp8jax.policy import as_policy
 from fp8jax.step import Batch, TrainState, accumulate, as_variables, by_name, injected
 
 _ORDER = (
     "attention_norm", "attention/q_norm", "attention/k_norm", "attention/q/", "attention/k/",
-    "attention/v/", "attention/o/", "attention", "mlp_norm", "mlp/gate/", "mlp/up/", "mlp/down/",
-    "mlp",
+    "attention/v/", "attention/o/", "attention", "mlp_norm", "mlp/gate/", "mlp/up/", "mlp/hidden",
+    "mlp/down/", "mlp",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def find_bad(
     key = state.key if as_policy(model.policy).stochastic else None
     _, watched = model.apply(
         as_variables(state.params, state.histories), batch["tokens"], batch["segments"],
-        batch["positions"], key, mutable=[FINITE],
+        batch["positions"], key, mutable=[AMAXES],
     )  # fmt: skip
 
     def bad(tree: Any) -> dict[str, Array]:
@@ -51,14 +51,15 @@ def find_bad(
 
         return {name: leaf(name, x) for name, x in by_name(tree).items()}
 
-    outputs = {_module(name): ~finite for name, finite in by_name(watched[FINITE]).items()}
+    outputs = {_module(n): ~jnp.isfinite(amax) for n, amax in by_name(watched[AMAXES]).items()}
     outputs["loss"] = ~jnp.isfinite(loss)
     return {"weight": bad(state.params), "output": outputs, "gradient": bad(grads)}
 
 
 def _module(name: str) -> str:
-    """layers/mlp of layers/mlp/__call__/0, as flax captures outputs; layers/output of a block."""
-    short = re.sub(r"/__call__/\d+$", "", name)
+    """layers/mlp of layers/mlp/__call__/0, as flax captures outputs; layers/output of a block, and
+    layers/mlp/hidden of layers/mlp/hidden/0."""
+    short = re.sub(r"(/__call__)?/\d+$", "", name)
     return "layers/output" if short == "layers" else short
 
 

@@ -12,14 +12,17 @@ high recipe in the next step. A layer with R > 1 stays locked for `lock` steps a
 not promoted is not locked. alpha may have two stages, as the paper's 1.5 for the first 2.5% of the
 run and 1.1 after.
 
+`random` is the control of an experiment: that share of the layers in each step, drawn instead.
+
 The mean is over the whole run, as in the paper: large gradients of the beginning stay in it, and
 blunt the signal later. A step that was rejected changes nothing here either.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 _EPS = 1e-12
 
@@ -35,6 +38,7 @@ class Gnmr:
       most: layers that may be promoted at a time.
       lock: steps that a promotion outlasts its cause.
       window: ratios in the queue.
+      random: share of the layers' steps that are promoted by chance, None for by their gradients.
     """
 
     alpha: tuple[float, ...]
@@ -43,6 +47,7 @@ class Gnmr:
     most: int
     lock: int
     window: int
+    random: float | None = None
 
     def __post_init__(self):
         if not 1 <= len(self.alpha) <= 2 or not all(a > 0 for a in self.alpha):
@@ -52,6 +57,8 @@ class Gnmr:
         for name, least in (("most", 1), ("lock", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"gnmr_{name}={getattr(self, name)} must be at least {least}")
+        if self.random is not None and not 0 <= self.random <= 1:
+            raise ValueError(f"gnmr_random={self.random} does not lie in [0, 1]")
 
     def init(self, n_layers: int) -> dict[str, Array]:
         """What `observe` remembers, before the first step.
@@ -69,9 +76,15 @@ class Gnmr:
 
 
 def observe(
-    config: Gnmr, seen: dict[str, Array], norms: Float[Array, " layers"]
+    config: Gnmr,
+    seen: dict[str, Array],
+    norms: Float[Array, " layers"],
+    key: Shaped[Array, "..."],
 ) -> dict[str, Array]:
-    """After a step with these gradient norms: what to remember, `promoted` for the next step."""
+    """After a step with these gradient norms: what to remember, `promoted` for the next step.
+
+    The run's key is for promotions by chance.
+    """
     steps, mean, ratios = seen["steps"], seen["mean"], seen["ratios"]
     ratio = jnp.where(steps == 0, 1.0, norms / (mean + _EPS))
     full = steps >= config.window
@@ -82,6 +95,9 @@ def observe(
     ranked = jnp.where(candidate, score, -jnp.inf)
     place = jnp.argsort(jnp.argsort(-ranked))  # 0 for the largest
     promoted = candidate & (place < config.most)
+    if config.random is not None:
+        key = jax.random.fold_in(jax.random.fold_in(key, 1), steps)
+        promoted = jax.random.bernoulli(key, config.random, norms.shape)
     lock = jnp.where(score > 1, config.lock, jnp.maximum(seen["lock"] - 1, 0))
     return {
         "steps": steps + 1,

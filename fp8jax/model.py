@@ -82,7 +82,8 @@ def _vector(module: nn.Module, name: str, init: Any, x: Array) -> Array:
     return vector_D.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-FINITE = "finite"  # a collection: bool [n_layers] for each output of a part of a layer
+AMAXES = "amaxes"  # a collection: float32 [n_layers] for each output of a part of a layer
+HIDDEN = "hidden"  # among them, of mlp: what its down takes, SwiGLU's output
 NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
@@ -198,7 +199,9 @@ class FeedForward(nn.Module):
         mlp, features = MLPS[self.config.mlp], self.config.d_ff
         gate, up = (("gate", features, ("embed", "mlp")), ("up", features, ("embed", "mlp")))
         down = ("down", self.config.d_model, ("mlp", "embed"))
-        if mlp.fusible and not self.is_initializing() and self.linears.fuses(x_BLD):
+        watched = self.is_mutable_collection("intermediates")  # kernels keep the wide arrays
+        alone = self.is_initializing() or watched
+        if mlp.fusible and not alone and self.linears.fuses(x_BLD):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
             gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
@@ -207,6 +210,7 @@ class FeedForward(nn.Module):
             (up_BLF,) = self.linears(x_BLD, up)
             hidden_BLF = mlp.activation(up_BLF)
         hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
+        self.sow("intermediates", HIDDEN, hidden_BLF)
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
         return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
 
@@ -267,7 +271,8 @@ class Transformer(nn.Module):
       high: a key of `POLICIES` or a `Policy` without histories, for layers that are promoted; None
         where that never happens.
 
-    `apply(..., mutable=[FINITE])` also says whether what the parts of each layer give is finite.
+    `apply(..., mutable=[AMAXES])` also gives the largest magnitude of what each part of each layer
+    computes, NaN where one is NaN.
     """
 
     config: ModelConfig
@@ -331,7 +336,7 @@ class Transformer(nn.Module):
         params, histories = self._stack(policy)
         if self.is_initializing():  # on a row of one token, which not every attention takes
             return x_BLD
-        finite: list[Any] = []
+        watching, amaxes = self.is_mutable_collection(AMAXES), []
         for begin, end, recipes in _stretches(policy, self.config.n_layers):
             exact = all(not recipes.recipe(path).casts for path in MODULES)
             high = None if exact or self.high is None else as_policy(self.high)
@@ -340,12 +345,12 @@ class Transformer(nn.Module):
             def layer(x, scanned, block=block):
                 variables, index, flag = scanned
                 inputs = x, segments_BL, positions_BL, _fold_in(key, index), flag
-                if not self.is_mutable_collection(FINITE):
+                if not watching:
                     return block.apply(variables, *inputs), None
                 y, seen = block.apply(
                     variables, *inputs, capture_intermediates=True, mutable=["intermediates"]
                 )
-                return y, jax.tree.map(lambda a: jnp.all(jnp.isfinite(a)), seen["intermediates"])
+                return y, jax.tree.map(_amax, seen["intermediates"])
 
             if remat is not None:
                 layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
@@ -358,10 +363,10 @@ class Transformer(nn.Module):
             flags = None if high is None or promoted is None else promoted[begin:end]
             scanned = (part, jnp.arange(begin, end), flags)
             x_BLD, seen = lax.scan(layer, x_BLD, scanned, unroll=min(self.unroll, end - begin))
-            finite.append(seen)
-        if self.is_mutable_collection(FINITE):
-            stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *finite)
-            self.variable(FINITE, "layers", lambda: stacked)
+            amaxes.append(seen)
+        if watching:
+            stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *amaxes)
+            self.variable(AMAXES, "layers", lambda: stacked)
         return x_BLD
 
     def _stack(self, policy: Policy) -> tuple[Any, Any]:
@@ -386,6 +391,10 @@ class Transformer(nn.Module):
             return jax.tree.map(lambda s: jnp.zeros((c.n_layers, *s.shape), s.dtype), shapes)
 
         return params, self.variable(HISTORIES, "layers", init_histories).value
+
+
+def _amax(x: Array) -> Float[Array, ""]:
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
 def _fold_in(key, index):

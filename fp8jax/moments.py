@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.linen import Partitioned
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.formats import FORMATS, cast
@@ -208,7 +209,9 @@ def stored(
 
     def init(params: Any) -> StoredState:
         groups = [_group(leaf, fmt) for leaf in jax.tree.leaves(params, is_leaf=_is_box)]
-        return keep(inner.init(params), groups, jnp.zeros((), jnp.int32))
+        # Hidden from XLA, which would code all these zeros while it compiles: for minutes.
+        zeros = lax.optimization_barrier((inner.init(params), jnp.zeros((), jnp.int32)))
+        return keep(zeros[0], groups, zeros[1])
 
     def update(updates: Any, state: StoredState, params: Any = None) -> tuple[Any, StoredState]:
         treedef, decoded = jax.tree.structure(updates), {}

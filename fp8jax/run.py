@@ -233,7 +233,7 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
     return Gnmr(
         alpha=tuple(config.gnmr_alpha), beta=config.gnmr_beta, most=config.gnmr_most,
         first_steps=round(config.gnmr_first * config.num_steps), lock=config.gnmr_lock,
-        window=config.gnmr_window,
+        window=config.gnmr_window, random=config.gnmr_random,
     )  # fmt: skip
 
 
@@ -302,9 +302,13 @@ def to_devices(batch: Row, sharding: NamedSharding) -> Batch:
     }
 
 
-def validate(run: Run, state: TrainState, corpus: Corpus, config: ConfigDict) -> dict[str, float]:
-    """valid_loss (nats a token) and valid_bits_per_byte over all sources, and for each of them."""
+def validate(
+    run: Run, state: TrainState, corpus: Corpus, config: ConfigDict
+) -> tuple[dict[str, float], list[float]]:
+    """valid_loss (nats a token) and valid_bits_per_byte over all sources, and for each of them;
+    and of each layer the largest magnitude of what its mlp/down takes."""
     sums: dict[str, dict[str, float]] = {}
+    hidden: list[np.ndarray] = []
     for source, rows in corpus.valid.items():
         batches = valid_batches(
             rows, batch_size=config.batch_size // config.grad_accum,
@@ -313,10 +317,11 @@ def validate(run: Run, state: TrainState, corpus: Corpus, config: ConfigDict) ->
         )  # fmt: skip
         outs = [run.eval_step(state, to_devices(batch, run.batch_sharding)) for batch in batches]
         host = jax.device_get(outs)
+        hidden += [out.pop("hidden") for out in host]
         sums[source] = {k: float(sum(float(out[k]) for out in host)) for k in host[0]}
     total = {k: sum(s[k] for s in sums.values()) for k in ("nats", "tokens", "bytes")}
     scalars = {}
     for suffix, s in [("", total), *((f"/{name}", s) for name, s in sums.items())]:
         scalars[f"valid_loss{suffix}"] = s["nats"] / s["tokens"]
         scalars[f"valid_bits_per_byte{suffix}"] = s["nats"] / s["bytes"] / math.log(2)
-    return scalars
+    return scalars, np.max(hidden, axis=0).tolist()

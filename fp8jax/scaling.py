@@ -134,8 +134,8 @@ def spread(
     """One entry a tile of such an array, spread to one an element; 1 stays where it broadcasts."""
     for axis, (n, t) in enumerate(_grid(shape, tile)):
         if n > 1 and t > 1:
-            repeated = jnp.repeat(scale, t, axis=axis, total_repeat_length=n * t)
-            scale = lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
+            # Without total_repeat_length, which makes it a gather with indices from a cumsum.
+            scale = lax.slice_in_dim(jnp.repeat(scale, t, axis=axis), 0, shape[axis], axis=axis)
     return scale
 
 

@@ -6,6 +6,7 @@ On the device, inside the compiled step, pure functions:
     judge              that, and whether the loss is a spike among the last accepted ones
 
 On the host, `Ladder`: which rung is tried next on a step that was rejected; the loop applies it.
+And `growing`, which warns of what no single step shows.
 
 **Spikes.** With the median m of the last accepted losses and their median distance d from it (MAD),
 a loss is a spike above
@@ -22,7 +23,7 @@ spikes.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,3 +142,30 @@ class Ladder:
         """The first rung with budget left that was not tried on this step, or STOP."""
         left = (name for name, budget in self.rungs if spent[name] < budget and name not in tried)
         return next(left, STOP)
+
+
+# What grows for long ------------------------------------------------------------------------------
+
+GROWTHS = 5  # validations in a row
+_FACTOR = 4.0  # two binades
+
+
+def growing(amaxes: Sequence[Sequence[float]]) -> list[int]:
+    """Layers whose SwiGLU output grew at each of the last `GROWTHS` validations, and fourfold.
+
+    Such growth precedes the divergence that FP8 training shows after 200 billion tokens, where two
+    columns of gate and up align and a few channels become outliers (arXiv 2409.12517). Validation
+    sees the same text each time, so that one value a layer and validation says it without noise.
+
+    Args:
+      amaxes: [validations, layers], the largest magnitudes, the oldest first.
+    """
+    last = amaxes[-GROWTHS - 1 :]
+    if len(last) <= GROWTHS:
+        return []
+    layers = zip(*last, strict=True)
+    return [
+        layer
+        for layer, seen in enumerate(layers)
+        if all(a < b for a, b in zip(seen, seen[1:], strict=False)) and seen[-1] > _FACTOR * seen[0]
+    ]

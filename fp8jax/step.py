@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.gnmr import Gnmr, observe
-from fp8jax.model import Transformer
+from fp8jax.model import AMAXES, HIDDEN, Transformer
 from fp8jax.nn import HISTORIES
 from fp8jax.policy import as_policy
 from fp8jax.scaling import merge_history
@@ -63,10 +63,15 @@ def loss_sum(
     promoted: Array | None = None,
 ) -> Float[Array, ""]:  # fmt: skip
     """Sum of the weighted tokens' negative log-likelihoods, nats."""
-    logits_BLV = model.apply(
-        as_variables(params, histories), batch["tokens"], batch["segments"], batch["positions"],
-        key, promoted,
-    )  # fmt: skip
+    return _nats(_apply(model, params, histories, batch, key, promoted), batch)
+
+
+def _apply(model: Transformer, params: Any, histories: Any, batch: Batch, *rest: Any, **how: Any):
+    inputs = batch["tokens"], batch["segments"], batch["positions"]
+    return model.apply(as_variables(params, histories), *inputs, *rest, **how)
+
+
+def _nats(logits_BLV: Array, batch: Batch) -> Float[Array, ""]:
     nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
     return jnp.sum(nll_BL * batch["weights"])
 
@@ -130,7 +135,7 @@ def train_step(
     gnmr: Gnmr | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
-    a detector also its verdict (stability.py), with GNMR how many layers were promoted."""
+    a detector also its verdict (stability.py), with GNMR which layers were promoted."""
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
     grads = injected(grads, batch)
     grad_norm = optax.tree.norm(grads)
@@ -142,11 +147,13 @@ def train_step(
         opt_state=opt_state,
         key=state.key,
         seen=state.seen,
-        gnmr=state.gnmr if gnmr is None else observe(gnmr, state.gnmr, layer_norms(grads)),
+        gnmr=state.gnmr
+        if gnmr is None
+        else observe(gnmr, state.gnmr, layer_norms(grads), state.key),
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
     if gnmr is not None:
-        metrics["promoted"] = jnp.sum(state.gnmr["promoted"])
+        metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:
         return gate(is_finite(loss, grad_norm), new, state), metrics
     verdict, seen = judge(detector, state.seen, loss, grad_norm)
@@ -172,12 +179,18 @@ def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[Train
 def eval_step(
     state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
 ) -> dict[str, Array]:
-    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for."""
+    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for; and
+    hidden [layers], the largest magnitude of what each layer's mlp/down takes."""
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if as_policy(model.policy).stochastic else None
-    promoted = _promoted(model, state)
-    nats = loss_sum(model, state.params, state.histories, batch, key, promoted)
-    return {"nats": nats, "tokens": jnp.sum(batch["weights"]), "bytes": jnp.sum(size)}
+    logits_BLV, watched = _apply(
+        model, state.params, state.histories, batch, key, _promoted(model, state), mutable=[AMAXES]
+    )
+    (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
+    return {
+        "nats": _nats(logits_BLV, batch), "tokens": jnp.sum(batch["weights"]),
+        "bytes": jnp.sum(size), "hidden": hidden,
+    }  # fmt: skip
 
 
 # A fault on purpose -------------------------------------------------------------------------------

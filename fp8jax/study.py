@@ -352,7 +352,9 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
             trained = _train(run, one, corpus)
             state = trained if precision == "bf16" else state
             for use, weights in (("training", trained), ("inference", state)):
-                valid = validate(run, weights, corpus, one)["valid_loss"] if weights else math.inf
+                valid = (
+                    validate(run, weights, corpus, one)[0]["valid_loss"] if weights else math.inf
+                )
                 losses[use].append(valid if math.isfinite(valid) else math.inf)
         if not math.isfinite(losses["training"][0]):
             raise NonFiniteError(f"d_model={run.model.config.d_model}: not finite in BF16 either")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 from jaxtyping import Array
 from ml_collections import ConfigDict
@@ -40,7 +41,7 @@ from fp8jax.model import count_params
 from fp8jax.model_config import flops_per_token
 from fp8jax.policy import Policy, as_schedule
 from fp8jax.run import Run, build, sample_text, to_devices, validate
-from fp8jax.stability import CAUSES, NON_FINITE, SPIKE, STOP
+from fp8jax.stability import CAUSES, GROWTHS, NON_FINITE, SPIKE, STOP, growing
 from fp8jax.step import Batch, TrainState, by_name, enter
 
 NO_FAULTS = Faults()
@@ -98,6 +99,7 @@ def _resume(
     new |= {"moments": "float32", "recovery": "", "recovery_precision": "bf16"}
     new |= {"gnmr_alpha": [], "gnmr_beta": 1.3, "gnmr_first": 0.025, "gnmr_most": 1}
     new |= {"gnmr_lock": 1, "gnmr_window": 5, "gnmr_precision": "fp8_current"}
+    new |= {"gnmr_random": None}
     new |= {"spike_window": None, "spike_deviations": 6.0, "data_timeout": 600.0}
     before = new | meta["config"]
     differences = config_difference(before, config)
@@ -260,6 +262,36 @@ def _cause(scalars: dict[str, Any]) -> str:
     return CAUSES[SPIKE] if "verdict" in scalars and scalars["verdict"] == SPIKE else ""
 
 
+class _Watch:
+    """Writes events about layers: which are promoted (GNMR), and whose SwiGLU outputs grow."""
+
+    def __init__(self, metrics: Metrics, amaxes: list[list[float]]):
+        self._metrics = metrics
+        self._promoted: list[int] = []
+        self.amaxes = amaxes  # of the last validations, [validations, layers]
+
+    def promoted(self, step: int, flags: np.ndarray) -> int:
+        """How many layers ran in the high precision; an event where others did than before."""
+        layers = [int(layer) for layer in flags.nonzero()[0]]
+        if layers != self._promoted:
+            self._metrics.event(step, "promotion", layers=layers)
+        self._promoted = layers
+        return len(layers)
+
+    def validated(self, step: int, amaxes: list[float]) -> None:
+        """Warns of layers that grow; and again when they have grown as much once more."""
+        self.amaxes = [*self.amaxes[-GROWTHS:], amaxes]
+        if layers := growing(self.amaxes):
+            seen = {layer: [round(each[layer], 3) for each in self.amaxes] for layer in layers}
+            self._metrics.event(step, "swiglu_grows", amaxes=seen)
+            logging.warning(
+                "the SwiGLU outputs of layers %s have grown at each of %d validations; scales of"
+                " whole tensors lose the small ones then: model_overrides.mlp=smooth_swiglu, finer"
+                " scales or more weight decay help (arXiv 2409.12517)", layers, GROWTHS,
+            )  # fmt: skip
+            self.amaxes = []
+
+
 class _Trace:
     """A profile of steps `first` to `last`, written for xprof; nothing if `steps` is None."""
 
@@ -359,9 +391,10 @@ def train_and_evaluate(
         for step, reason in checkpointer.rejected:
             metrics.event(step, "damaged_checkpoint", reason=reason)
         stage, state, seeding = _begin(run, restored)
-        known = restored is not None and "recovery" in restored.meta
-        spent = restored.meta["recovery"] if restored is not None and known else {}
-        recovery = _Recovery(run, config, checkpointer, metrics, spent)
+        # Old checkpoints lack the two.
+        known = {"recovery": {}, "amaxes": []} | ({} if restored is None else restored.meta)
+        recovery = _Recovery(run, config, checkpointer, metrics, known["recovery"])
+        watch = _Watch(metrics, known["amaxes"])
         if restored is not None:
             metrics.event(start, "resume", seeding=seeding, changes=changes)
         if start >= config.num_steps:
@@ -385,7 +418,10 @@ def train_and_evaluate(
         ) -> dict[str, float | None]:
             """Waits for a step and returns its scalars; a rejected one climbs the ladder."""
             nonlocal clock, stage, state, seeding
-            scalars = {name: float(value) for name, value in jax.device_get(out).items()}
+            host = jax.device_get(out)
+            if "promoted" in host:
+                host["promoted"] = watch.promoted(step, host["promoted"])
+            scalars = {name: float(value) for name, value in host.items()}
             now = time.perf_counter()
             step_s, clock = now - clock, now
             if _cause(scalars):
@@ -399,6 +435,7 @@ def train_and_evaluate(
         def save(step: int, metric: float | None) -> None:
             meta = {
                 "config": settings, "data": corpus.fingerprint, "recovery": recovery.spent,
+                "amaxes": watch.amaxes,
                 "position": position.advanced((step - start) * config.batch_size).to_json(),
             }  # fmt: skip
             checkpointer.save(step, _as_items(state), meta, metric)
@@ -450,7 +487,10 @@ def train_and_evaluate(
                 continue
             written, pending = read(step, out, batch, seeded), None
             if valid_due:
-                written |= validate(stage, state, corpus, config)
+                scalars, amaxes = validate(stage, state, corpus, config)
+                written |= scalars
+                if step > config.warmup_steps:
+                    watch.validated(step, amaxes)
                 counts = corpus.train.counts(position, (step - start) * config.batch_size)
                 written |= {f"rows/{name}": count for name, count in counts.items()}
             metrics.write(step, written)

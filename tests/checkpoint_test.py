@@ -340,6 +340,57 @@ def test_without_hashes_what_orbax_notices_falls_back_too(tmp_path):
     assert done.stdout.splitlines() == ["2 True []"] + ["1 True [2]"] * len(harms)
 
 
+# A pickle that makes a directory when it is loaded, in the place of each file in turn, by someone
+# who has the list of hashes match.
+_READ_FORGED = """
+import hashlib, json, os, pickle, sys
+from pathlib import Path
+import jax.numpy as jnp
+from fp8jax.checkpoint import Checkpointer
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[2],)
+
+payload = pickle.dumps(Bomb())
+pickle.loads(payload)  # it does go off
+os.rmdir(sys.argv[2])
+step = Path(sys.argv[1], "2")
+sound = json.loads((step / "sha256.json").read_text())
+for name in sound:
+    good = (step / name).read_bytes()
+    (step / name).write_bytes(payload)
+    forged = sound | {name: hashlib.sha256(payload).hexdigest()}
+    (step / "sha256.json").write_text(json.dumps(forged))
+    try:
+        with Checkpointer(sys.argv[1], every=1, keep=1, keep_best=0) as read:
+            read.restore({"state": {"x": jnp.zeros((64, 64))}})
+    except Exception as error:
+        print(name, type(error).__name__)
+    else:
+        print(name, "read")  # another file holds the same, or an earlier step was taken
+    (step / name).write_bytes(good)
+os._exit(0)  # reads that Orbax gave up still run
+"""
+
+
+def test_a_pickle_in_a_checkpoint_is_never_loaded(tmp_path):
+    with _open(tmp_path / "run") as out:
+        for step in (1, 2):
+            out.save(step, {"state": {"x": jnp.full((64, 64), float(step))}}, {"at": 1}, None)
+    files = _files_of(tmp_path / "run" / "2")
+    before = {path: path.read_bytes() for path in files}
+    assert not any(data.startswith(b"\x80") for data in before.values())  # protocol 2 and later
+    done = subprocess.run(
+        [sys.executable, "-uc", _READ_FORGED, str(tmp_path / "run"), str(tmp_path / "gone_off")],
+        env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(files) and "Error" in done.stdout
+    assert not (tmp_path / "gone_off").exists()
+    assert {path: path.read_bytes() for path in files} == before
+
+
 def test_a_spoilt_list_of_hashes_is_damage(tmp_path):
     _write(tmp_path, [1, 2])
     for text in ("", "[]", "3", '{"a": '):

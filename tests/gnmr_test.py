@@ -1,6 +1,7 @@
 """The controller against the paper's formulas in plain Python, and promotions in training."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 
 from fp8jax.data import train_batches
 from fp8jax.gnmr import Gnmr, observe
+from fp8jax.metrics import read_jsonl
 from fp8jax.run import build, to_devices
+from fp8jax.train import train_and_evaluate
 from tests.train_test import corpus, tiny
 
 
@@ -22,7 +25,7 @@ def promoted(config: Gnmr, norms) -> np.ndarray:
     """Which layers are promoted after each step, [steps, layers]."""
 
     def step(seen, norms):
-        seen = observe(config, seen, norms)
+        seen = observe(config, seen, norms, jax.random.key(0))
         return seen, seen["promoted"]
 
     norms = jnp.asarray(norms, jnp.float32)
@@ -75,6 +78,15 @@ def test_steady_gradients_promote_nothing_and_a_jump_its_layer():
     assert [tuple(where) for where in np.argwhere(found)] == [(20, 3), (21, 3)]  # and its lock
 
 
+def test_by_chance_the_share_is_promoted_whatever_the_gradients():
+    """400 draws of 6 layers: within five standard errors of the share, and no layer always."""
+    norms = np.exp(np.random.default_rng(0).normal(0.0, 0.4, (400, 6)))
+    found = promoted(settings(random=0.2), norms)
+    assert abs(found.mean() - 0.2) < 5 * np.sqrt(0.2 * 0.8 / found.size)
+    assert not found.all(axis=0).any() and (found.sum(axis=1) > 2).any()  # `most` does not bind
+    np.testing.assert_array_equal(found, promoted(settings(random=0.2), norms[::-1]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -85,6 +97,7 @@ def test_steady_gradients_promote_nothing_and_a_jump_its_layer():
         (dict(most=0), "gnmr_most=0 must be at least 1"),
         (dict(lock=-1), "gnmr_lock=-1 must be at least 0"),
         (dict(window=0), "gnmr_window=0 must be at least 1"),
+        (dict(random=1.5), r"gnmr_random=1.5 does not lie in \[0, 1\]"),
     ],
 )
 def test_thresholds_out_of_range_are_refused(changes, message):
@@ -118,7 +131,7 @@ def test_promotions_change_without_a_compilation(data, changes):
             gnmr = begin.gnmr | {"promoted": jnp.asarray(flags)}
             state = jax.tree.map(jnp.copy, dataclasses.replace(begin, gnmr=gnmr))
             state, out = run.step(state, batch)
-            assert out["promoted"] == sum(flags)
+            assert out["promoted"].tolist() == flags
             losses.append(float(out["loss"]))
             amaxes.append(jax.tree.map(np.array, state.histories))
     assert run.step._cache_size() == 1  # type: ignore[attr-defined]
@@ -127,3 +140,18 @@ def test_promotions_change_without_a_compilation(data, changes):
         assert (leaf[:, 0] > 0).all()
     for low, high in zip(*map(jax.tree.leaves, (amaxes[0], amaxes[2])), strict=True):
         np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=0.3)  # of nearly the same arrays
+
+
+@pytest.mark.slow
+def test_a_run_writes_how_many_are_promoted_and_when_others_are(data, tmp_path):
+    """Thresholds that noise exceeds; both layers at a time."""
+    config = tiny(data, precision="fp4_naive", gnmr_alpha=(0.9,), gnmr_most=2, num_steps=12)
+    train_and_evaluate(config, str(tmp_path))
+    counts = [line["promoted"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    events = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "promotion"]
+    assert events and 0 in counts and {*counts} <= {0, 1, 2}
+    layers: list[int] = []
+    for step, count in enumerate(counts, start=1):
+        layers = next((e["layers"] for e in events if e["step"] == step), layers)
+        assert len(layers) == count
+    assert all(a["layers"] != b["layers"] for a, b in itertools.pairwise(events))

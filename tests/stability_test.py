@@ -14,6 +14,7 @@ from fp8jax.stability import (
     Ladder,
     SpikeDetector,
     gate,
+    growing,
     is_finite,
     judge,
 )
@@ -206,3 +207,18 @@ def test_rungs_are_tried_in_their_order_within_their_budgets():
 def test_a_ladder_that_means_nothing_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Ladder.parse(text)
+
+
+# What grows for long ------------------------------------------------------------------------------
+
+
+def test_growth_is_five_rises_in_a_row_and_fourfold():
+    slow, steady = [1.0, 1.2, 1.4, 1.6, 1.8, 2.0], [7.0] * 6
+    fast = [1.0, 1.5, 2.0, 3.0, 4.0, 4.5]
+    dip = [1.0, 9.0, 8.0, 16.0, 32.0, 64.0]
+    validations = list(zip(slow, fast, steady, dip, strict=True))
+    assert growing(validations) == [1]
+    assert growing(validations[1:]) == []  # too few
+    assert growing([(0.1, 0.1, 0.1, 0.1), *validations]) == [1]  # only the last six count
+    assert growing([(x,) for x in (1.0, 2.0, 4.0, float("nan"), 16.0, 32.0)]) == []
+    assert growing([]) == []

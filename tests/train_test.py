@@ -224,6 +224,36 @@ def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(
 
 
 @pytest.mark.slow
+def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data, tmp_path):
+    """Both before a file of the run is touched."""
+    train_and_evaluate(tiny(data, precision="bf16", num_steps=2, warmup_steps=1), str(tmp_path))
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    whole = files()
+    other = tiny(data, precision="bf16", num_steps=4, warmup_steps=1, optimizer="lion")
+    with pytest.raises(ValueError, match=r"optimizer: 'adamw' -> 'lion'"):
+        train_and_evaluate(other, str(tmp_path))
+    other.resume_with_changes = True  # its moments are others, whoever asks
+    with pytest.raises(ValueError, match=r"opt_state/.*nu/embedding: 'float32.* -> \(missing\)"):
+        train_and_evaluate(other, str(tmp_path))
+    stored = tiny(data, precision="bf16", num_steps=4, warmup_steps=1, moments="fp8",
+                  resume_with_changes=True)  # fmt: skip
+    with pytest.raises(ValueError, match=r"opt_state/.*\(missing\) -> 'float8_e4m3fn"):
+        train_and_evaluate(stored, str(tmp_path))
+    assert files() == whole
+
+    (arrays,) = (tmp_path / "checkpoints" / "2" / "state").rglob("ocdbt.process_0/d")
+    largest = max(arrays.iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes().replace(b"\x00", b"\x01", 1))
+    tampered = files()
+    with pytest.raises(RuntimeError, match=r"(?s)every checkpoint .* is damaged:\n  2: changed"):
+        train_and_evaluate(tiny(data, precision="bf16", num_steps=4, warmup_steps=1), str(tmp_path))
+    assert files() == tampered
+
+
+@pytest.mark.slow
 def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, tmp_path):
     """A run of 6 steps goes on to 9 with half the batch and another learning rate."""
     train_and_evaluate(tiny(data, num_steps=6), str(tmp_path))
@@ -287,6 +317,22 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
     (event,) = read_jsonl(tmp_path / "events.jsonl")
     assert event["kind"] == "stop" and event["cause"] == "non_finite"
     assert event["step"] == len(lines) + 1 and event["first"]
+
+
+@pytest.mark.slow
+def test_swiglu_outputs_that_grow_are_said_once_and_again_when_they_have_grown_more(data, tmp_path):
+    """At a high rate from tiny outputs they grow in each of the first steps; a resumed run goes on
+    with what was seen."""
+    config = tiny(data, precision="bf16", num_steps=4, warmup_steps=0, valid_every=1,
+                  learning_rate=2e-2, resume_with_changes=True)  # fmt: skip
+    train_and_evaluate(config, str(tmp_path))
+    assert not (tmp_path / "events.jsonl").read_text()
+    config.num_steps = 9
+    train_and_evaluate(config, str(tmp_path))
+    grown = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "swiglu_grows"]
+    assert grown and grown[0]["step"] == 6
+    for amaxes in grown[0]["amaxes"].values():
+        assert len(amaxes) == 6 and amaxes == sorted(amaxes) and amaxes[-1] > 4 * amaxes[0]
 
 
 @pytest.mark.parametrize(
