@@ -17,6 +17,10 @@ Loops count as often as they turn, where HLO knows. XLA multiplies small product
 operand as one (q, k and v, of x) and keeps one name; the others are found by their widths. A
 product without a GEMM, or with fewer than its likes, is listed as missing: that its name was lost
 does not prove that it is FP8.
+
+Where layers may be promoted (switch.py) each product stands there twice, in a branch for each
+recipe, and only one of them runs. Of equal branches XLA keeps one, under one name, and calls it
+twice: there a product may have its GEMMs under the name of another of its size.
 """
 
 import collections
@@ -119,6 +123,7 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)')
 _CONTROL = {
     "while", "body", "cond", "scan", "checkpoint", "rematted_computation", "remat", "closed_call",
     "core_call", "eval_jaxpr", "pjit", "shard_map", "custom_vjp_call", "custom_jvp_call",
+    "branch_0_fun", "branch_1_fun",
 }  # fmt: skip
 
 
@@ -243,6 +248,7 @@ def find_gemms(
     *,
     backend: str | None = None,
     device: Device | None = None,
+    high: Policy | None = None,
 ) -> list[Gemm]:
     """All GEMMs of a compiled training step, and the products that have none.
 
@@ -252,6 +258,7 @@ def find_gemms(
       paths: the model's linears; as `ModelConfig.linears`, with (inputs, outputs) of each, by
         which merged products are found where kernels filled up narrow ones.
       backend, device: as for `choose_backend`.
+      high: the policy of layers that are promoted, if any may be.
     """
     device = runtime.device() if device is None else device
     gemms = []
@@ -261,7 +268,11 @@ def find_gemms(
         fp8 = narrow and device.fp8 and gemm.kernel not in _BARE
         reason = None if fp8 else _reason(gemm, policy, backend, device)
         gemms.append(dataclasses.replace(gemm, fp8=fp8, reason=reason))
-    return [*gemms, *_missing(gemms, policy, list(paths))]
+    if high is None or not any(policy.recipe(path).casts for path in MODULES):
+        return [*gemms, *_missing(gemms, policy, list(paths), {})]
+    sizes = dict(paths) if isinstance(paths, Mapping) else {}
+    missing = [gemm for each in (policy, high) for gemm in _missing(gemms, each, [*paths], sizes)]
+    return [*gemms, *missing]
 
 
 def _reason(gemm: Gemm, policy: Policy, backend: str | None, device: Device) -> str | None:
@@ -329,9 +340,12 @@ def _counts(gemms: list[Gemm]) -> dict[tuple[str, str | None, str | None], int]:
     return counts
 
 
-def _missing(gemms: list[Gemm], policy: Policy, paths: list[str]) -> Iterator[Gemm]:
+def _missing(
+    gemms: list[Gemm], policy: Policy, paths: list[str], sizes: Mapping[str, tuple[int, int]]
+) -> Iterator[Gemm]:
     """Products that should be FP8 and have no GEMM, or fewer than most dgrads and wgrads have: a
-    model's layers run equally often. (Forwards run twice where they are rematerialised.)"""
+    model's layers run equally often. (Forwards run twice where they are rematerialised.) With
+    `sizes` those that bear the name of a linear of the same size count, too."""
     counts, exact = _counts(gemms), all(gemm.trips for gemm in gemms)
     unnamed = sum(gemm.count for gemm in gemms if gemm.module == UNNAMED)
     quantised = {path: policy.recipe(path) for path in paths if policy.recipe(path).casts}
@@ -342,6 +356,8 @@ def _missing(gemms: list[Gemm], policy: Policy, paths: list[str]) -> Iterator[Ge
         needed = 0 if exempt else max(statistics.mode(found), 1) if exact else 1
         for product, (lhs, rhs) in recipe.products.items():
             lack = needed - counts[path, recipe.name, product]
+            twins = [m for m in quantised if sizes and sizes[m] == sizes[path] and m != path]
+            lack -= sum(max(counts[m, recipe.name, product] - needed, 0) for m in twins)
             if lhs is not None and rhs is not None and lack > 0:
                 yield Gemm(
                     module=path, product=product, recipe=recipe.name, operands=("nothing",),
@@ -409,10 +425,11 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
 
 
 def log_gemms(
-    text: str, policy: Policy, paths: Iterable[str], backend: str | None, *, require: bool
-) -> None:
+    text: str, policy: Policy, paths: Iterable[str], backend: str | None, *,
+    high: Policy | None, require: bool,
+) -> None:  # fmt: skip
     """Logs the table of a compiled training step, and raises where it must be FP8 and is not."""
-    gemms = find_gemms(text, policy, paths, backend=backend)
+    gemms = find_gemms(text, policy, paths, backend=backend, high=high)
     logging.info("GEMMs of a training step, policy %s:\n%s", policy.name, format_table(gemms))
     if require:
         require_fp8(gemms)

@@ -9,10 +9,13 @@
 `stored` wraps an optax transformation. Its moments are decoded, updated by optax in float32, and
 coded again; the update sees the float32 ones.
 
-fp8. A second moment is stored as its root, whose range is half as wide in binades: E4M3 has 18. A
-moment moves by a share 1 - b of itself a step, its root by half of that; codes of E4M3 lie 6 to 12%
-apart. Rounded to nearest, a second moment of b2 = 0.95 would never decay. So rounding is
-stochastic, with a key of the run's seed, the step and the leaf: the mean over steps is right.
+fp8. A second moment of b2 = 0.95 shrinks by 5% a step where there is no gradient, and codes of
+E4M3 lie 6 to 12% apart: rounded to nearest it would never decay. So rounding is stochastic, with a
+key of the run's seed, the step and the leaf: the mean over steps is right. A first moment that
+underflows is zero. A second one is E4M3's smallest number instead, unless it is exactly zero, since
+the update divides by its root: an element whose gradients are below 1/480 of its group's largest
+moves less than it would. Roots of second moments (half the binades, twice the rounding error) were
+the first choice and did worse (docs/log.md).
 
 fp8_coat. With s0 the geometric mean of a group's largest and smallest magnitudes M and m,
 
@@ -59,7 +62,7 @@ class MomentFormat:
       decode: back to float32.
       group: elements that share a scale along an axis that no mesh cuts.
       cut_group: the same where a mesh may cut it.
-      root: whether a second moment is stored as its root.
+      positive: whether a second moment that would underflow becomes the smallest code instead.
     """
 
     name: str
@@ -67,7 +70,7 @@ class MomentFormat:
     decode: Callable[[Any], Float[Array, "..."]]
     group: int = 128
     cut_group: int = 32
-    root: bool = False
+    positive: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +135,7 @@ MOMENTS = {
         MomentFormat(
             name="bf16", encode=lambda x, group, key: x.astype(jnp.bfloat16), decode=_to_float32
         ),
-        MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, root=True),
+        MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, positive=True),
         MomentFormat(name="fp8_coat", encode=_expanded, decode=_contracted, cut_group=64),
         MomentFormat(
             name="fp8_unscaled", encode=lambda x, group, key: cast(x, E4M3), decode=_to_float32
@@ -170,15 +173,16 @@ def _encode(fmt: MomentFormat, tree: Any, groups: list[int], second: bool, key: 
     coded = []
     for i, (leaf, group) in enumerate(zip(leaves, groups, strict=True)):
         x = leaf.unbox() if _is_box(leaf) else leaf
-        x = jnp.sqrt(x) if second and fmt.root else x
         arrays = fmt.encode(x, group, jax.random.fold_in(key, i))
+        arrays = _not_zero(arrays, x) if second and fmt.positive else arrays
         coded.append(jax.tree.map(leaf.replace_boxed, arrays) if _is_box(leaf) else arrays)
     return jax.tree.unflatten(treedef, coded)
 
 
-def _decode(fmt: MomentFormat, coded: Any, second: bool) -> jax.Array:
-    x = fmt.decode(coded)
-    return jnp.square(x) if second and fmt.root else x
+def _not_zero(e: Grouped, x: jax.Array) -> Grouped:
+    """The same, the smallest code where that of a positive x is zero."""
+    least = cast(jnp.float32(E4M3.tiny), E4M3)
+    return Grouped(jnp.where((e.values == 0) & (x > 0), least, e.values), e.shared, e.group)
 
 
 def stored(
@@ -215,10 +219,10 @@ def stored(
 
     def update(updates: Any, state: StoredState, params: Any = None) -> tuple[Any, StoredState]:
         treedef, decoded = jax.tree.structure(updates), {}
-        for field, second in moments.items():
+        for field in moments:
             coded = jax.tree.leaves(getattr(state.inner, field), is_leaf=_is_coded)
             groups = [leaf.group if _is_coded(leaf) else 0 for leaf in coded]
-            numbers = [_decode(fmt, leaf, second) for leaf in coded]
+            numbers = [fmt.decode(leaf) for leaf in coded]
             decoded[field] = jax.tree.unflatten(treedef, numbers)
         updates, new = inner.update(updates, state.inner._replace(**decoded), params)
         return updates, keep(new, groups, state.step + 1)

@@ -238,7 +238,7 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
 
 def _gemms(stage: Run, program: Any) -> str:
     paths, backend = stage.model.config.linears, stage.model.backend
-    found = find_gemms(program.as_text(), stage.policy, paths, backend=backend)
+    found = find_gemms(program.as_text(), stage.policy, paths, backend=backend, high=stage.high)
     return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(found)}"
 
 

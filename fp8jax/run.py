@@ -75,6 +75,11 @@ class Run:
         return as_policy(self.model.policy)
 
     @property
+    def high(self) -> Policy | None:
+        """The policy of layers that are promoted, None where that never happens."""
+        return None if self.model.high is None else as_policy(self.model.high)
+
+    @property
     def seeds(self) -> bool:
         """Whether the first step has new histories to seed."""
         return bool(by_name(self.state.histories).keys() - self.kept)

@@ -467,7 +467,7 @@ def train_and_evaluate(
                 program = each.step.lower(each.state, batch).compile()  # type: ignore[attr-defined]
                 log_gemms(
                     program.as_text(), each.policy, each.model.config.linears, config.backend,
-                    require=config.require_fp8_gemms,
+                    high=each.high, require=config.require_fp8_gemms,
                 )  # fmt: skip
             state, out = (stage.seed_step if seeding else stage.step)(state, batch)
             seeded, seeding = seeding, False

@@ -4,6 +4,7 @@ tests/hlo/ holds excerpts of real programs (a loss and its gradients, layers unr
 an H200 unless the name says otherwise), made by `excerpt`.
 """
 
+import collections
 import functools
 import gzip
 import re
@@ -20,6 +21,7 @@ from fp8jax.lowering import (
     UNNAMED,
     Fp8FallbackError,
     Gemm,
+    _missing,
     _Program,
     find_gemms,
     format_table,
@@ -457,8 +459,8 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     compiled, tables, noted = [], [], []
     log_gemms = train.log_gemms
 
-    def noted_gemms(text, *args, require):
-        log_gemms(text, *args, require=require)
+    def noted_gemms(text, *args, **kwargs):
+        log_gemms(text, *args, **kwargs)
         tables.append(format_table(find_gemms(text, *args[:2])))
         noted.append(("table", len(compiled)))
 
@@ -477,6 +479,53 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     step, seed_step = before + 1, before + 2
     assert noted == [("batch", before), ("table", step), ("batch", seed_step), ("batch", seed_step)]
     assert len(tables) == 1 and "layers/mlp/down " in tables[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [("fp8_current", "bf16"), ("fp4_naive", "fp8_current"), ("bf16", "fp8_current")],
+)
+def test_products_of_layers_that_may_be_promoted(data, low, high):
+    """Each product of both recipes once a layer, by its module, whatever XLA merged."""
+    run = build(
+        tiny(data, precision=low, gnmr_alpha=(1.5,), gnmr_precision=high), jax.devices()[:1]
+    )
+    linears = run.model.config.linears
+    gemms = find_gemms(step_text(run), run.policy, linears, backend="xla", high=run.high)
+    assert {g.module for g in gemms} <= {*linears, "layers/attention", UNNAMED}
+    counts = collections.Counter()
+    for gemm in gemms:
+        if gemm.product and gemm.operands != ("nothing",):
+            counts[gemm.recipe, gemm.product] += gemm.count
+    layers = 2 * (len(linears) - 1)
+    recipes = [low] if low == "bf16" else [low, high]  # without casts nothing is promoted
+    heads = collections.Counter({("bf16", product): 1 for product in PRODUCTS})
+    products = {(recipe, product): layers for recipe in recipes for product in PRODUCTS}
+    assert counts == collections.Counter(products) + heads
+    assert not [g for g in gemms if g.operands == ("nothing",)]
+
+
+def test_a_promoted_product_that_has_no_gemm_is_missing():
+    """Branches of one layer; of q's and o's, which are alike, XLA kept q's and calls it twice."""
+
+    def gemm(module, recipe, product, count):
+        return Gemm(module=module, recipe=recipe, product=product, operands=("f8e4m3fn",) * 2,
+                    result="bf16", kernel="__cublas$lt$matmul$f8", count=count)  # fmt: skip
+
+    sizes = {
+        "layers/attention/q": (64, 64),
+        "layers/attention/o": (64, 64),
+        "layers/mlp/up": (64, 128),
+    }
+    found = [gemm(m, "fp8_block", p, 4) for m in sizes for p in PRODUCTS[1:]]
+    found += [gemm("layers/attention/q", "fp8_block", "fwd", 8)]
+    (missing,) = _missing(found, POLICIES["fp8_block"], [*sizes], sizes)
+    assert (missing.module, missing.product, missing.count) == ("layers/mlp/up", "fwd", 4)
+    without = _missing(found, POLICIES["fp8_block"], [*sizes], {})
+    assert [(m.module, m.count) for m in without] == [
+        ("layers/attention/o", 4),
+        ("layers/mlp/up", 4),
+    ]
 
 
 def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch):
