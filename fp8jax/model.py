@@ -35,6 +35,7 @@ from fp8jax.nn import HISTORIES, Dense, Fp8DotGeneral, to_max_combining, togethe
 from fp8jax.policy import Policy, as_policy
 from fp8jax.recipe import HIGH_PRECISION, as_recipe
 from fp8jax.rope import rotate
+from fp8jax.scaling import tensor_amax
 from fp8jax.sharding import constrain
 from fp8jax.switch import switched_dot
 
@@ -350,7 +351,7 @@ class Transformer(nn.Module):
                 y, seen = block.apply(
                     variables, *inputs, capture_intermediates=True, mutable=["intermediates"]
                 )
-                return y, jax.tree.map(_amax, seen["intermediates"])
+                return y, jax.tree.map(tensor_amax, seen["intermediates"])
 
             if remat is not None:
                 layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
@@ -391,10 +392,6 @@ class Transformer(nn.Module):
             return jax.tree.map(lambda s: jnp.zeros((c.n_layers, *s.shape), s.dtype), shapes)
 
         return params, self.variable(HISTORIES, "layers", init_histories).value
-
-
-def _amax(x: Array) -> Float[Array, ""]:
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
 def _fold_in(key, index):

@@ -28,7 +28,9 @@ def found(request, data):
             state, _ = run.seed_step(state, {k: v for k, v in batch.items() if k != INJECTED})
         program = jax.jit(lambda state, batch: find_bad(run.model, state, batch, 2))
 
-        def words(path=(), index=None, value=None, **changed):
+        def words(
+            path=(), index=None, value=None, kinds=("weight", "output", "gradient"), **changed
+        ):
             params = jax.tree.map(lambda leaf: leaf, state.params)
             if path:
                 *groups, name = path
@@ -38,7 +40,8 @@ def found(request, data):
                 inner[name] = inner[name].at[index].set(value)
             with jax.set_mesh(run.mesh):
                 out = program(dataclasses.replace(state, params=params), batch | changed)
-            return first_bad(jax.device_get(out)), batch
+            shown = {kind: out[kind] if kind in kinds else {} for kind in out}
+            return first_bad(jax.device_get(shown)), batch
 
         yield words
 
@@ -51,6 +54,15 @@ def test_a_weight_comes_before_what_it_spoils(found):
     path = ("layers", "mlp", "up", "kernel")
     assert found(path, (2, 3, 3), jnp.nan)[0] == "layer 2, weight of mlp/up/kernel"
     assert found(("embedding",), (5, 5), jnp.inf)[0] == "weight of embedding"
+
+
+def test_a_nan_shows_in_what_comes_after_it(found):
+    """A maximum of floats may lose it on CPUs."""
+    path = ("layers", "mlp", "up", "kernel")
+    assert found(path, (2, 3, 3), jnp.nan, kinds=["output"])[0] == "layer 2, output of mlp/hidden"
+    assert found(("embedding",), (slice(None), 5), jnp.nan, kinds=["output"])[0] == (
+        "layer 0, output of attention_norm"
+    )
 
 
 @pytest.mark.parametrize(
