@@ -356,8 +356,9 @@ def _missing(
         needed = 0 if exempt else max(statistics.mode(found), 1) if exact else 1
         for product, (lhs, rhs) in recipe.products.items():
             lack = needed - counts[path, recipe.name, product]
-            twins = [m for m in quantised if sizes and sizes[m] == sizes[path] and m != path]
-            lack -= sum(max(counts[m, recipe.name, product] - needed, 0) for m in twins)
+            alike = [m for m in quantised if sizes and sizes[m] == sizes[path]]
+            if alike:
+                lack = min(lack, sum(needed - counts[m, recipe.name, product] for m in alike))
             if lhs is not None and rhs is not None and lack > 0:
                 yield Gemm(
                     module=path, product=product, recipe=recipe.name, operands=("nothing",),

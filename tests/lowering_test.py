@@ -506,26 +506,26 @@ def test_products_of_layers_that_may_be_promoted(data, low, high):
 
 
 def test_a_promoted_product_that_has_no_gemm_is_missing():
-    """Branches of one layer; of q's and o's, which are alike, XLA kept q's and calls it twice."""
+    """Branches of a layer; of q's and o's, which are alike, XLA kept q's and calls it twice."""
 
-    def gemm(module, recipe, product, count):
-        return Gemm(module=module, recipe=recipe, product=product, operands=("f8e4m3fn",) * 2,
-                    result="bf16", kernel="__cublas$lt$matmul$f8", count=count)  # fmt: skip
+    def gemm(module, product, count):
+        return Gemm(
+            module=module, recipe="fp8_block", product=product, operands=("f8e4m3fn",) * 2,
+            result="bf16", kernel="__cublas$lt$matmul$f8", count=count,
+        )  # fmt: skip
 
-    sizes = {
-        "layers/attention/q": (64, 64),
-        "layers/attention/o": (64, 64),
-        "layers/mlp/up": (64, 128),
-    }
-    found = [gemm(m, "fp8_block", p, 4) for m in sizes for p in PRODUCTS[1:]]
-    found += [gemm("layers/attention/q", "fp8_block", "fwd", 8)]
-    (missing,) = _missing(found, POLICIES["fp8_block"], [*sizes], sizes)
-    assert (missing.module, missing.product, missing.count) == ("layers/mlp/up", "fwd", 4)
-    without = _missing(found, POLICIES["fp8_block"], [*sizes], {})
-    assert [(m.module, m.count) for m in without] == [
-        ("layers/attention/o", 4),
-        ("layers/mlp/up", 4),
-    ]
+    def missing(sizes):
+        lacking = _missing(found, POLICIES["fp8_block"], [q, o, up], sizes)
+        return [(g.module, g.product, g.count) for g in lacking]
+
+    q, o, up = "layers/attention/q", "layers/attention/o", "layers/mlp/up"
+    sizes = {q: (64, 64), o: (64, 64), up: (64, 128)}
+    found = [gemm(module, product, 4) for module in sizes for product in PRODUCTS[1:]]
+    found += [gemm(q, "fwd", 8)]
+    assert missing(sizes) == [(up, "fwd", 4)]
+    assert missing({}) == [(o, "fwd", 4), (up, "fwd", 4)]
+    found[-1] = gemm(q, "fwd", 4)  # called once: one of the two has none
+    assert missing(sizes) == [(o, "fwd", 4), (up, "fwd", 4)]
 
 
 def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch):
