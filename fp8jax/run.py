@@ -228,6 +228,8 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
 def _gnmr(config: ConfigDict) -> Gnmr | None:
     """The controller of promotions, None without thresholds."""
     if not config.gnmr_alpha:
+        if config.gnmr_random is not None:
+            raise ValueError(f"gnmr_random={config.gnmr_random} needs a gnmr_alpha: GNMR is off")
         return None
     if as_policy(config.gnmr_precision).delayed:
         raise ValueError(

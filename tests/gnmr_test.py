@@ -108,6 +108,8 @@ def test_thresholds_out_of_range_are_refused(changes, message):
 def test_settings_that_do_not_fit_a_run_are_refused(data):
     with pytest.raises(ValueError, match="gnmr_most=3 is more than the 2 layers"):
         build(tiny(data, gnmr_alpha=(1.5,), gnmr_most=3))
+    with pytest.raises(ValueError, match="gnmr_random=0.1 needs a gnmr_alpha"):
+        build(tiny(data, gnmr_random=0.1))
     with pytest.raises(ValueError, match="gnmr_precision='fp8_delayed' keeps amax histories"):
         build(tiny(data, gnmr_alpha=(1.5,), gnmr_precision="fp8_delayed"))
 
