@@ -47,6 +47,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.num_steps = 400
         config.warmup_steps = 40
         config.valid_every = 200
+        config.valid_batches = 8
         config.gnmr_beta = 2.0
         return config
     config.model = size

@@ -7,7 +7,7 @@ The step itself is not watched: it costs nothing. A bad step was not applied, so
 again from the same state and batch, once, by a program of its own. Weights come first, then the
 outputs of the forward pass from the first layer up, then gradients from the last layer down, since
 what is not finite spreads in these directions. Within a layer the outputs of attention, MLP and
-norms and the MLP's hidden units are known; single linears only by the gradients of their kernels.
+norms, and the MLP's hidden units, are known; single linears only by the gradients of their kernels.
 """
 
 import math

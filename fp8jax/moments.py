@@ -44,7 +44,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.formats import FORMATS, cast
-from fp8jax.scaling import Quantized, Tile, dequantize, quantize
+from fp8jax.scaling import Quantized, Tile, dequantize, quantize, spread
 from fp8jax.sharding import RULES
 
 E4M3 = FORMATS["e4m3"]
@@ -90,14 +90,16 @@ def _scaled(x, group: int, key) -> Grouped:
 
 
 def _unscaled(e: Grouped) -> jax.Array:
-    tile = (1,) * (e.values.ndim - 1) + (e.group,)
     (scale,) = e.shared
-    return dequantize(Quantized(e.values, scale, None, tile))
+    return dequantize(Quantized(e.values, scale, None, _tile(e.values, e.group)))
+
+
+def _tile(x: jax.Array, group: int) -> tuple[int, ...]:
+    return (1,) * (x.ndim - 1) + (group,)
 
 
 def _expanded(x, group: int, key) -> Grouped:
-    size = x.shape[-1]
-    tiles = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % group)])
+    tiles = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % group)])
     tiles = jnp.abs(tiles).reshape(*x.shape[:-1], -1, group)
     most = jnp.max(tiles, axis=-1)
     least = jnp.min(jnp.where(tiles > 0, tiles, jnp.inf), axis=-1)
@@ -108,20 +110,18 @@ def _expanded(x, group: int, key) -> Grouped:
     centre = jnp.exp2((most + least) / 2).astype(jnp.bfloat16)
     k, s0 = power.astype(jnp.float32), centre.astype(jnp.float32)
     scale = (jnp.exp2(k * (most - jnp.log2(s0))) / E4M3.max).astype(jnp.bfloat16)
-    y = (jnp.abs(x) / _spread(s0, group, size)) ** _spread(k, group, size)
-    codes = cast(jnp.sign(x) * y / _spread(scale.astype(jnp.float32), group, size), E4M3)
+    parts = (part.astype(jnp.float32) for part in (scale, power, centre))
+    scale_each, k, s0 = (spread(part, _tile(x, group), x.shape) for part in parts)
+    y = (jnp.abs(x) / s0) ** k
+    codes = cast(jnp.sign(x) * y / scale_each, E4M3)
     return Grouped(codes, (scale, power, centre), group)
 
 
 def _contracted(e: Grouped) -> jax.Array:
-    size = e.values.shape[-1]
-    scale, k, s0 = (_spread(part.astype(jnp.float32), e.group, size) for part in e.shared)
+    parts, tile = (part.astype(jnp.float32) for part in e.shared), _tile(e.values, e.group)
+    scale, k, s0 = (spread(part, tile, e.values.shape) for part in parts)
     y = e.values.astype(jnp.float32)
     return jnp.sign(y) * (jnp.abs(y) * scale) ** (1 / k) * s0
-
-
-def _spread(of_groups: jax.Array, group: int, size: int) -> jax.Array:
-    return jnp.repeat(of_groups, group, axis=-1)[..., :size]
 
 
 def _to_float32(x: Shaped[Array, "..."]) -> Float[Array, "..."]:

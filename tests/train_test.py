@@ -320,7 +320,7 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
 
 
 @pytest.mark.slow
-def test_swiglu_outputs_that_grow_are_said_once_and_again_when_they_have_grown_more(data, tmp_path):
+def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp_path):
     """At a high rate from tiny outputs they grow in each of the first steps; a resumed run goes on
     with what was seen."""
     config = tiny(data, precision="bf16", num_steps=4, warmup_steps=0, valid_every=1,
