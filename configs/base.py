@@ -47,8 +47,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh_axes.tensor = placeholder(int)  # devices that share heads and hidden units
 
     # Data
-    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/sources.py
-    config.tokenizer = "bytes"  # or bpe:PATH of a tokenizer.json, see fp8jax/text.py
+    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/data/sources.py
+    config.tokenizer = "bytes"  # or bpe:PATH of a tokenizer.json, see fp8jax/data/tokenizers.py
     config.seq_len = 256  # tokens a row
     config.valid_fraction = 0.05  # share of the documents held out, chosen by their hash
     config.data_timeout = 600.0  # seconds that a batch may take; then the run saves and stops

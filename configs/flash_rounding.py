@@ -3,7 +3,8 @@
 python -m experiments.train --config=configs/flash_rounding.py --workdir=runs/flash_rounding
 
 runs a GPT-2 of 1.0M parameters on bytes, on a laptop, with the paper's fix: rows of scores whose
-largest one several keys share subtract another maximum (fp8jax/attention.py). The run without it is
+largest one several keys share subtract another maximum (fp8jax/model/attention.py). The run
+without it is
 --config.attention=reference; --config.attention_beta and --config.attention_tie_tolerance change
 it. At this size neither fails.
 

@@ -11,7 +11,7 @@ import sys
 
 from absl import app, flags
 
-from fp8jax import corpus, text
+from fp8jax.data import token_cache, tokenizers
 
 _DATA = flags.DEFINE_string(
     "data", None, "The text, as a config's key data says it.", required=True
@@ -32,12 +32,12 @@ def _run() -> None:
     if os.path.exists(output):
         raise ValueError(f"--output={output} exists and is not overwritten")
     os.makedirs(os.path.dirname(output) or ".", exist_ok=True)  # before the work, not after it
-    documents = corpus.training_documents(_DATA.value, _VALID_FRACTION.value)
-    learnt = text.train_bpe(documents, _VOCAB_SIZE.value)
+    documents = token_cache.training_documents(_DATA.value, _VALID_FRACTION.value)
+    learnt = tokenizers.train_bpe(documents, _VOCAB_SIZE.value)
     with open(output, "x", encoding="utf-8") as file:
         file.write(learnt.to_str(pretty=True))
-    made = text.tokenizer(f"bpe:{output}")
-    documents = corpus.training_documents(_DATA.value, _VALID_FRACTION.value)
+    made = tokenizers.tokenizer(f"bpe:{output}")
+    documents = token_cache.training_documents(_DATA.value, _VALID_FRACTION.value)
     ids = [made.encode(document) for document in itertools.islice(documents, _SAMPLE)]
     num_tokens = max(1, sum(map(len, ids)))
     num_bytes = sum(int(made.token_bytes[document].sum()) for document in ids)

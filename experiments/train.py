@@ -12,10 +12,11 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
-from fp8jax import plan, runtime
-from fp8jax.faults import Faults
-from fp8jax.run import build
-from fp8jax.train import StoppedError
+from fp8jax.device import hardware
+from fp8jax.training import dry_run
+from fp8jax.training.faults import Faults
+from fp8jax.training.loop import StoppedError
+from fp8jax.training.run import build
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")
@@ -39,23 +40,23 @@ flags.mark_flag_as_required("config")
 
 def _inspect(config: ConfigDict, workdir: str) -> None:
     """Everything the flags ask for that needs no training."""
-    runtime.set_compilation_cache()  # what is compiled here is not compiled again by the run
+    hardware.set_compilation_cache()  # what is compiled here is not compiled again by the run
     run = build(config)
     if _DRY_RUN.value:
         print(config)
     if _SHOW_PARAMS.value:
-        print(plan.parameter_table(run), end="\n\n")
+        print(dry_run.parameter_table(run), end="\n\n")
     if _DUMP_HLO.value:
-        for path in plan.dump_hlo(run, config, os.path.join(workdir, "hlo")):
+        for path in dry_run.dump_hlo(run, config, os.path.join(workdir, "hlo")):
             logging.info("wrote %s", path)
     if _DRY_RUN.value:
-        print(plan.make_plan(run, config).text())
-        if (used := plan.bytes_in_use(run)) is not None:
+        print(dry_run.make_plan(run, config).text())
+        if (used := dry_run.bytes_in_use(run)) is not None:
             print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
 
 
 def _run() -> None:
-    profile = None if _PROFILE.value is None else plan.parse_profile(_PROFILE.value)
+    profile = None if _PROFILE.value is None else dry_run.parse_profile(_PROFILE.value)
     faults = Faults.parse(_INJECT.value)
     workdir = _WORKDIR.value or ""
     if not workdir and not (_DRY_RUN.value and not _DUMP_HLO.value):
@@ -67,7 +68,7 @@ def _run() -> None:
     if not _DRY_RUN.value:
         logging.info("config:\n%s", _CONFIG.value)
     elif not _DUMP_HLO.value:  # whose programs are those that a run would have
-        runtime.allocate_nothing()
+        hardware.allocate_nothing()
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:

@@ -1,20 +1,20 @@
 """fp8jax: training and running transformers in FP8 and FP4, in JAX and Flax.
 
-`import fp8jax` adds the one XLA flag that FP8 needs (runtime.py); nothing else happens.
+`import fp8jax` adds the one XLA flag that FP8 needs (device/hardware.py); nothing else happens.
 """
 
-from fp8jax import runtime
+from fp8jax.device import hardware
 
-runtime.set_xla_flags()
+hardware.set_xla_flags()
 
 from fp8jax import nn  # noqa: E402
-from fp8jax.dot import dot_general, einsum, init_state  # noqa: E402
-from fp8jax.formats import FORMATS, cast  # noqa: E402
-from fp8jax.model import Transformer  # noqa: E402
-from fp8jax.model_config import MODELS, ModelConfig  # noqa: E402
-from fp8jax.policy import POLICIES, Policy, PrecisionSchedule  # noqa: E402
-from fp8jax.recipe import RECIPES, Cast, Recipe  # noqa: E402
-from fp8jax.scaling import (  # noqa: E402
+from fp8jax.linear.dot import dot_general, einsum, init_state  # noqa: E402
+from fp8jax.model.config import MODELS, ModelConfig  # noqa: E402
+from fp8jax.model.transformer import Transformer  # noqa: E402
+from fp8jax.numerics.formats import FORMATS, cast  # noqa: E402
+from fp8jax.numerics.policy import POLICIES, Policy, PrecisionSchedule  # noqa: E402
+from fp8jax.numerics.recipe import RECIPES, Cast, Recipe  # noqa: E402
+from fp8jax.numerics.scaling import (  # noqa: E402
     BLOCK128,
     MX32,
     NV16,
@@ -29,7 +29,7 @@ from fp8jax.scaling import (  # noqa: E402
     dequantize,
     quantize,
 )
-from fp8jax.train import train_and_evaluate  # noqa: E402
+from fp8jax.training.loop import train_and_evaluate  # noqa: E402
 
 __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",

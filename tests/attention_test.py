@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax import attention, runtime
-from fp8jax.attention import (
+from fp8jax.device import hardware
+from fp8jax.model import attention
+from fp8jax.model.attention import (
     ATTENTIONS,
     Implementation,
     RowMax,
@@ -22,7 +23,7 @@ from fp8jax.attention import (
     dot_product_attention,
     reference,
 )
-from fp8jax.run import build
+from fp8jax.training.run import build
 
 B, T, N, H = 2, 12, 4, 8
 # Documents of unlike lengths, a row of one document, and padding (0) at the end of the first.
@@ -323,7 +324,7 @@ def lean(implementation: str | Implementation, inputs: list[jax.Array]) -> list[
     share their values: a head counts as one observation."""
     q, k, v, dy = inputs
     attend = functools.partial(dot_product_attention, implementation=implementation)
-    compiled = jax.jit(attend, compiler_options=runtime.compiler_options())  # as in training
+    compiled = jax.jit(attend, compiler_options=hardware.compiler_options())  # as in training
     y = np.asarray(compiled(q, k, v, jnp.ones((HEADS, LENGTH), jnp.int32)), np.float64)
     q, k, v, dy = (np.asarray(a, np.float64)[:, :, 0] for a in inputs)
     s = np.einsum("bth,bsh->bts", q, k) / np.sqrt(SIZE)
@@ -520,8 +521,8 @@ def queries(dtype=jnp.bfloat16, length=64, head_dim=64):
 
 
 def test_cudnn_on_a_cpu_says_which_device_this_is(monkeypatch):
-    monkeypatch.setattr(runtime, "compute_capability", lambda: None)
-    monkeypatch.setattr(runtime, "device_kind", lambda: "cpu")
+    monkeypatch.setattr(hardware, "compute_capability", lambda: None)
+    monkeypatch.setattr(hardware, "device_kind", lambda: "cpu")
     q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in inputs(2))
     with pytest.raises(NotImplementedError, match="'cudnn' cannot run here: .*8.0 .*got cpu"):
         dot_product_attention(q, k, v, jnp.asarray(SEGMENTS), implementation="cudnn")
@@ -539,15 +540,15 @@ def test_cudnn_on_a_cpu_says_which_device_this_is(monkeypatch):
     ],
 )
 def test_cudnn_refuses_with_reason_and_numbers(monkeypatch, capability, shape, message):
-    monkeypatch.setattr(runtime, "compute_capability", lambda: capability)
-    monkeypatch.setattr(runtime, "device_kind", lambda: "some GPU")
+    monkeypatch.setattr(hardware, "compute_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "device_kind", lambda: "some GPU")
     with pytest.raises(NotImplementedError, match=message):
         choose_attention("cudnn", queries(**shape))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_cudnn_takes_the_usual_shapes(monkeypatch, capability):
-    monkeypatch.setattr(runtime, "compute_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: capability)
     for dtype in (jnp.bfloat16, jnp.float16):
         for head_dim in (64, 128):
             chosen = choose_attention("cudnn", queries(dtype, head_dim=head_dim))

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import dot, runtime
-from fp8jax.backends import choose_backend
-from fp8jax.dot import dot_general, init_state
-from fp8jax.recipe import RECIPES
+from fp8jax.device import hardware
+from fp8jax.linear import dot
+from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.numerics.recipe import RECIPES
 from tests import reference
 from tests.dot_test import CONTRACTED, KERNELS, MATMUL, variant
 from tests.kernels import TOO_OLD, allowed, interpret, needs_pallas
 
-H200 = runtime.Device("gpu", "NVIDIA H200", (9, 0))
+H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 NAMES = sorted(KERNELS)
 OTHERS = ("current", "amax", "cscale", "rowwise_wgrad_bf16", "block_ue8m0")
@@ -182,7 +183,7 @@ def chosen_for(monkeypatch, backend, numbers, x, w, recipe="fp8_current") -> str
         names.append(choose_backend(*args, **kwargs))
         return names[-1]
 
-    monkeypatch.setattr(runtime, "device", lambda: H200)
+    monkeypatch.setattr(hardware, "device", lambda: H200)
     monkeypatch.setattr(dot, "choose_backend", spy)
     with allowed(cores=132):
         jax.eval_shape(
@@ -215,7 +216,7 @@ def test_a_mesh_is_taken(monkeypatch, recipe, devices):
 @pytest.mark.parametrize("old", [False, True])
 def test_an_older_jax_is_refused_by_name_and_passed_over_by_none(monkeypatch, old):
     """With the jax that is installed, and with one that lacks what the kernels use."""
-    monkeypatch.setattr(runtime, "device", lambda: H200)
+    monkeypatch.setattr(hardware, "device", lambda: H200)
     if old:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -19,13 +19,15 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax import benchmark, benchmark_gains, benchmark_steps, gate, runtime, timing, torch_peers
-from fp8jax.benchmark import Limits
-from fp8jax.kernels.gemm import TuningConfig
-from fp8jax.model import Transformer, count_params
-from fp8jax.nn import HISTORIES
-from fp8jax.run import build
-from fp8jax.timing import Program, Report, Row, Timing, race
+from experiments.bench import products, size_gains, steps, timing, torch_peers
+from experiments.bench.products import Limits
+from experiments.bench.timing import Program, Report, Row, Timing, race
+from fp8jax.analysis import size_gate as gate
+from fp8jax.device import hardware
+from fp8jax.kernels.block_gemm import TuningConfig
+from fp8jax.linear.modules import HISTORIES
+from fp8jax.model.transformer import Transformer, count_params
+from fp8jax.training.run import build
 from tests.experiments_test import run_command
 
 QUICK = functools.partial(race, rounds=1, seconds=0.0)
@@ -184,7 +186,7 @@ def without_torch(monkeypatch):
 def hasty(monkeypatch):
     """Programs that compile in half the time: how fast they run is not asked."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    monkeypatch.setattr(runtime, "compiler_options", lambda: options)
+    monkeypatch.setattr(hardware, "compiler_options", lambda: options)
 
 
 def by_name(made: Report) -> dict[str, Timing]:
@@ -196,7 +198,7 @@ def ran(made: Report) -> set[str]:
 
 
 def test_limits_are_measured():
-    limits = benchmark.measure_limits(QUICK, 64)
+    limits = products.measure_limits(QUICK, 64)
     assert min(limits.bf16, limits.fp8, limits.copy) > 0
     assert limits.matrix(True) == limits.fp8 and limits.matrix(False) == limits.bf16
 
@@ -205,7 +207,7 @@ def test_limits_are_measured():
 def test_gemm(without_torch, hasty):
     policies = ["bf16", "fp8_delayed", "fp8_delayed@pallas"]
     with jax.numpy_rank_promotion("allow"):  # flax does
-        made = benchmark.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
+        made = products.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
     assert ran(made) == {
         "JAX bf16", "JAX f8, one scale", "linear bf16", "linear fp8_delayed",
         "linear flax Fp8DotGeneralOp", "linear flax Fp8DirectDotGeneralOp",
@@ -221,13 +223,13 @@ def test_gemm(without_torch, hasty):
     assert rows["linear fp8_delayed"].baseline == found["linear bf16"].seconds
     assert not made.known  # neither ours nor theirs had a time
     with pytest.raises(ValueError, match="unknown policy 'fp8_blok'"):
-        benchmark.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
+        products.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
 
 
 @pytest.mark.parametrize("shape", ["256x128", "256x128x0", "axbxc"])
 def test_a_wrong_shape_raises(shape):
     with pytest.raises(ValueError, match="expected MxKxN, positive"):
-        benchmark.measure_gemm([shape], [], QUICK, LIMITS, peers=False)
+        products.measure_gemm([shape], [], QUICK, LIMITS, peers=False)
 
 
 def even(entrants) -> dict[str, Timing]:
@@ -236,7 +238,7 @@ def even(entrants) -> dict[str, Timing]:
 
 
 def test_figures_of_products_and_quantisers_by_hand():
-    made = benchmark.measure_gemm(["256x128x128"], [], even, LIMITS, peers=True)
+    made = products.measure_gemm(["256x128x128"], [], even, LIMITS, peers=True)
     assert made.figures == {"block_gemm_vs_cublas": 1.0}
     # Bytes read and written of 256 x 128 numbers: bfloat16 or float32 in, one a code out, and a
     # float32 scale for the tensor, for 128 or for 16,384 numbers. SwiGLU reads two and gives one
@@ -248,21 +250,21 @@ def test_figures_of_products_and_quantisers_by_hand():
         "128x128, float32": 5 * n + 4 * 2, "128x128, float32, transposed": 5 * n + 4 * 2,
         "swiglu, one scale": 5 * n, "swiglu_grad, one scale": 11 * n,
     }  # fmt: skip
-    made = benchmark.measure_quantize(["256x128"], even, LIMITS)
+    made = products.measure_quantize(["256x128"], even, LIMITS)
     assert {row.name.rpartition(": ")[0]: row.work for row in made.rows} == work
     speed = math.exp(np.mean([math.log(bytes_ / 0.5 / LIMITS.copy) for bytes_ in work.values()]))
     assert made.figures == {"quantize_bandwidth": pytest.approx(speed)}
 
 
 def test_sweep():
-    made = benchmark.sweep_gemm(["256x128x128"], QUICK, LIMITS)
-    assert len(made.rows) == sum(map(len, benchmark.TUNINGS.values())) and not ran(made)
-    assert all(isinstance(t, TuningConfig) for ts in benchmark.TUNINGS.values() for t in ts)
+    made = products.sweep_gemm(["256x128x128"], QUICK, LIMITS)
+    assert len(made.rows) == sum(map(len, products.TUNINGS.values())) and not ran(made)
+    assert all(isinstance(t, TuningConfig) for ts in products.TUNINGS.values() for t in ts)
 
 
 def test_attention(without_torch):
     names = ["xla", "cudnn_causal"]
-    made = benchmark.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
+    made = products.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
     assert ran(made) == {"xla"} and made.rows[0].timing.bytes > 0
     assert "needs an NVIDIA GPU" in by_name(made)["cudnn_causal"].reason
     assert made.rows[-1].name.startswith("torch ") and "torch" in made.rows[-1].timing.reason
@@ -271,7 +273,7 @@ def test_attention(without_torch):
 
 def test_step(hasty):
     policies = ["bf16", "fp8_block", "fp8_current@pallas"]
-    made = benchmark_steps.measure_step(
+    made = steps.measure_step(
         ["tiny"], policies, QUICK, LIMITS, attention="xla", remat="dots", peers=False
     )
     assert ran(made) == {"bf16", "fp8_block"}
@@ -294,11 +296,11 @@ def test_figures_of_steps_by_hand():
         }
 
     settings = {"attention": "xla", "peers": True}
-    small = {"tiny": benchmark_steps.STEPS["tiny"], "d4096": benchmark_steps.STEPS["tiny"]}
+    small = {"tiny": steps.STEPS["tiny"], "d4096": steps.STEPS["tiny"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark_steps, "STEPS", small)
-        patch.setattr(benchmark_steps, "_init_params", lambda config: {})  # nobody is called
-        made = benchmark_steps.measure_step(
+        patch.setattr(steps, "STEPS", small)
+        patch.setattr(steps, "_init_params", lambda config: {})  # nobody is called
+        made = steps.measure_step(
             ["d4096", "tiny_1x32"], ["bf16", "fp8_block"], timed, LIMITS, **settings
         )
     assert made.known == {
@@ -316,11 +318,11 @@ def test_figures_of_steps_by_hand():
 def test_gains(hasty, tmp_path):
     """On a CPU every kind runs; the file holds the printed times."""
     shapes = ["64x128x128", "64x128x256", "64x256x256"]
-    made = benchmark_gains.measure_gains(shapes, QUICK)
+    made = size_gains.measure_gains(shapes, QUICK)
     policies = ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise"]
     assert [(row.case, row.name) for row in made.rows] == list(itertools.product(shapes, policies))
     assert ran(made) == set(policies) and not made.figures
-    benchmark_gains.write(tmp_path / "gains.json", made, "a command")
+    size_gains.write(tmp_path / "gains.json", made, "a command")
     text = (tmp_path / "gains.json").read_text()
     found = json.loads(text)
     facts = (found["device"], found["versions"], found["command"])
@@ -329,7 +331,7 @@ def test_gains(hasty, tmp_path):
     assert len(rows) == 3 * 4
     for row in made.rows:
         if row.name != "bf16":
-            (kind,) = (kind for kind, name in gate.KINDS.items() if name == row.name)
+            (kind,) = (kind for kind, name in size_gate.KINDS.items() if name == row.name)
             times = [round(1e6 * seconds, 2) for seconds in (row.baseline, row.timing.seconds)]
             assert rows[row.case, kind] == times
 
@@ -342,42 +344,42 @@ def test_a_kind_that_did_not_run_everywhere_is_left_out_of_the_table(hasty, tmp_
         no_block = Timing(reason="out of memory") if len(turns) == 2 else Timing(seconds=0.5)
         return {n: Timing(seconds=1.0) for n in entrants} | {"fp8_block": no_block}
 
-    made = benchmark_gains.measure_gains(["8x16x16", "8x16x32", "8x32x32"], timed)
-    benchmark_gains.write(tmp_path / "gains.json", made, "")
+    made = size_gains.measure_gains(["8x16x16", "8x16x32", "8x32x32"], timed)
+    size_gains.write(tmp_path / "gains.json", made, "")
     table = gate.parse((tmp_path / "gains.json").read_text())
     assert set(table.gains) == {"delayed", "current", "row"}
     assert len(turns) == 3 and "out of memory" in made.table()
 
 
 def test_the_shapes_of_the_size_gate_are_a_grid():
-    assert len(benchmark_gains.SHAPES) == 30 == len(set(benchmark_gains.SHAPES))
-    assert {"1024x1024x1024", "4096x2048x8192", "16384x8192x8192"} <= set(benchmark_gains.SHAPES)
+    assert len(size_gains.SHAPES) == 30 == len(set(size_gains.SHAPES))
+    assert {"1024x1024x1024", "4096x2048x8192", "16384x8192x8192"} <= set(size_gains.SHAPES)
 
 
 def test_step_shapes():
-    model, rows, length = benchmark_steps.step_shape("d4096_16x1024")
+    model, rows, length = steps.step_shape("d4096_16x1024")
     assert (model.d_model, model.d_ff, rows, length) == (4096, 14_336, 16, 1024)
-    assert benchmark_steps.step_shape("d1536")[1:] == (2, 8192)
+    assert steps.step_shape("d1536")[1:] == (2, 8192)
     with pytest.raises(ValueError, match="unknown shape 'd4097'"):
-        benchmark_steps.step_shape("d4097")
+        steps.step_shape("d4097")
 
 
 def test_the_limit_of_a_step_is_its_products_and_attention():
     """Weights of the layer and the head by hand, six FLOPs a token for each."""
-    config, rows, length = benchmark_steps.step_shape("tiny")
+    config, rows, length = steps.step_shape("tiny")
     weights = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256 + 128 * 256
-    floor = benchmark_steps.step_floor(config, rows, length, "xla", even, LIMITS)
+    floor = steps.step_floor(config, rows, length, "xla", even, LIMITS)
     products = 6 * weights * 2 * 64
     assert floor[False] == pytest.approx(products / LIMITS.bf16 + 1.0)
     assert floor[True] == pytest.approx(products / LIMITS.fp8 + 1.0)
 
 
 def test_a_delayed_policy_starts_from_what_its_seeding_step_saw():
-    config, rows, length = benchmark_steps.step_shape("tiny")
-    batch = jax.tree.map(jnp.asarray, benchmark_steps._random_batch(config, rows, length))
-    params = benchmark_steps._init_params(config)
+    config, rows, length = steps.step_shape("tiny")
+    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
+    params = steps._init_params(config)
     model = Transformer(config, "fp8_delayed")
-    state = benchmark_steps._seeded(model, params, batch)
+    state = steps._seeded(model, params, batch)
     histories = jax.tree.leaves(state.histories)
     assert histories and all(bool(jnp.all(h[..., 0] > 0)) for h in histories)
     assert jax.tree.structure(state.histories) == jax.tree.structure(
@@ -392,9 +394,9 @@ def test_training(monkeypatch, hasty):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16, mlp="gelu_tanh"
     )
     config.update(seq_len=32, batch_size=4, grad_accum=1)
-    monkeypatch.setattr(benchmark_steps, "step_floor", lambda *_: {True: 0.001})
+    monkeypatch.setattr(steps, "step_floor", lambda *_: {True: 0.001})
     llama_tiny = build(config, jax.devices()[:1]).model.config
-    made = benchmark_steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
+    made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
     found = by_name(made)
     assert ran(made) == set(found) == {"fp8_delayed", "fp8_delayed, no optimizer", "optimizer"}
     whole, step, optimizer = (t.seconds for t in found.values())
@@ -408,7 +410,7 @@ def test_the_papers_setting_has_its_own_names():
     times = {"bf16": 4.0, "bf16, no optimizer": 3.0, "fp8_block": 3.0, "optimizer": 0.5,
              "fp8_block, no optimizer": 2.0}  # fmt: skip
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
-    figures = benchmark_steps._training_figures(config, ["bf16", "fp8_block"], found)
+    figures = steps._training_figures(config, ["bf16", "fp8_block"], found)
     assert figures == {
         "infir2_time": 0.75, "infir2_memory": 0.75, "train_vs_bench": pytest.approx(2.5 / 3.0),
     }  # fmt: skip
@@ -428,10 +430,10 @@ def test_torchs_model_is_the_same_model(monkeypatch):
     """The same parameters in number, and where there is torch, the loss of the same weights."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch_peers, "DEVICE", "cpu")
-    config, rows, length = benchmark_steps.step_shape("tiny")
+    config, rows, length = steps.step_shape("tiny")
     theirs = torch_peers._model(torch, config, length).float()
     assert sum(p.numel() for p in theirs.parameters()) == count_params(config)
-    params = jax.tree.map(np.asarray, benchmark_steps._init_params(config))
+    params = jax.tree.map(np.asarray, steps._init_params(config))
     layer = jax.tree.map(lambda leaf: torch.tensor(leaf[0]), params["layers"])
     transposed = lambda *names: torch.cat([layer_of[n]["kernel"] for n in names], 1).T  # noqa: E731
     layer_of = layer["attention"] | layer["mlp"]
@@ -443,10 +445,10 @@ def test_torchs_model_is_the_same_model(monkeypatch):
         ours.o.weight.copy_(transposed("o"))
         ours.gate_up.weight.copy_(transposed("gate", "up"))
         ours.down.weight.copy_(transposed("down"))
-    batch = jax.tree.map(jnp.asarray, benchmark_steps._random_batch(config, rows, length))
+    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
     model = Transformer(config, dtype=jnp.float32)
-    state = benchmark_steps._seeded(model, params, batch)
-    loss = jax.jit(lambda s, b: benchmark_steps.accumulate(model, s, b, 1)[0])(state, batch)
+    state = steps._seeded(model, params, batch)
+    loss = jax.jit(lambda s, b: steps.accumulate(model, s, b, 1)[0])(state, batch)
     tokens, targets = (torch.tensor(np.asarray(batch[k])).long() for k in ("tokens", "targets"))
     # Both in float32, whose sums differ in order only: some hundred roundings of 2^-24.
     assert float(theirs(tokens, targets).detach()) == pytest.approx(float(loss), rel=2**-16)
@@ -474,7 +476,7 @@ def test_command_writes_the_table_of_the_size_gate(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "| 64x128x256 | fp8_block |" in done.stdout
     table = gate.parse(tmp_path.joinpath("cpu_gains.json").read_text())
-    assert set(table.gains) == set(gate.KINDS)
+    assert set(table.gains) == set(size_gate.KINDS)
     assert set(table.gains["row"]) == {(64, 128, 128), (64, 128, 256), (64, 256, 256)}
 
 

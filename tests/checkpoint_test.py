@@ -19,7 +19,7 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.checkpoint import Checkpointer, config_difference
+from fp8jax.records.checkpoint import Checkpointer, config_difference
 
 
 class Moments(NamedTuple):

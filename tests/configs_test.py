@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from fp8jax.data import build_corpus, parse_sources, train_batches
-from fp8jax.model_config import ModelConfig
-from fp8jax.optim import OptimizerConfig
-from fp8jax.run import build
-from fp8jax.sharding import MeshAxes
+from fp8jax.data.loader import build_corpus, parse_sources, train_batches
+from fp8jax.device.mesh import MeshAxes
+from fp8jax.model.config import ModelConfig
+from fp8jax.optim.optimizers import OptimizerConfig
+from fp8jax.training.run import build
 from tests.data_test import write_generated_text
 
 ROOT = Path(__file__).parent.parent

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.corpus import (
+from fp8jax.data.sources import SOURCES, parse_sources
+from fp8jax.data.token_cache import (
     MIN_DOCUMENT_BYTES,
     Tokenised,
     TokenStream,
     tokenise,
     training_documents,
 )
-from fp8jax.sources import SOURCES, parse_sources
-from fp8jax.text import ByteTokenizer
+from fp8jax.data.tokenizers import ByteTokenizer
 from tests.data_test import generated_text, write_generated_text, write_jsonl
 
 BYTES = ByteTokenizer()

@@ -4,10 +4,17 @@ import dataclasses
 
 import pytest
 
-from fp8jax.cost import CORE, PAPER_SPLIT, Speeds, forward_flops, relative_cost, split_cost
-from fp8jax.model_config import MODELS, flops_per_token
-from fp8jax.policy import POLICIES
-from fp8jax.recipe import RECIPES
+from experiments.study.cost_model import (
+    CORE,
+    PAPER_SPLIT,
+    Speeds,
+    forward_flops,
+    relative_cost,
+    split_cost,
+)
+from fp8jax.model.config import MODELS, flops_per_token
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.recipe import RECIPES
 
 PAPER, CAUTIOUS = Speeds(), Speeds(fp8=1.4, fp4=2.0)
 GROUPS = ("layers/mlp", "layers/attention", CORE)

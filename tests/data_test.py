@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.corpus import TokenStream
-from fp8jax.data import (
+from fp8jax.data.loader import (
     Mixture,
     PackedRows,
     Position,
@@ -26,8 +25,9 @@ from fp8jax.data import (
     train_batches,
     valid_batches,
 )
-from fp8jax.sources import SOURCES
-from fp8jax.text import ByteTokenizer
+from fp8jax.data.sources import SOURCES
+from fp8jax.data.token_cache import TokenStream
+from fp8jax.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 BOS, EOS = BYTES.bos, BYTES.eos

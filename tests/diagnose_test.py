@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.data import train_batches
-from fp8jax.diagnose import find_bad, first_bad
-from fp8jax.run import build, to_devices
-from fp8jax.step import INJECTED
+from fp8jax.data.loader import train_batches
+from fp8jax.training.first_bad import find_bad, first_bad
+from fp8jax.training.run import build, to_devices
+from fp8jax.training.step import INJECTED
 from tests.train_test import corpus, tiny
 
 

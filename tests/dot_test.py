@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import runtime, scaling
-from fp8jax.backends import BACKENDS, choose_backend
-from fp8jax.dot import dot_general, einsum, init_state
-from fp8jax.formats import FORMATS
-from fp8jax.kernels import block_scaled
-from fp8jax.policy import as_policy
-from fp8jax.recipe import RECIPES, Cast, Recipe
-from fp8jax.scaling import TENSOR, TILE128
+from fp8jax.device import hardware
+from fp8jax.kernels import blackwell
+from fp8jax.linear.backends import BACKENDS, choose_backend
+from fp8jax.linear.dot import dot_general, einsum, init_state
+from fp8jax.numerics import scaling
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.policy import as_policy
+from fp8jax.numerics.recipe import RECIPES, Cast, Recipe
+from fp8jax.numerics.scaling import TENSOR, TILE128
 from tests import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -40,12 +41,12 @@ CASES = RECIPES | {
         "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
     )
 }  # fmt: skip
-BLACKWELL = runtime.Device("gpu", "B200", (10, 0))
+BLACKWELL = hardware.Device("gpu", "B200", (10, 0))
 PAIRS = [
     (case, backend)
     for case in CASES
     for backend in BACKENDS
-    if BACKENDS[backend].refuses(CASES[case], runtime.device()) is None
+    if BACKENDS[backend].refuses(CASES[case], hardware.device()) is None
 ]
 REFUSED = [(r, b) for r in RECIPES for b in BACKENDS if (r, b) not in PAIRS]
 KEY = jax.random.key(7)
@@ -205,14 +206,14 @@ PER_TENSOR.add("fp8_rowwise_wgrad_bf16")
 KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
 # Recipe -> where it runs natively if not where all float8 does.
 NATIVE = {
-    runtime.Device("gpu", "T4", (7, 5)): {"bf16"},
-    runtime.Device("gpu", "A100", (8, 0)): {"bf16"},
-    runtime.Device("gpu", "L4", (8, 9)): PER_TENSOR,
-    runtime.Device("gpu", "H200", (9, 0)): PER_TENSOR,
+    hardware.Device("gpu", "T4", (7, 5)): {"bf16"},
+    hardware.Device("gpu", "A100", (8, 0)): {"bf16"},
+    hardware.Device("gpu", "L4", (8, 9)): PER_TENSOR,
+    hardware.Device("gpu", "H200", (9, 0)): PER_TENSOR,
     BLACKWELL: PER_TENSOR | {"mxfp8", "nvfp4"},
-    runtime.Device("gpu", "RTX 5090", (12, 0)): PER_TENSOR,
-    runtime.Device("tpu", "TPU v6 lite"): {"bf16"},
-    runtime.Device("cpu", "cpu"): PER_TENSOR,  # when asked for: XLA widens
+    hardware.Device("gpu", "RTX 5090", (12, 0)): PER_TENSOR,
+    hardware.Device("tpu", "TPU v6 lite"): {"bf16"},
+    hardware.Device("cpu", "cpu"): PER_TENSOR,  # when asked for: XLA widens
 }
 
 
@@ -234,7 +235,7 @@ def test_the_table_of_backends_is_as_documented(device):
 
 def test_a_refusal_names_what_is_missing():
     e4m3, e5m2 = Cast(format=FORMATS["e4m3"]), Cast(format=FORMATS["e5m2"])
-    hopper, t4 = (runtime.Device("gpu", "an H200", (9, 0)), runtime.Device("gpu", "a T4", (7, 5)))
+    hopper, t4 = (hardware.Device("gpu", "an H200", (9, 0)), hardware.Device("gpu", "a T4", (7, 5)))
     refuses = BACKENDS["xla"].refuses
     assert "a T4 has no FP8 matrix unit" in refuses(RECIPES["fp8_current"], t4)
     assert "high-precision operand" in refuses(Recipe(fwd_x=e4m3), hopper)
@@ -262,7 +263,7 @@ def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
 @pytest.mark.parametrize("product", CONTRACTED)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, product, monkeypatch):
-    monkeypatch.setattr(runtime, "device", lambda: BLACKWELL)
+    monkeypatch.setattr(hardware, "device", lambda: BLACKWELL)
     monkeypatch.setattr(jax.nn, "scaled_matmul", documented_scaled_matmul)
     jax.clear_caches()  # the other tests' programs
     check_exact(CASES[name], "xla", product, jnp.float32, SHAPES)
@@ -280,7 +281,7 @@ def test_scaled_matmul_computes_what_it_says(name):
         scaling.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
         for (a, c), axis in zip(args, (-1, -2), strict=True)
     )
-    got = jax.jit(lambda x, w: block_scaled.scaled_matmul(x, w, -1, -2))(x, w)
+    got = jax.jit(lambda x, w: blackwell.scaled_matmul(x, w, -1, -2))(x, w)
     left, right = (np.asarray(scaling.dequantize(q), np.float64) for q in (x, w))
     # Dequantised to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
     bound = (2 * 2.0**-8 + K * 2.0**-24) * (np.abs(left) @ np.abs(right))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from fp8jax import runtime
-from fp8jax.embedding import look_up, sum_by_id
-from fp8jax.sharding import MeshAxes, make_mesh, spec
+from fp8jax.device import hardware
+from fp8jax.device.mesh import MeshAxes, make_mesh, spec
+from fp8jax.model.embedding import look_up, sum_by_id
 
 V, D = 11, 5
 
@@ -16,7 +16,7 @@ V, D = 11, 5
 @pytest.fixture(params=["cpu", "gpu"], autouse=True)
 def path(request, monkeypatch):
     """Both ways to sum, wherever the test runs."""
-    monkeypatch.setattr(runtime, "platform", lambda: request.param)
+    monkeypatch.setattr(hardware, "platform", lambda: request.param)
 
 
 def ids_and_cotangents(batch=8, length=12, seed=0):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8jax.corpus import training_documents
-from fp8jax.text import tokenizer, train_bpe
+from fp8jax.data.token_cache import training_documents
+from fp8jax.data.tokenizers import tokenizer, train_bpe
 
 
 def run_command(name: str, *flags: str) -> subprocess.CompletedProcess:

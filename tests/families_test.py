@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.model import LayerNorm, Transformer, abstract_variables
-from fp8jax.model_config import MODELS, ModelConfig
-from fp8jax.nn import HISTORIES
-from fp8jax.policy import POLICIES, Policy
-from fp8jax.recipe import RECIPES
-from fp8jax.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
-from fp8jax.run import build, to_devices
-from fp8jax.step import loss_sum
+from fp8jax.linear.modules import HISTORIES
+from fp8jax.model.config import MODELS, ModelConfig
+from fp8jax.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
+from fp8jax.model.transformer import LayerNorm, Transformer, abstract_variables
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.recipe import RECIPES
+from fp8jax.training.run import build, to_devices
+from fp8jax.training.step import loss_sum
 from tests import hf_vectors
 from tests.hf_vectors import EPSILON, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, WIDTH, weight
 

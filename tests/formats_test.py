@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.formats import FORMATS, Format, as_format, cast
+from fp8jax.numerics.formats import FORMATS, Format, as_format, cast
 from tests import reference
 
 ML_DTYPES = {

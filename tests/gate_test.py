@@ -18,16 +18,17 @@ from pathlib import Path
 import jax
 import pytest
 
-from fp8jax import gate, runtime
-from fp8jax.gate import KINDS, grid, parse, size_gate
-from fp8jax.metrics import read_jsonl
-from fp8jax.model_config import ModelConfig
-from fp8jax.plan import abstract_batch
-from fp8jax.policy import POLICIES, as_policy
-from fp8jax.recipe import HIGH_PRECISION, RECIPES
-from fp8jax.run import build
-from fp8jax.runtime import Device
-from fp8jax.train import train_and_evaluate
+from fp8jax.analysis import size_gate as gate
+from fp8jax.analysis.size_gate import KINDS, grid, parse, size_gate
+from fp8jax.device import hardware
+from fp8jax.device.hardware import Device
+from fp8jax.model.config import ModelConfig
+from fp8jax.numerics.policy import POLICIES, as_policy
+from fp8jax.numerics.recipe import HIGH_PRECISION, RECIPES
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.training.dry_run import abstract_batch
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.run import build
 from tests.train_test import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,7 @@ H200 = Device("gpu", "NVIDIA H200", (9, 0))
 def table_of(gains, kinds=KINDS, rows=ROWS, sides=SIDES) -> str:
     """A file whose times are 1 us in the recipe and gains(m, k, n) in BF16."""
     lines = [[kind, *shape, gains(*shape), 1.0] for kind in kinds for shape in grid(rows, sides)]
-    return json.dumps({"device": "NVIDIA H200", "columns": gate.COLUMNS, "rows": lines})
+    return json.dumps({"device": "NVIDIA H200", "columns": size_gate.COLUMNS, "rows": lines})
 
 
 def power(m, k, n):
@@ -158,13 +159,15 @@ def test_tables_that_make_no_sense_are_refused():
 def test_the_shipped_table_is_part_of_the_package():
     """It can be read where it is installed, is of the device it is named for, and a wheel has it,
     whatever ignores JSON files."""
-    found = json.loads(importlib.resources.files("fp8jax").joinpath("h200_gains.json").read_text())
+    found = json.loads(
+        importlib.resources.files("fp8jax.analysis").joinpath("h200_gains.json").read_text()
+    )
     assert gate.shipped() is gate.shipped() and gate.shipped().device == "NVIDIA H200"
     assert {row[0] for row in found["rows"]} == set(gate.shipped().gains)
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     wheel = wheel["targets"]["wheel"]
-    assert wheel["packages"] == ["fp8jax"] and (ROOT / "fp8jax/h200_gains.json").exists()
-    assert fnmatch.filter(["fp8jax/h200_gains.json"], wheel["artifacts"][0])
+    assert wheel["packages"] == ["fp8jax"] and (ROOT / "fp8jax/analysis/h200_gains.json").exists()
+    assert fnmatch.filter(["fp8jax/analysis/h200_gains.json"], wheel["artifacts"][0])
 
 
 # The gate -----------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def test_another_device_and_an_empty_table_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="times of NVIDIA H200, and this is cpu"):
         GATE(policy, leave=True)
     for here in (H200, Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))):
-        monkeypatch.setattr(runtime, "device", lambda here=here: here)
+        monkeypatch.setattr(hardware, "device", lambda here=here: here)
         assert GATE(policy, leave=True).policy != policy
         with pytest.raises(ValueError, match="h200_gains.json is empty"):
             GATE(policy, leave=True, table=empty)

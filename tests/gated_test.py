@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax import runtime
-from fp8jax.dot import dots, init_state
-from fp8jax.gated import can_fuse, gated_mlp
-from fp8jax.kernels.produce import SWIGLU, SWIGLU_GRAD
-from fp8jax.recipe import RECIPES
+from fp8jax.device import hardware
+from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD
+from fp8jax.linear.dot import dots, init_state
+from fp8jax.linear.fused_mlp import can_fuse, gated_mlp
+from fp8jax.numerics.recipe import RECIPES
 from tests.dot_test import MATMUL
 from tests.kernels import TOO_OLD, interpret, needs_pallas
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 NAMES = ("fp8_delayed", "fp8_block", "fp8_block_ue8m0")
-H200 = runtime.Device("gpu", "NVIDIA H200", (9, 0))
+H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 
 
 @jax.custom_vjp
@@ -98,7 +98,7 @@ def test_y_alone_is_the_same():
 
 def test_which_recipes_fuse(monkeypatch):
     """All others quantise by an amax of the array itself, in other formats, or not at all."""
-    monkeypatch.setattr(runtime, "device", lambda: H200)
+    monkeypatch.setattr(hardware, "device", lambda: H200)
     fused = {n for n, r in RECIPES.items() if can_fuse(r, r, None, BF16)}
     assert fused == (set(NAMES) if (TOO_OLD is None) else set())
     block, delayed = RECIPES["fp8_block"], RECIPES["fp8_delayed"]

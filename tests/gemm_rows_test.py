@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.kernels.gemm import TuningConfig
-from fp8jax.kernels.gemm_rows import TUNING, _check, row_scaled_matmul
+from fp8jax.kernels.block_gemm import TuningConfig
+from fp8jax.kernels.row_gemm import TUNING, _check, row_scaled_matmul
 from tests.kernels import TOO_OLD, interpret, lower, needs_pallas
 
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.kernels import gemm
-from fp8jax.kernels.gemm import E4M3, TuningConfig, _check, block_scaled_matmul, tuned
+from fp8jax.kernels import block_gemm
+from fp8jax.kernels.block_gemm import E4M3, TuningConfig, _check, block_scaled_matmul, tuned
 from tests.kernels import TOO_OLD, interpret, lower, needs_pallas
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -100,8 +100,8 @@ def test_the_cut_that_is_chosen(by_row, dtype):
 def test_a_cut_is_chosen_by_shape(by_row, monkeypatch):
     """A large product takes the fastest. One of 1024 x 4096 has 192 tiles of 192 x 128, or 256 of
     128 x 128: two rounds on 132 cores either way, of which the smaller tile's are shorter."""
-    monkeypatch.setattr(gemm, "num_cores", lambda: 132)
-    cuts = [cut for cut, _ in (gemm._BY_ROW if by_row else gemm._BY_BLOCK)]
+    monkeypatch.setattr(block_gemm, "num_cores", lambda: 132)
+    cuts = [cut for cut, _ in (block_gemm._BY_ROW if by_row else block_gemm._BY_BLOCK)]
     assert tuned(16384, 14336, by_row) == cuts[0]
     assert tuned(1024, 4096, by_row) == cuts[1]
 
@@ -143,7 +143,7 @@ def test_rows_beyond_the_used_ones_do_not_matter():
         dict(warpgroups=3, copy_registers=24),
         dict(warpgroups=2, tile_n=192, stages=3),
         dict(warpgroups=1, tile_n=256, stages=5),
-        dataclasses.asdict(gemm._BY_BLOCK[0][0]),
+        dataclasses.asdict(block_gemm._BY_BLOCK[0][0]),
         dict(tile_n=160, cluster=2),
     ],
 )

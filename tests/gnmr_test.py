@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.data import train_batches
-from fp8jax.gnmr import Gnmr, observe
-from fp8jax.metrics import read_jsonl
-from fp8jax.run import build, to_devices
-from fp8jax.train import train_and_evaluate
+from fp8jax.data.loader import train_batches
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.stability.gnmr import Gnmr, observe
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.run import build, to_devices
 from tests.train_test import corpus, tiny
 
 

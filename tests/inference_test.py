@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.inference import generate
-from fp8jax.model import Transformer
-from fp8jax.model_config import MODELS
+from fp8jax.model.config import MODELS
+from fp8jax.model.generate import generate
+from fp8jax.model.transformer import Transformer
 
 CONFIG = dataclasses.replace(
     MODELS["llama_tiny"], vocab_size=24, d_model=32, n_layers=2, d_ff=48, head_dim=8

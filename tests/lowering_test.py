@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8jax import runtime, train
-from fp8jax.backends import choose_backend
-from fp8jax.lowering import (
+from fp8jax.analysis.gemms import (
     PRODUCTS,
     UNNAMED,
     Fp8FallbackError,
@@ -27,17 +25,20 @@ from fp8jax.lowering import (
     format_table,
     require_fp8,
 )
-from fp8jax.metrics import read_jsonl
-from fp8jax.model_config import MODULES
-from fp8jax.nn import Dense
-from fp8jax.policy import POLICIES, Policy, as_policy
-from fp8jax.recipe import RECIPES
-from fp8jax.run import build, to_devices
-from fp8jax.train import train_and_evaluate
+from fp8jax.device import hardware
+from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.modules import Dense
+from fp8jax.model.config import MODULES
+from fp8jax.numerics.policy import POLICIES, Policy, as_policy
+from fp8jax.numerics.recipe import RECIPES
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.training import loop
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.run import build, to_devices
 from tests.train_test import tiny
 
 HLO = Path(__file__).parent / "hlo"
-H200 = runtime.Device("gpu", "NVIDIA H200", (9, 0))
+H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 LAYERS = MODULES[:-1]
 SEPARATE = {(module, product) for module in LAYERS for product in PRODUCTS}
 # What XLA makes of q, k, v and of gate, up where they are small; dgrads have no common operand.
@@ -89,7 +90,7 @@ def excerpt(text: str) -> str:
     return "\n".join(kept) + "\n"
 
 
-def gemms_of(name: str, device: runtime.Device = H200) -> list[Gemm]:
+def gemms_of(name: str, device: hardware.Device = H200) -> list[Gemm]:
     return find_gemms(stored(name), POLICIES[STORED[name][0]], device=device)
 
 
@@ -389,7 +390,7 @@ def test_a_large_program_is_read_in_a_moment():
 # Programs of this machine -------------------------------------------------------------------------
 
 
-def step_text(run: train.Run, rows: int = 16, length: int = 64) -> str:
+def step_text(run: loop.Run, rows: int = 16, length: int = 64) -> str:
     ids = jnp.zeros((rows, length), jnp.int32)
     batch = {name: ids for name in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(run.mesh):
@@ -410,7 +411,7 @@ def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     assert linears == {(m, p): 1 if m == "lm_head" else 2 for m in MODULES for p in PRODUCTS}
     assert {g.trips for g in gemms if g.name in LAYERS} == {2}
     assert {m for m, product in counts(gemms) if product is None} == {"layers/attention"}
-    if runtime.platform() == "cpu":
+    if hardware.platform() == "cpu":
         reason = "backend: cpu has no FP8 matrix unit, XLA widened the operands"
         assert {g.reason for g in gemms} == {None, reason}
         assert "FP8: 0 of 42 GEMMs" in format_table(gemms)
@@ -443,7 +444,7 @@ def test_a_bare_module_is_found_by_its_name():
 
 @pytest.mark.parametrize("schedule", [(), ((0.5, "fp8_delayed"),)], ids=["first", "later"])
 def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_path, schedule):
-    if runtime.device().fp8:
+    if hardware.device().fp8:
         # Nothing falls back there; that FP8 holds on such a device is the test marked gpu, below.
         pytest.skip("this device has FP8 units")
     precision = "bf16" if schedule else "fp8_delayed"
@@ -457,7 +458,7 @@ def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_pat
 def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, monkeypatch):
     """Before the first step, which seeds and is a second program; the next step compiles none."""
     compiled, tables, noted = [], [], []
-    log_gemms = train.log_gemms
+    log_gemms = loop.log_gemms
 
     def noted_gemms(text, *args, **kwargs):
         log_gemms(text, *args, **kwargs)
@@ -471,8 +472,8 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
-    monkeypatch.setattr(train, "log_gemms", noted_gemms)
-    monkeypatch.setattr(train, "to_devices", noted_to_devices)
+    monkeypatch.setattr(loop, "log_gemms", noted_gemms)
+    monkeypatch.setattr(loop, "to_devices", noted_to_devices)
     config = tiny(data, precision="fp8_delayed", num_steps=3, warmup_steps=1)
     train_and_evaluate(config, str(tmp_path))
     before = noted[0][1]
@@ -531,14 +532,14 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
 def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch):
     config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
     train_and_evaluate(config, str(tmp_path))
-    read_meta = train.Checkpointer.read_meta
+    read_meta = loop.Checkpointer.read_meta
 
     def old_meta(self):
         step, meta = read_meta(self)
         del meta["config"]["require_fp8_gemms"]
         return step, meta
 
-    monkeypatch.setattr(train.Checkpointer, "read_meta", old_meta)
+    monkeypatch.setattr(loop.Checkpointer, "read_meta", old_meta)
     train_and_evaluate(config, str(tmp_path))
     resumed = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume"]
     assert [event["changes"] for event in resumed] == [[]]
@@ -549,7 +550,7 @@ def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch)
 
 def native() -> list[str]:
     """Recipes that quantise and need not be emulated here; none on a CPU."""
-    if "gpu" not in runtime.platform():
+    if "gpu" not in hardware.platform():
         return []
     return [r.name for r in RECIPES.values()
             if r.casts and choose_backend(None, r).name != "emulated"]  # fmt: skip

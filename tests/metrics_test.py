@@ -11,8 +11,8 @@ import jax
 import pytest
 from absl import logging
 
-from fp8jax import metrics
-from fp8jax.metrics import Metrics, read_jsonl
+from fp8jax.records import metrics
+from fp8jax.records.metrics import Metrics, read_jsonl
 
 
 def _bits(x):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8jax.model import Transformer, abstract_variables, count_params
-from fp8jax.model_config import BIASES, MLP, MLPS, MODELS, MODULES, flops_per_token
-from fp8jax.rope import ROPE_SCALINGS
-from fp8jax.step import loss_sum
+from fp8jax.model.config import BIASES, MLP, MLPS, MODELS, MODULES, flops_per_token
+from fp8jax.model.rope import ROPE_SCALINGS
+from fp8jax.model.transformer import Transformer, abstract_variables, count_params
+from fp8jax.training.step import loss_sum
 
 CONFIG = dataclasses.replace(
     MODELS["llama_tiny"],

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax import backends, step
-from fp8jax import nn as linears
-from fp8jax.attention import RowMax, reference
-from fp8jax.dot import KEY_ORDER
-from fp8jax.model import (
+from fp8jax.linear import backends
+from fp8jax.linear import modules as linears
+from fp8jax.linear.dot import KEY_ORDER
+from fp8jax.linear.modules import HISTORIES, Dense
+from fp8jax.model.attention import RowMax, reference
+from fp8jax.model.config import MODULES, ModelConfig
+from fp8jax.model.transformer import (
     REMAT,
     Block,
     FeedForward,
@@ -28,11 +30,10 @@ from fp8jax.model import (
     Transformer,
     abstract_variables,
 )
-from fp8jax.model_config import MODULES, ModelConfig
-from fp8jax.nn import HISTORIES, Dense
-from fp8jax.policy import POLICIES, Policy, as_policy
-from fp8jax.recipe import RECIPES, Recipe, as_recipe
-from fp8jax.scaling import merge_history
+from fp8jax.numerics.policy import POLICIES, Policy, as_policy
+from fp8jax.numerics.recipe import RECIPES, Recipe, as_recipe
+from fp8jax.numerics.scaling import merge_history
+from fp8jax.training import step
 from tests.dot_test import float8_products
 from tests.model_config_test import equations
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.moments import MOMENTS, Grouped, stored
-from fp8jax.sharding import MeshAxes, make_mesh, tree_shardings
+from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
+from fp8jax.optim.moments import MOMENTS, Grouped, stored
 
 FP8 = ("fp8", "fp8_coat", "fp8_unscaled")
 KEY = jax.random.key(0)

@@ -5,24 +5,24 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax import runtime
-from fp8jax.kernels import mosaic
+from fp8jax.device import hardware
+from fp8jax.kernels import hopper
 from tests.kernels import allowed
 
 
 @pytest.mark.parametrize(
     ("device", "runs"),
     [
-        (runtime.Device("gpu", "NVIDIA H200", (9, 0)), True),
-        (runtime.Device("gpu", "NVIDIA B200", (10, 0)), False),
-        (runtime.Device("gpu", "NVIDIA L4", (8, 9)), False),
-        (runtime.Device("gpu", "gfx942"), False),
-        (runtime.Device("cpu", "cpu"), False),
+        (hardware.Device("gpu", "NVIDIA H200", (9, 0)), True),
+        (hardware.Device("gpu", "NVIDIA B200", (10, 0)), False),
+        (hardware.Device("gpu", "NVIDIA L4", (8, 9)), False),
+        (hardware.Device("gpu", "gfx942"), False),
+        (hardware.Device("cpu", "cpu"), False),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_only_hopper_runs_them(device, runs):
-    reason = mosaic.refuses(device)
+    reason = hopper.refuses(device)
     if runs:
         assert reason is None
     else:
@@ -31,9 +31,9 @@ def test_only_hopper_runs_them(device, runs):
 
 def test_an_older_jax_is_refused(monkeypatch):
     monkeypatch.delattr(plgpu, "InterpretGPUParams", raising=False)
-    assert "jax 0.11 or later, got jax 0." in str(mosaic.too_old())
+    assert "jax 0.11 or later, got jax 0." in str(hopper.too_old())
     with allowed(cores=1), pytest.raises(NotImplementedError, match="jax 0.11 or later"):
-        mosaic.require()
+        hopper.require()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_an_older_jax_is_refused(monkeypatch):
 )
 def test_operands_are_filled_up_with_zeros(shape, padded):
     x = jnp.ones(shape, jnp.bfloat16)
-    got = np.asarray(mosaic.pad_to_blocks(x), np.float32)
+    got = np.asarray(hopper.pad_to_blocks(x), np.float32)
     assert got.shape == padded and got.sum() == x.size
     assert (got[: shape[0], : shape[1]] == 1).all()

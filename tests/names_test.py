@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8jax.names import lookup, unknown
+from fp8jax.lookup import lookup, unknown
 
 TABLE = {"fp8_block": 1, "fp8_current": 2, "bf16": 3}
 

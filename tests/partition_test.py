@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from jax import P, lax
 
-from fp8jax import backends, scaling
-from fp8jax.dot import dot_general, init_state
-from fp8jax.formats import FORMATS, cast
-from fp8jax.kernels import gemm, gemm_rows, mosaic, partition, quantize
-from fp8jax.scaling import BLOCK128, TILE128, Fp32, Pow2
+from fp8jax.kernels import block_gemm, hopper, partition, quantize, row_gemm
+from fp8jax.linear import backends
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.numerics import scaling
+from fp8jax.numerics.formats import FORMATS, cast
+from fp8jax.numerics.scaling import BLOCK128, TILE128, Fp32, Pow2
 from tests import gemm_test
 from tests.dot_test import MATMUL
 
@@ -75,13 +76,13 @@ def _cast_rows_columns(x, row_scale, column_scale, fmt):
 
 
 def _rows_matmul(a, b, sa, sb, out_dtype=jnp.bfloat16):
-    gemm_rows._check(a, b, sa, sb, out_dtype)
+    row_gemm._check(a, b, sa, sb, out_dtype)
     sums = jnp.einsum("mk,nk->mn", a.astype(jnp.float32), b.astype(jnp.float32))
     return lax.optimization_barrier((sums * sa[:, None] * sb[None]).astype(out_dtype))
 
 
 def _matmul(a, b, sa, sb, out_dtype=jnp.bfloat16):
-    gemm._check(a, b, sa, sb, out_dtype)
+    block_gemm._check(a, b, sa, sb, out_dtype)
     of_b = sb if sb.shape[1] == len(b) else jnp.repeat(sb, 128, axis=1)[:, : len(b)]
     left, right = (v.astype(jnp.float32).reshape(len(v), -1, 128) for v in (a, b))
     parts = jnp.einsum("mck,nck->cmn", left, right) * sa[:, :, None] * of_b[:, None, :]
@@ -95,9 +96,9 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(quantize, "quantize_tiles", _quantize_tiles)
     monkeypatch.setattr(quantize, "quantize_blocks", _quantize_blocks)
     monkeypatch.setattr(quantize, "cast_rows_columns", _cast_rows_columns)
-    monkeypatch.setattr(gemm, "block_scaled_matmul", _matmul)
-    monkeypatch.setattr(gemm_rows, "row_scaled_matmul", _rows_matmul)
-    monkeypatch.setattr(mosaic, "refuses", lambda device: None)
+    monkeypatch.setattr(block_gemm, "block_scaled_matmul", _matmul)
+    monkeypatch.setattr(row_gemm, "row_scaled_matmul", _rows_matmul)
+    monkeypatch.setattr(hopper, "refuses", lambda device: None)
     pallas = dataclasses.replace(backends.BACKENDS["pallas"], missing=lambda: None)
     monkeypatch.setitem(backends.BACKENDS, "pallas", pallas)
 

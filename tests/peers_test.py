@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from fp8jax.dot import dot_general, init_state
-from fp8jax.policy import TILES
-from fp8jax.recipe import RECIPES, Recipe
-from fp8jax.scaling import MX32, NV16, quantize
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.numerics.policy import TILES
+from fp8jax.numerics.recipe import RECIPES, Recipe
+from fp8jax.numerics.scaling import MX32, NV16, quantize
 from tests import reference
 
 MATMUL = (((1,), (0,)), ((), ()))

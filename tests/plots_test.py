@@ -7,7 +7,7 @@ import sys
 import matplotlib.image
 import pytest
 
-from fp8jax import plots
+from experiments.study import plots
 
 
 def rendered(figure):

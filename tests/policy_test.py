@@ -5,11 +5,18 @@ import re
 
 import pytest
 
-from fp8jax.formats import FORMATS
-from fp8jax.model_config import MODULES
-from fp8jax.policy import OPTIONS, POLICIES, Policy, PrecisionSchedule, as_policy, as_schedule
-from fp8jax.recipe import HIGH_PRECISION, RECIPES, Cast, Recipe
-from fp8jax.scaling import MX32, ROW, Constant, Fp32, Pow2
+from fp8jax.model.config import MODULES
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.policy import (
+    OPTIONS,
+    POLICIES,
+    Policy,
+    PrecisionSchedule,
+    as_policy,
+    as_schedule,
+)
+from fp8jax.numerics.recipe import HIGH_PRECISION, RECIPES, Cast, Recipe
+from fp8jax.numerics.scaling import MX32, ROW, Constant, Fp32, Pow2
 
 CURRENT = Cast(format=FORMATS["e4m3"])
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.formats import FORMATS
-from fp8jax.kernels.produce import SWIGLU, SWIGLU_GRAD, cast_produced, tiles_produced
 from fp8jax.kernels.quantize import cast_transpose, quantize_tiles
-from fp8jax.scaling import Pow2
+from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, cast_produced, tiles_produced
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.scaling import Pow2
 from tests.kernels import interpret, lower, needs_pallas
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -61,7 +61,7 @@ def test_far_from_zero_nothing_overflows():
     np.testing.assert_array_equal(d_up, jnp.maximum(gate, 0))
 
 
-# Of each result, as gated.py wants them, and all.
+# Of each result, as linear/fused_mlp.py wants them, and all.
 AXES = pytest.mark.parametrize(
     ("producer", "axes"),
     [

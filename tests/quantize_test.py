@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.formats import FORMATS
 from fp8jax.kernels.quantize import (
     Codes,
     _check,
@@ -17,7 +16,8 @@ from fp8jax.kernels.quantize import (
     quantize_blocks,
     quantize_tiles,
 )
-from fp8jax.scaling import BLOCK128, E8M0, ROW, SCALES, TILE128, Constant, Fp32, Pow2
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.scaling import BLOCK128, E8M0, ROW, SCALES, TILE128, Constant, Fp32, Pow2
 from tests import reference
 from tests.kernels import TOO_OLD, interpret, needs_pallas
 

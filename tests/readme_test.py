@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.model import count_params
-from fp8jax.model_config import MODELS
-from fp8jax.nn import HISTORIES
-from fp8jax.policy import POLICIES, as_policy
+from fp8jax.linear.modules import HISTORIES
+from fp8jax.model.config import MODELS
+from fp8jax.model.transformer import count_params
+from fp8jax.numerics.policy import POLICIES, as_policy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

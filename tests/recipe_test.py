@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8jax.formats import FORMATS
-from fp8jax.recipe import (
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.recipe import (
     CSCALE_BIAS,
     HIGH_PRECISION,
     HISTORY,
@@ -18,7 +18,7 @@ from fp8jax.recipe import (
     Recipe,
     as_recipe,
 )
-from fp8jax.scaling import (
+from fp8jax.numerics.scaling import (
     BLOCK128,
     MX32,
     NV16,

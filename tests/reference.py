@@ -11,8 +11,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from fp8jax.recipe import Cast
-from fp8jax.scaling import E8M0, Constant, Fp32, NvFp4, Pow2, Tile
+from fp8jax.numerics.recipe import Cast
+from fp8jax.numerics.scaling import E8M0, Constant, Fp32, NvFp4, Pow2, Tile
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

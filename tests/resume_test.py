@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8jax.metrics import read_jsonl
-from fp8jax.train import train_and_evaluate
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.training.loop import train_and_evaluate
 from tests.data_test import generated_text, write_generated_text
-from tests.sources_test import compressed, data_dir, dataset, json_lines, tfds  # noqa: F401
+from tests.sources_test import compressed, json_lines
 from tests.train_test import tiny
 
 

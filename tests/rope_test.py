@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.rope import ROPE_SCALINGS, Linear, Llama3, Yarn, rotate
+from fp8jax.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn, rotate
 from tests import hf_vectors
 
 H = 8

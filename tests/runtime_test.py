@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from fp8jax import runtime
+from fp8jax.device import hardware
 
 _FLAG = "--xla_gpu_enable_triton_gemm"
 
@@ -28,8 +28,8 @@ def test_the_flag_is_added_unless_named(monkeypatch, before, after):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if before is not None:
         monkeypatch.setenv("XLA_FLAGS", before)
-    runtime.set_xla_flags()
-    runtime.set_xla_flags()
+    hardware.set_xla_flags()
+    hardware.set_xla_flags()
     assert os.environ["XLA_FLAGS"] == after
 
 
@@ -38,9 +38,9 @@ def test_a_file_of_flags_is_read_but_not_edited(monkeypatch, tmp_path):
     path.write_text("--xla_dump_to=/x\n")
     monkeypatch.setenv("XLA_FLAGS", str(path))
     with pytest.warns(RuntimeWarning, match="names a file"):
-        runtime.set_xla_flags()
+        hardware.set_xla_flags()
     path.write_text(f"--xla_dump_to=/x\n{_FLAG}=true\n")
-    runtime.set_xla_flags()
+    hardware.set_xla_flags()
     assert os.environ["XLA_FLAGS"] == str(path)
 
 
@@ -58,8 +58,8 @@ def test_a_dry_run_takes_no_memory_of_a_gpu(monkeypatch, before, after):
         monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv("XLA_FLAGS", before)
-    runtime.allocate_nothing()
-    runtime.allocate_nothing()
+    hardware.allocate_nothing()
+    hardware.allocate_nothing()
     assert os.environ["XLA_FLAGS"] == after
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
@@ -69,16 +69,16 @@ def test_too_late_on_a_gpu_is_said(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.warns(RuntimeWarning, match="before fp8jax was imported"):
-        runtime.set_xla_flags()
-    runtime.set_xla_flags()  # the flag is named now: said once
+        hardware.set_xla_flags()
+    hardware.set_xla_flags()  # the flag is named now: said once
 
 
 def test_queries_on_the_cpu():
-    assert runtime.platform() == "cpu"
-    assert runtime.device_kind() == "cpu"
-    assert runtime.device() == runtime.Device("cpu", "cpu", None)
-    assert not runtime.device().fp8 and not runtime.device().block_scaled
-    assert runtime.peak_flops(runtime.device_kind()) is None
+    assert hardware.platform() == "cpu"
+    assert hardware.device_kind() == "cpu"
+    assert hardware.device() == hardware.Device("cpu", "cpu", None)
+    assert not hardware.device().fp8 and not hardware.device().block_scaled
+    assert hardware.peak_flops(hardware.device_kind()) is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_units_by_compute_capability(monkeypatch, capability, fp8, block_scaled)
     first = types.SimpleNamespace(compute_capability=capability, device_kind="some GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [first])
-    device = runtime.device()
+    device = hardware.device()
     assert (device.kind, device.fp8, device.block_scaled) == ("some GPU", fp8, block_scaled)
 
 
@@ -125,11 +125,11 @@ def test_units_by_compute_capability(monkeypatch, capability, fp8, block_scaled)
     ],
 )
 def test_peak_flops(kind, flops):
-    assert runtime.peak_flops(kind) == flops
+    assert hardware.peak_flops(kind) == flops
 
 
 # Prints the cache directory, hits, misses and the result's bits. fp8jax's own __init__ is not
-# under test here, so runtime.py is all that it needs.
+# under test here, so device/hardware.py is all that it needs.
 _CACHED = """
 import sys, jax, jax.numpy as jnp
 from fp8jax import runtime
@@ -186,30 +186,30 @@ def restored_cache_settings():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-    runtime.compilation_cache.reset_cache()
+    hardware.compilation_cache.reset_cache()
 
 
 def test_what_the_user_set_stays_and_an_argument_wins(
     monkeypatch, tmp_path, restored_cache_settings
 ):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "user"))
-    assert runtime.set_compilation_cache() == str(tmp_path / "user")
-    used = runtime.set_compilation_cache(str(tmp_path / "run"))
+    assert hardware.set_compilation_cache() == str(tmp_path / "user")
+    used = hardware.set_compilation_cache(str(tmp_path / "run"))
     assert used is not None and used.startswith(str(tmp_path / "run"))
     assert jax.config.jax_compilation_cache_dir == used
-    assert runtime.set_compilation_cache() == used
+    assert hardware.set_compilation_cache() == used
 
 
 def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_settings):
     jax.config.update("jax_enable_compilation_cache", False)
-    assert runtime.set_compilation_cache(str(tmp_path)) is None
+    assert hardware.set_compilation_cache(str(tmp_path)) is None
     assert not os.listdir(tmp_path)
 
 
 def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
-    assert not runtime.folds_scales()  # a CPU
-    assert runtime.compiler_options() == {"xla_allow_excess_precision": False}
-    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
-    assert runtime.folds_scales() and runtime.compiler_options() == {}
+    assert not hardware.folds_scales()  # a CPU
+    assert hardware.compiler_options() == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(hardware, "platform", lambda: "gpu")
+    assert hardware.folds_scales() and hardware.compiler_options() == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
-    assert not runtime.folds_scales()
+    assert not hardware.folds_scales()

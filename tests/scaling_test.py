@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax import scaling
-from fp8jax.formats import FORMATS
-from fp8jax.scaling import (
+from fp8jax.numerics import scaling
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.scaling import (
     BLOCK128,
     MX32,
     NV16,

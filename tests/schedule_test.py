@@ -18,15 +18,15 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base, fp4
-from fp8jax import plan, train
-from fp8jax.checkpoint import Checkpointer, Restored
-from fp8jax.data import train_batches
-from fp8jax.metrics import read_jsonl
-from fp8jax.policy import POLICIES, Policy, as_policy, as_schedule
-from fp8jax.recipe import RECIPES
-from fp8jax.run import build, to_devices
-from fp8jax.step import by_name, enter
-from fp8jax.train import train_and_evaluate
+from fp8jax.data.loader import train_batches
+from fp8jax.numerics.policy import POLICIES, Policy, as_policy, as_schedule
+from fp8jax.numerics.recipe import RECIPES
+from fp8jax.records.checkpoint import Checkpointer, Restored
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.training import dry_run, loop
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.run import build, to_devices
+from fp8jax.training.step import by_name, enter
 from tests.resume_test import numbers
 from tests.train_test import corpus, steps, tiny
 
@@ -116,9 +116,9 @@ def whole(data, tmp_path_factory):
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "build", noted_build)
-        patch.setattr(train, "to_devices", noted_to_devices)
-        patch.setattr(train, "enter", noted_enter)
+        patch.setattr(loop, "build", noted_build)
+        patch.setattr(loop, "to_devices", noted_to_devices)
+        patch.setattr(loop, "enter", noted_enter)
         train_and_evaluate(config, str(run.workdir))
     run.compilations = np.diff([*run.compilations, len(compiled)]).tolist()
     return run
@@ -191,7 +191,7 @@ def test_a_switch_copies_no_weights(whole):
 def test_resumed_on_either_side_and_at_the_switch_equals_never_stopped(
     step, switched, whole, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train, "build", one_device)
+    monkeypatch.setattr(loop, "build", one_device)
     workdir = tmp_path / "run"
     shutil.copytree(whole.workdir, workdir)
     for later in range(step + 1, 10):
@@ -243,7 +243,7 @@ def test_histories_that_both_policies_have_are_kept_and_new_ones_seeded(data, fi
             assert new[name].sharding == abstract.sharding
             assert new[name].dtype == abstract.dtype
     assert stage.seeds == any(not name.startswith(kept) for name in new)
-    assert plan.training_programs(stage) == (["seed_step", "step"] if stage.seeds else ["step"])
+    assert dry_run.training_programs(stage) == (["seed_step", "step"] if stage.seeds else ["step"])
 
 
 class Found(Checkpointer):
@@ -295,10 +295,10 @@ def test_a_checkpoint_hands_on_its_histories_to_the_policy_that_made_them(
     rows = corpus(*data)
     run = one_device(config)
     found = Found(step, before, rows.fingerprint)
-    restored, changes = train._resume(found, run, settings, rows)
+    restored, changes = loop._resume(found, run, settings, rows)
     assert ("fp8" in restored.arrays) == kept
     assert bool(changes) == (old != new)
-    begins, state, seeding = train._begin(run, restored)
+    begins, state, seeding = loop._begin(run, restored)
     assert begins is [run, *(later for _, later in run.later)][stage]
     assert jax.tree.structure(state) == jax.tree.structure(begins.state)
     assert seeding == (not kept and begins.policy == as_policy("fp8_delayed"))
@@ -387,10 +387,10 @@ def test_a_backend_that_cannot_run_a_later_stage_says_so_at_start(data, tmp_path
 def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     config = short(data, precision_schedule=SCHEDULE[:1])
     run = one_device(config)
-    made = plan.make_plan(run, config)
+    made = dry_run.make_plan(run, config)
     ((begin, delayed),) = run.later
-    programs, _ = plan._compile(delayed, config, ["seed_step", "step"])
-    size = max(map(plan.program_bytes, programs.values()))
+    programs, _ = dry_run._compile(delayed, config, ["seed_step", "step"])
+    size = max(map(dry_run.program_bytes, programs.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
     assert made.peak_bytes == max(size, made.total_bytes, made.initialise_bytes)
     assert made.backends == {"fp8_delayed": "emulated"}
@@ -398,12 +398,12 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     assert line in made.text().splitlines()
 
     names = ["step", "eval_step", "stage2_seed_step", "stage2_step", "stage2_eval_step"]
-    files = plan.dump_hlo(run, config, tmp_path)
+    files = dry_run.dump_hlo(run, config, tmp_path)
     assert [f.name for f in files] == [f"{n}.{k}.txt" for n in names for k in ("stablehlo", "hlo")]
     quantised = ["f8E4M3FN" in file.read_text() for file in files[::2]]
     assert quantised == [False, False, True, True, True]
 
-    header, *lines, _ = plan.parameter_table(run).splitlines()
+    header, *lines, _ = dry_run.parameter_table(run).splitlines()
     assert header.endswith("recipe  after step 3")
     kernel = next(line for line in lines if line.startswith("layers/mlp/up/kernel"))
     assert kernel.split()[-2:] == ["bf16", "fp8_delayed"]

@@ -10,9 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.model import Transformer, abstract_variables
-from fp8jax.model_config import ModelConfig
-from fp8jax.sharding import (
+from fp8jax.device.mesh import (
     AXES,
     MESHES,
     RULES,
@@ -24,6 +22,8 @@ from fp8jax.sharding import (
     spec,
     tree_shardings,
 )
+from fp8jax.model.config import ModelConfig
+from fp8jax.model.transformer import Transformer, abstract_variables
 
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=48, head_dim=8

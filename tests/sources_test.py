@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8jax import sources as sources_lib
-from fp8jax.sources import SOURCES, Source, Tally, parse_sources
+from fp8jax.data import sources as sources_lib
+from fp8jax.data.sources import SOURCES, Source, Tally, parse_sources
 
 TEXTS = ["the first document", "é and \u2028 in the second one", "a third, with\nlines\r\n"]
 

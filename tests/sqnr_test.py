@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.dot import dot_general, init_state
-from fp8jax.recipe import RECIPES, Cast, Recipe
-from fp8jax.scaling import E8M0, Constant, Fp32, NvFp4, Pow2
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.numerics.recipe import RECIPES, Cast, Recipe
+from fp8jax.numerics.scaling import E8M0, Constant, Fp32, NvFp4, Pow2
 from tests import reference
 
 # A layer of a Llama, scaled down: tokens, inputs, outputs; all tiles divide them.

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from fp8jax.stability import (
+from fp8jax.stability.bad_steps import (
     ACCEPTED,
     NON_FINITE,
     SPIKE,

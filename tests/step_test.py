@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.data import train_batches
-from fp8jax.model import abstract_variables
-from fp8jax.nn import HISTORIES
-from fp8jax.run import build, to_devices
-from fp8jax.step import accumulate as accumulate_step
-from fp8jax.step import loss_sum
+from fp8jax.data.loader import train_batches
+from fp8jax.linear.modules import HISTORIES
+from fp8jax.model.transformer import abstract_variables
+from fp8jax.training.run import build, to_devices
+from fp8jax.training.step import accumulate as accumulate_step
+from fp8jax.training.step import loss_sum
 from tests.train_test import corpus, steps, tiny
 
 

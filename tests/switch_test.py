@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.dot import dot_general, init_state
-from fp8jax.recipe import RECIPES
-from fp8jax.switch import switched_dot
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.linear.promotable import switched_dot
+from fp8jax.numerics.recipe import RECIPES
 
 MATMUL = (((2,), (0,)), ((), ()))
 PAIRS = [("fp4_naive", "fp8_current"), ("fp8_delayed", "bf16"), ("fp8_block", "fp8_current"),

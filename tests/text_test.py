@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import tokenizers
 
-from fp8jax.text import TOKENIZERS, ByteTokenizer, Tokenizer, load_bpe, tokenizer, train_bpe
+from fp8jax.data.tokenizers import (
+    TOKENIZERS,
+    ByteTokenizer,
+    Tokenizer,
+    load_bpe,
+    tokenizer,
+    train_bpe,
+)
 
 BYTES = tokenizer("bytes")
 

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax import runtime
-from fp8jax.attention import ATTENTIONS
-from fp8jax.checkpoint import Checkpointer
-from fp8jax.data import build_corpus, train_batches
-from fp8jax.lowering import find_gemms, format_table
-from fp8jax.metrics import read_jsonl
-from fp8jax.model_config import MODULES
-from fp8jax.policy import POLICIES
-from fp8jax.run import build, sample_text, to_devices
-from fp8jax.text import tokenizer
-from fp8jax.train import NonFiniteError, train_and_evaluate
+from fp8jax.analysis.gemms import find_gemms, format_table
+from fp8jax.data.loader import build_corpus, train_batches
+from fp8jax.data.tokenizers import tokenizer
+from fp8jax.device import hardware
+from fp8jax.model.attention import ATTENTIONS
+from fp8jax.model.config import MODULES
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.metrics import read_jsonl
+from fp8jax.training.loop import NonFiniteError, train_and_evaluate
+from fp8jax.training.run import build, sample_text, to_devices
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
@@ -90,7 +90,7 @@ def one_device_losses(precision, data, seed=0):
 
 def golden_key() -> str:
     """What float sums depend on: jaxlib, instruction set and core count."""
-    return f"jaxlib {jax.lib.__version__} {runtime._host_fingerprint()}"
+    return f"jaxlib {jax.lib.__version__} {hardware._host_fingerprint()}"
 
 
 @pytest.mark.parametrize("precision", TRAINED)

@@ -1,1 +1,1 @@
-"""Products and casts that leave plain XLA."""
+"""Kernels beyond plain XLA: Pallas for Hopper, the block-scaled product of Blackwell."""

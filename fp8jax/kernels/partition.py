@@ -38,11 +38,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.formats import Format
-from fp8jax.kernels import gemm, gemm_rows, quantize
-from fp8jax.kernels.mosaic import BLOCK
+from fp8jax.kernels import block_gemm, quantize, row_gemm
+from fp8jax.kernels.hopper import BLOCK
 from fp8jax.kernels.quantize import Codes
-from fp8jax.scaling import ScaleRule
+from fp8jax.numerics.formats import Format
+from fp8jax.numerics.scaling import ScaleRule
 
 Cut = dict[str, tuple[str, ...]]  # letter -> the mesh axes that cut it
 _TILES = {"m": BLOCK, "k": BLOCK}
@@ -196,7 +196,7 @@ def block_scaled_matmul(
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "M N"]:
     """`gemm.block_scaled_matmul`."""
-    kernel = functools.partial(_summed, gemm.block_scaled_matmul, out_dtype)
+    kernel = functools.partial(_summed, block_gemm.block_scaled_matmul, out_dtype)
     whole = {"k": BLOCK, "m": 8, "n": 64 if sb.shape[1] == b.shape[0] else BLOCK}
     return _on_mesh(kernel, (a, b, sa, sb), ("mk", "nk", "km", "kn"), ("mn",), whole, sources=2)
 
@@ -209,6 +209,6 @@ def row_scaled_matmul(
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "M N"]:
     """`gemm_rows.row_scaled_matmul`."""
-    kernel = functools.partial(_summed, gemm_rows.row_scaled_matmul, out_dtype)
+    kernel = functools.partial(_summed, row_gemm.row_scaled_matmul, out_dtype)
     whole = {"k": BLOCK, "m": 8, "n": 64}
     return _on_mesh(kernel, (a, b, sa, sb), ("mk", "nk", "m", "n"), ("mn",), whole, sources=2)

@@ -23,7 +23,8 @@ of float32, which is read to registers at once, gives its memory to all that com
     quantize_tiles     a scale for each 1 x 128 along the rows, and for each 128 x 1 along columns
     quantize_blocks    a scale for each 128 x 128
 
-Scales come from the same rules as everywhere (scaling.py), applied to registers. An amax is a
+Scales come from the same rules as everywhere (numerics/scaling.py), applied to registers. An amax
+is a
 maximum of bit patterns, as there: NaN above infinity above all else; and as there the scale of a
 tile whose amax is not finite is NaN. Rows and columns are whole tiles; `mosaic.pad_to_blocks`
 fills up others with zeros, which raise no amax.
@@ -40,9 +41,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.formats import Format
-from fp8jax.kernels.mosaic import BLOCK, launch, load, saturated, scoped, swizzled
-from fp8jax.scaling import E8M0, Fp32, Pow2, ScaleRule
+from fp8jax.kernels.hopper import BLOCK, launch, load, saturated, scoped, swizzled
+from fp8jax.numerics.formats import Format
+from fp8jax.numerics.scaling import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
 _INF_BITS = 0x7F800000

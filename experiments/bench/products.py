@@ -1,0 +1,400 @@
+"""Measured tables of products, quantisers and attention, each beside BF16, the device's measured
+limits, and what others make of the same where it is installed. experiments/bench/steps.py has the
+steps.
+
+    measure_gemm        products of quantised operands; linears, forward and backward
+    sweep_gemm          the block-scaled products under several tunings
+    measure_quantize    the kernels that quantise, in bytes a second
+    measure_attention   the attention core, forward and backward
+
+Each takes `timed`, a race with its settings (experiments/bench/timing.py), and gives a `Report`.
+Data are random:
+zeros draw less power, and the clock would be higher than in training. The limit of a row is the
+time of its FLOPs at the best rate of plain products of that precision on this device, or of its
+bytes at the rate of a device copy. The figures:
+
+    block_gemm_vs_cublas   speed of our 1x128 by 128x128 product over torch._scaled_mm's, geometric
+                           mean over the shapes
+    quantize_bandwidth     bytes a second of our quantisers over a copy's, geometric mean
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.linen import fp8_ops
+from jax import lax
+from jaxtyping import Array, Float
+
+from experiments.bench import torch_peers
+from experiments.bench.timing import Entrants, Program, Race, Report, Row, mean_ratio
+from fp8jax.device import hardware
+from fp8jax.kernels.block_gemm import TuningConfig, block_scaled_matmul
+from fp8jax.kernels.row_gemm import row_scaled_matmul
+from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, Producer, cast_produced
+from fp8jax.linear.backends import BACKENDS, Request
+from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.model.attention import dot_product_attention
+from fp8jax.numerics.formats import FORMATS, cast
+from fp8jax.numerics.policy import as_policy
+from fp8jax.numerics.recipe import RECIPES
+
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+NT = (((1,), (1,)), ((), ()))  # the contracted axis last in both
+
+
+def share_device() -> None:
+    """Has JAX leave memory to others in this process; call it before JAX starts. The user's own
+    setting stays."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def compiled(f: Callable[..., Any], *arrays: Any, items: int = 1) -> Callable[[], Program]:
+    """What compiles `f` for these arrays, and shows its temporaries."""
+
+    def prepare() -> Program:
+        program = jax.jit(f, compiler_options=hardware.compiler_options()).lower(*arrays).compile()
+        memory = program.memory_analysis()
+        size = None if memory is None else memory.temp_size_in_bytes
+        return Program(call=lambda: program(*arrays), items=items, bytes=size)
+
+    return prepare
+
+
+def normal(seed: int, shape: Sequence[int], dtype: Any = jnp.bfloat16) -> Float[Array, "..."]:
+    return jax.random.normal(jax.random.key(seed), tuple(shape), dtype)
+
+
+def policy_and_backend(policy: str) -> tuple[str, str | None]:
+    """(policy, backend) of POLICY or POLICY@BACKEND."""
+    name, _, backend = policy.partition("@")
+    return name, backend or None
+
+
+def sizes(text: str, names: str) -> list[int]:
+    """The numbers of such a shape as "256x128"; `names` says what they are, such as "MxK"."""
+    parts = text.split("x")
+    if len(parts) != len(names.split("x")) or not all(p.isdecimal() and int(p) for p in parts):
+        raise ValueError(f"shape {text!r}: expected {names}, positive whole numbers")
+    return [int(part) for part in parts]
+
+
+# The limits of the device -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """FLOP/s of plain products of bfloat16 and e4m3, and bytes/s of a copy, read and written."""
+
+    bf16: float
+    fp8: float
+    copy: float
+
+    def matrix(self, quantised: bool) -> float:
+        return self.fp8 if quantised else self.bf16
+
+    def note(self) -> str:
+        return (
+            f"Limits, measured in this process: BF16 {self.bf16 / 1e12:,.4g} and FP8 "
+            f"{self.fp8 / 1e12:,.4g} TFLOP/s, copy {self.copy / 1e9:,.4g} GB/s (read and written)."
+        )
+
+
+def _plain(a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"]:
+    return lax.dot_general(a, b, NT, preferred_element_type=jnp.bfloat16)
+
+
+def measure_limits(timed: Race, size: int = 8192) -> Limits:
+    """The best of two products with sides around `size`, and a copy of as many numbers."""
+    entrants: dict[str, Callable[[], Program]] = {}
+    work = {}
+    for m, k, n in ((size, size, size), (size, size // 2, 7 * size // 4)):
+        a, b = normal(0, (m, k)), normal(1, (n, k))
+        codes = cast(a, "e4m3"), cast(b, "e4m3")
+        for kind, operands in (("bf16", (a, b)), ("fp8", codes)):
+            entrants[f"{kind} {n}"] = compiled(_plain, *operands)
+            work[f"{kind} {n}"] = 2 * m * k * n
+    pages = [normal(seed, (2 * size, size)) for seed in range(2)]
+    entrants["copy"] = compiled(lambda *xs: [jnp.copy(x) for x in xs], *pages, items=2)
+    work["copy"] = 2 * pages[0].nbytes
+    found = timed(entrants)
+    best = {
+        kind: max((work[k] / t.seconds for k, t in found.items()
+                   if k.startswith(kind) and not t.reason), default=math.nan)
+        for kind in ("bf16", "fp8", "copy")
+    }  # fmt: skip
+    return Limits(**best)
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Array]]]:
+    """Of a linear under a policy: x [M, K], w [K, N], g [M, N] and histories -> y, dx, dw and the
+    new histories; and x, w, g -> histories of their amaxes."""
+    name, backend = policy_and_backend(policy)
+    recipe, key = as_policy(name).recipe("layers/mlp/up"), jax.random.key(0)
+
+    def products(x, w, g, state):
+        dot = functools.partial(
+            dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend
+        )
+        y, vjp = jax.vjp(lambda x, w, state: dot(x, w, state=state), x, w, state)
+        return y, *vjp(g)
+
+    def histories(x, w, g):
+        amaxes = {"x": x, "w": w, "g": g}
+        empty = init_state(recipe)
+        return {k: jnp.full_like(h, jnp.max(jnp.abs(amaxes[k]))) for k, h in empty.items()}
+
+    return products, histories
+
+
+def _linear(policy: str, x, w, g) -> Callable[[], Program]:
+    def prepare() -> Program:
+        products, histories = linear(policy)
+        return compiled(products, x, w, g, histories(x, w, g))()
+
+    return prepare
+
+
+def _flax_linear(operator: Any, x, w, g) -> Callable[[], Program]:
+    """The same by flax's module, whose scales are 1 at its first step: data of that size fit."""
+
+    def prepare() -> Program:
+        module = operator()
+        narrow = w.astype(x.dtype)
+        variables = jax.jit(lambda: module.init(jax.random.key(0), x, narrow, MATMUL))()
+
+        def products(x, w, g, variables):
+            dot = lambda x, w, v: module.apply(v, x, w.astype(x.dtype), MATMUL)  # noqa: E731
+            y, vjp = jax.vjp(dot, x, w, variables)
+            return y, *vjp(g)
+
+        return compiled(products, x, w, g, variables)()
+
+    return prepare
+
+
+def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool) -> Entrants:
+    x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
+    a, b, blocks = cast(x, "e4m3"), cast(w.T, "e4m3"), -(-k // 128)
+    scales = functools.partial(jax.random.uniform, jax.random.key(3), minval=0.5, maxval=2.0)
+    sa, of_blocks, of_rows = (scales((blocks, size)) for size in (m, -(-n // 128), n))
+    scale = scales(())
+    found = {
+        "JAX bf16": compiled(_plain, x, w.T.astype(x.dtype)),
+        "JAX f8, one scale": compiled(
+            lambda a, b, scale: _plain(a, b) * scale.astype(jnp.bfloat16), a, b, scale
+        ),
+        "ours 1x128 by 128x128": compiled(block_scaled_matmul, a, b, sa, of_blocks),
+        "ours rows by columns": compiled(row_scaled_matmul, a, b, scales((m,)), scales((n,))),
+        "ours 1x128 by 1x128, float32": compiled(
+            lambda a, b, sa, sb: block_scaled_matmul(a, b, sa, sb, jnp.float32), a, b, sa, of_rows
+        ),
+    }
+    if peers:
+        found |= torch_peers.gemms(m, k, n)
+    found |= {f"linear {policy}": _linear(policy, x, w, g) for policy in policies}
+    if peers:
+        for operator in (fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8DirectDotGeneralOp):
+            found[f"linear flax {operator.__name__}"] = _flax_linear(operator, x, w, g)
+    return found
+
+
+def measure_gemm(
+    shapes: Sequence[str], policies: Sequence[str], timed: Race, limits: Limits, *, peers: bool
+) -> Report:
+    """Products M x K x N, and linears (three products, quantisation included) under policies."""
+    for policy in policies:
+        as_policy(policy_and_backend(policy)[0])  # a wrong name costs no time
+    rows, pairs = [], []
+    for shape in shapes:
+        m, k, n = sizes(shape, "MxKxN")
+        found = timed(_gemm_entrants(m, k, n, policies, peers))
+        for name, timing in found.items():
+            of_linear = name.startswith("linear")
+            work = (6 if of_linear else 2) * m * k * n
+            base = "linear bf16" if of_linear else "JAX bf16"
+            limit = work / limits.matrix(name not in ("JAX bf16", "torch bf16", "linear bf16"))
+            rows.append(
+                Row(case=shape, name=name, timing=timing, work=work, limit=limit,
+                    baseline=found[base].seconds if base in found else math.nan)
+            )  # fmt: skip
+        if peers:
+            theirs = found["torch._scaled_mm 1x128 by 128x128"].seconds
+            pairs.append((theirs, found["ours 1x128 by 128x128"].seconds))
+    figures = {"block_gemm_vs_cublas": mean_ratio(pairs)}
+    return Report(
+        title="Products and linears", rate="TFLOP/s", rows=rows, figures=figures,
+        notes=[limits.note()],
+    )  # fmt: skip
+
+
+# What a sweep tries, by whether each row of b has its scale: warpgroups and columns of a tile.
+TUNINGS = {
+    by_row: [
+        TuningConfig(
+            warpgroups=warpgroups, tile_n=tile_n, along_n=band > 8, band=band, cluster=cluster,
+            copy_registers=24 if warpgroups == 3 else 40,
+        )
+        for warpgroups, tile_n in cuts
+        for band in (8, 16)
+        for cluster in (1, 2)
+    ]
+    for by_row, cuts in {False: ((3, 128), (2, 128), (2, 192)),
+                         True: ((2, 160), (2, 128), (3, 96))}.items()
+}  # fmt: skip
+
+
+def sweep_gemm(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
+    """The block-scaled products under each of `TUNINGS`."""
+    rows = []
+    for shape in shapes:
+        m, k, n = sizes(shape, "MxKxN")
+        a, b = cast(normal(0, (m, k)), "e4m3"), cast(normal(1, (n, k)), "e4m3")
+        entrants = {}
+        for by_row, tunings in TUNINGS.items():
+            out = jnp.float32 if by_row else jnp.bfloat16
+            columns = n if by_row else -(-n // 128)
+            sa, sb = (jax.random.uniform(jax.random.key(2), (-(-k // 128), size), minval=0.5)
+                      for size in (m, columns))  # fmt: skip
+            for t in tunings:
+                changed = ", ".join(
+                    f"{field.name}={getattr(t, field.name)}" for field in dataclasses.fields(t)
+                )
+                f = functools.partial(block_scaled_matmul, out_dtype=out, tuning=t)
+                kind = "1x128 by 1x128" if by_row else "1x128 by 128x128"
+                entrants[f"{kind}: {changed}"] = compiled(f, a, b, sa, sb)
+        for name, timing in timed(entrants).items():
+            work = 2 * m * k * n
+            rows.append(
+                Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.fp8)
+            )
+    return Report(
+        title="Block-scaled products, tuned", rate="TFLOP/s", rows=rows, figures={},
+        notes=[limits.note()],
+    )  # fmt: skip
+
+
+# Quantisers ---------------------------------------------------------------------------------------
+
+# What a step asks for: (recipe, cast, source's dtype, contracted axes of the wanted codes).
+QUANTISED = {
+    "one scale, both": ("fp8_delayed", "fwd_x", jnp.bfloat16, (-1, -2)),
+    "one scale, float32": ("fp8_delayed", "fwd_w", jnp.float32, (-1,)),
+    "one scale, float32, transposed": ("fp8_delayed", "fwd_w", jnp.float32, (-2,)),
+    "1x128, both": ("fp8_block", "fwd_x", jnp.bfloat16, (-1, -2)),
+    "128x128, float32": ("fp8_block", "fwd_w", jnp.float32, (-1,)),
+    "128x128, float32, transposed": ("fp8_block", "fwd_w", jnp.float32, (-2,)),
+}
+
+
+def _quantise(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], Program]:
+    """Codes with the contracted axis last, scales, and for a delayed scale the amax."""
+    recipe, operand, _, axes = QUANTISED[kind]
+    how = getattr(RECIPES[recipe], operand)
+
+    def one(x):
+        given = jnp.float32(5.0) if how.delayed else None
+        requests = tuple(Request(how, axis, given, None) for axis in axes)
+        coded, amax = BACKENDS[backend].quantize(x, requests)
+        if how.delayed and amax is None:
+            amax = jnp.max(jnp.abs(x))
+        return [(c.q.values if c.axis == -1 else c.q.values.T, c.q.scale) for c in coded], amax
+
+    return compiled(lambda *xs: [one(x) for x in xs], *arrays, items=len(arrays))
+
+
+def _produced(producer: Producer, *sources: Array) -> Callable[[], Program]:
+    """Codes of what linear/fused_mlp.py asks for, in one kernel."""
+    formats = (FORMATS["e5m2"], FORMATS["e5m2"], FORMATS["e4m3"])[-producer.results :]
+    axes = ((-1, -2), (-1, -2), (-2,)) if producer.results == 3 else ((-1,),)
+    scales = jnp.full(producer.results, 0.01)
+    return compiled(lambda *xs: cast_produced(producer, xs, scales, formats, axes), *sources)
+
+
+def _quantize_entrants(m: int, k: int) -> tuple[Entrants, dict[str, float]]:
+    """Contestants, and the bytes that each has to move."""
+    entrants: dict[str, Callable[[], Program]] = {}
+    work: dict[str, float] = {}
+    # Several arrays a call: one may take no longer than its dispatch.
+    arrays = {
+        t: [normal(seed, (m, k), t) for seed in range(3)] for t in (jnp.bfloat16, jnp.float32)
+    }
+    for kind, (recipe, operand, dtype, axes) in QUANTISED.items():
+        tile = getattr(RECIPES[recipe], operand).tile
+        area = math.prod(m * k if side is None else side for side in (tile.free, tile.contract))
+        scales = 4 * m * k / min(area, m * k)
+        for backend in ("pallas", "xla"):
+            name = f"{kind}: {backend}"
+            entrants[name] = _quantise(backend, kind, arrays[dtype][:2])
+            work[name] = arrays[dtype][0].nbytes + len(axes) * (m * k + scales)
+    for producer, codes in ((SWIGLU, 1), (SWIGLU_GRAD, 5)):
+        name = f"{producer.name}, one scale: pallas"
+        entrants[name] = _produced(producer, *arrays[jnp.bfloat16][: producer.sources])
+        work[name] = (2 * producer.sources + codes) * m * k
+    return entrants, work
+
+
+def measure_quantize(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
+    """Quantisers of M x K numbers: ours, and XLA's of the same, by bytes read and written."""
+    rows, pairs = [], []
+    for shape in shapes:
+        entrants, work = _quantize_entrants(*sizes(shape, "MxK"))
+        for name, timing in timed(entrants).items():
+            limit = work[name] / limits.copy
+            rows.append(Row(case=shape, name=name, timing=timing, work=work[name], limit=limit))
+            pairs += [(limit, timing.seconds)] if name.endswith("pallas") else []
+    figures = {"quantize_bandwidth": mean_ratio(pairs)}
+    return Report(
+        title="Quantisers", rate="GB/s", rows=rows, figures=figures, notes=[limits.note()]
+    )
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+def default_attention() -> str:
+    """The fastest core without a mask: cuDNN's where it runs."""
+    capability = hardware.compute_capability()
+    return "xla" if capability is None or capability < (8, 0) else "cudnn_causal"
+
+
+def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[], Program]:
+    """dq, dk and dv of one attention implementation, and its result."""
+    q, key, v, g = (normal(i, (b, length, heads, h)) for i, heads in enumerate((n, k, k, n)))
+    segments = jnp.ones((b, length), jnp.int32)
+
+    def both(q, key, v, g, segments):
+        f = functools.partial(dot_product_attention, segments_BT=segments, implementation=name)
+        y, vjp = jax.vjp(f, q, key, v)
+        return y, *vjp(g)
+
+    return compiled(both, q, key, v, g, segments)
+
+
+def measure_attention(
+    shapes: Sequence[str], names: Sequence[str], timed: Race, limits: Limits, *, peers: bool
+) -> Report:
+    """Forward and backward of B x L x query heads x key heads x head size. FLOPs are the model's:
+    three times the forward's, half of the square."""
+    rows = []
+    for shape in shapes:
+        b, length, n, k, h = sizes(shape, "BxLxNxKxH")
+        entrants = {name: attend(name, b, length, n, k, h) for name in names}
+        if peers:
+            entrants |= torch_peers.attention(b, length, n, k, h)
+        work = 6 * b * length * length * n * h
+        rows += [
+            Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.bf16)
+            for name, timing in timed(entrants).items()
+        ]
+    return Report(title="Attention", rate="TFLOP/s", rows=rows, figures={}, notes=[limits.note()])

@@ -1,0 +1,112 @@
+"""Measures the table of the size gate (analysis/size_gate.py): one linear in each kind of recipe,
+beside BF16.
+
+    measure_gains    the report: a race of all kinds at each shape
+    write            its times as a table like h200_gains.json, which belongs beside
+    analysis/size_gate.py
+
+All programs are compiled first, several at a time and from shapes alone, so that no compilation
+runs beside a measurement. Each shape then races on arrays of its own, which are gone before those
+of the next are made: the largest ones of all shapes would not fit together. A linear that takes
+less time than the dispatch of a program runs several times in one, as it does within a step.
+"""
+
+import concurrent.futures
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from experiments.bench.products import linear, normal, sizes
+from experiments.bench.timing import Program, Race, Report, Row, Timing, versions
+from fp8jax.analysis.size_gate import COLUMNS, KINDS, grid
+from fp8jax.device import hardware
+
+SHAPES = [f"{m}x{k}x{n}" for m, k, n in grid((1024, 4096, 16384), (1024, 2048, 4096, 8192))]
+
+
+CONTESTANTS = ("bf16", *KINDS.values())
+
+
+_THREADS = 8
+
+
+_LEAST_WORK = 3e11  # FLOPs of a program: half a millisecond in BF16 on an H200
+
+
+def _repeats(m: int, k: int, n: int) -> int:
+    return max(1, min(16, round(_LEAST_WORK / (6 * m * k * n))))
+
+
+def _compile(policy: str, m: int, k: int, n: int) -> Any:
+    """The compiled products of a linear under a policy, so many times one after the other."""
+    once, histories = linear(policy)
+
+    def products(*arrays):
+        # Without the barrier XLA would take out of the loop all that is the same each time.
+        again = lambda _, out: once(*lax.optimization_barrier((arrays, out))[0])  # noqa: E731
+        empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(once, *arrays))
+        return lax.fori_loop(0, _repeats(m, k, n), again, empty)
+
+    x, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (m, n)))
+    w = jax.ShapeDtypeStruct((k, n), jnp.float32)
+    state = jax.eval_shape(histories, x, w, g)
+    jitted = jax.jit(products, compiler_options=hardware.compiler_options())
+    return jitted.lower(x, w, g, state).compile()
+
+
+def _race(
+    m: int, k: int, n: int, programs: Mapping[str, concurrent.futures.Future], timed: Race
+) -> dict[str, Timing]:
+    """The timing of each policy's program, on arrays that end with the call."""
+    x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
+
+    def prepare(policy: str) -> Program:
+        program, state = programs[policy].result(), linear(policy)[1](x, w, g)
+        return Program(call=lambda: program(x, w, g, state), items=_repeats(m, k, n))
+
+    return timed({policy: functools.partial(prepare, policy) for policy in programs})
+
+
+def measure_gains(shapes: Sequence[str], timed: Race) -> Report:
+    """Linears M x K x N, forward and backward, quantised from bfloat16 x and g and float32 w."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        compiling = {
+            shape: {p: pool.submit(_compile, p, *sizes(shape, "MxKxN")) for p in CONTESTANTS}
+            for shape in shapes
+        }
+    rows = []
+    for shape, programs in compiling.items():
+        m, k, n = sizes(shape, "MxKxN")
+        found = _race(m, k, n, programs, timed)
+        rows += [
+            Row(case=shape, name=name, timing=timing, work=6 * m * k * n,
+                baseline=found["bf16"].seconds)
+            for name, timing in found.items()
+        ]  # fmt: skip
+    return Report(title="Linears by size", rate="TFLOP/s", rows=rows, figures={})
+
+
+def write(path: Path, report: Report, command: str) -> None:
+    """Writes the report's times to `path`, for `gate.parse`. A kind that did not run at every shape
+    is left out, since gaps cannot be interpolated; the report has the reasons."""
+    rows: list[str] = []
+    for kind, policy in KINDS.items():
+        of_kind = [row for row in report.rows if row.name == policy]
+        if all(row.baseline > 0 and row.timing.seconds > 0 for row in of_kind):  # NaN is not
+            rows += [
+                json.dumps([kind, *sizes(row.case, "MxKxN"),
+                            *(round(1e6 * t, 2) for t in (row.baseline, row.timing.seconds))])
+                for row in of_kind
+            ]  # fmt: skip
+    facts = {"device": hardware.device_kind(), "versions": versions(), "command": command}
+    lines = [
+        f" {json.dumps(k)}: {json.dumps(v)}" for k, v in (facts | {"columns": COLUMNS}).items()
+    ]
+    lines.append(' "rows": [\n  ' + ",\n  ".join(rows) + "\n ]")  # a line each, to be compared
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Studies of precision: `python -m experiments.study`."""

@@ -1,0 +1,1 @@
+"""Text in, batches out: sources, tokenizers, token files, packed rows, mixtures."""

@@ -1,0 +1,1 @@
+"""The machine: XLA flags, what the hardware can do, the device mesh."""

@@ -1,0 +1,165 @@
+"""A gated MLP as one differentiated product, where kernels make its widest arrays on the fly.
+
+    h = silu(x Wg) * (x Wu)        y = h Wd
+
+Of three separate products (dot.py), h and the gradients of both factors would be written in
+bfloat16, read again by their quantisers, and forgotten. Here they exist as codes only: the
+quantiser of h computes it from its factors, and the quantisers of the two gradients compute them
+from dh and the factors (kernels/swiglu_quantize.py). What is computed is the same: casts, products,
+histories and residuals are those of dot.py, with whose pieces this is written. Kept for the
+backward are both factors, in bfloat16, and the codes of x. Those of h, which the gradient of Wd
+needs, are made once more beside the gradients: from the same numbers with the same scale.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, Producer
+from fp8jax.linear.backends import Operand, choose_backend, fuses
+from fp8jax.linear.dot import (
+    OF_G,
+    OF_X,
+    OPERAND,
+    Context,
+    State,
+    context_of,
+    forward,
+    input_gradient,
+    next_state,
+    product_with,
+    quantized,
+    record,
+    requests_of,
+    sum_of,
+    to_float32,
+    weight_gradient,
+)
+from fp8jax.numerics.recipe import Recipe
+
+
+class _Residuals(NamedTuple):
+    x: Operand  # as wgrad reads it
+    factors: tuple[jax.Array, ...]  # gate and up, [M, F]
+    ws: tuple[jax.Array, ...]
+    states: tuple[State, ...]
+    recorded: tuple[State, ...]
+    keys: tuple[jax.Array | None, ...]
+
+
+def _produced(context: Context, producer: Producer, sources, wanted):
+    """(operands by name, amax) of each result, from (recipe, casts, histories, key) of each."""
+    requests = [requests_of(*each) for each in wanted]
+    assert context.backend.produce is not None  # what `can_fuse` is for
+    found = context.backend.produce(producer, sources, tuple(tuple(r.values()) for r in requests))
+    return [
+        (dict(zip(names, coded, strict=True)), amax)
+        for names, (coded, amax) in zip(requests, found, strict=True)
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(contexts: tuple[Context, Context], x, ws, states, keys) -> jax.Array:
+    """[M, K] x [K, F], [K, F], [F, N] -> [M, N]."""
+    return _run(contexts, x, ws, states, keys, {"fwd_x": -1})[0]
+
+
+def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[str, int]):
+    """y and what the backward needs, of the casts of x that are `wanted`."""
+    first, second = contexts
+    histories = tuple(map(to_float32, states))
+    factors, qx, recorded = forward(first, x, ws[:2], histories[:2], keys[:2], wanted)
+    ((qh, amax),) = _produced(
+        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, histories[2], keys[2])]
+    )
+    y, of_w = product_with(
+        second, qh["fwd_x"], ws[2], histories[2], keys[2], second.scopes[0], x.dtype
+    )
+    of_h = record(histories[2], "x", factors[0], amax)
+    return y, qx, factors, (*recorded, of_h | of_w)
+
+
+def _mlp_fwd(contexts, x, ws, states, keys):
+    y, qx, factors, recorded = _run(contexts, x, ws, states, keys, OF_X)
+    x = checkpoint_name(qx["wgrad_x"], OPERAND)
+    return y, _Residuals(x, factors, ws, states, recorded, keys)
+
+
+def _mlp_bwd(contexts, kept: _Residuals, dy):
+    (first, second), keys = contexts, kept.keys
+    histories = tuple(map(to_float32, kept.states))
+    dy = dy.astype(second.dtype)
+    qdy, amax_dy = quantized(second, dy, OF_G, histories[2], keys[2])
+    dh = input_gradient(second, second.scopes[0], kept.ws[2], kept.states[2], keys[2], qdy)
+    wanted = [(first.recipe, OF_G, histories[i], keys[i]) for i in range(2)]
+    wanted.append((second.recipe, {"wgrad_x": -2}, histories[2], keys[2]))  # h: the same codes
+    *of_factors, (qh, _) = _produced(first, SWIGLU_GRAD, (dh, *kept.factors), wanted)
+    dws = [weight_gradient(second, qh["wgrad_x"], second.scopes[0], kept.ws[2], qdy)]
+    amaxes = [amax for _, amax in of_factors] + [amax_dy]
+    dxs: list[jax.Array] = []
+    for i in (1, 0):
+        of_one = first.scopes[i], kept.ws[i]
+        qg = of_factors[i][0]
+        dxs.insert(0, input_gradient(first, *of_one, kept.states[i], keys[i], qg))
+        dws.insert(0, weight_gradient(first, kept.x, *of_one, qg))
+    states = tuple(
+        next_state(state, new | record(history, "g", dy, amax))
+        for state, new, history, amax in zip(
+            kept.states, kept.recorded, histories, amaxes, strict=True
+        )
+    )
+    return sum_of(dxs), tuple(dws), states, None
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+def can_fuse(factor: Recipe, product: Recipe, backend: str | None, dtype) -> bool:
+    """Whether `gated_mlp` runs here: on one device, in bfloat16, with kernels for both recipes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if dtype != jnp.bfloat16 or not (mesh.empty or mesh.size == 1):
+        return False
+    if not factor.same_x or not fuses(factor, product):
+        return False
+    return all(choose_backend(backend, recipe).produce is not None for recipe in (factor, product))
+
+
+def gated_mlp(
+    x: Float[Array, "*rows K"],
+    ws: Sequence[Float[Array, "..."]],
+    *,
+    recipes: tuple[Recipe, Recipe],
+    states: Sequence[State],
+    keys: Sequence[Shaped[Array, "..."] | None],
+    backend: str | None = None,
+    scopes: Sequence[str] = ("", "", ""),
+) -> Float[Array, "*rows N"]:
+    """y of the module's docstring; with delayed scaling, the cotangent of `states` is their next.
+
+    Args:
+      x: bfloat16.
+      ws: float32 kernels of gate [K, F], up [K, F] and down [F, N].
+      recipes: of gate and up, and of down; `can_fuse` says which.
+      states: histories of the three.
+      keys: for recipes that round stochastically; these kernels have none that do.
+      scopes: names of the three modules in the compiled program.
+
+    Raises ValueError where `can_fuse` is False.
+    """
+    if not can_fuse(*recipes, backend, x.dtype):
+        raise ValueError(f"no kernels for {recipes[0].name!r} and {recipes[1].name!r}, {x.dtype}")
+    contexts = [
+        context_of(
+            recipe, states[part], keys[part], x.dtype, backend=backend, whole=True,
+            scopes=scopes[part],
+        )
+        for recipe, part in zip(recipes, (slice(0, 2), slice(2, 3)), strict=True)
+    ]  # fmt: skip
+    rows_MK = x.reshape(-1, x.shape[-1])
+    y_MN = _mlp((contexts[0], contexts[1]), rows_MK, tuple(ws), tuple(states), tuple(keys))
+    return y_MN.reshape(*x.shape[:-1], -1)

@@ -1,0 +1,1 @@
+"""Number formats, scales, recipes and policies. Pure arithmetic and data."""

@@ -1,0 +1,1 @@
+"""What is done about bad steps and growing gradients."""

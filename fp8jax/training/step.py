@@ -1,0 +1,262 @@
+"""One training step and one validation step, as pure functions.
+
+    for each microbatch: loss, gradients, new amax histories     (a scan; histories by maximum)
+    clip, AdamW, weight decay                                    (parameters only)
+    the gate: of a step that is not finite, or a spike if they are watched for, nothing is kept
+
+They know nothing of files, names or devices: loop.py compiles them and calls them in a loop.
+`enter` is what happens to the state between two steps where the policy changes.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float
+
+from fp8jax.device.mesh import constrain
+from fp8jax.linear.modules import HISTORIES
+from fp8jax.model.transformer import AMAXES, HIDDEN, Transformer
+from fp8jax.numerics.policy import as_policy
+from fp8jax.numerics.scaling import merge_history
+from fp8jax.stability.bad_steps import ACCEPTED, SpikeDetector, gate, is_finite, judge
+from fp8jax.stability.gnmr import Gnmr, observe
+
+Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a run carries from step to step, or abstract arrays in their places.
+
+    Attributes:
+      step: int32 [], finished steps that were not rejected.
+      params: float32 master weights.
+      histories: float32 amax histories, {} if the policy delays nothing.
+      opt_state: the optimizer's.
+      key: the run's PRNG key; never changes, steps fold their number into it.
+      seen: what the spike detector remembers, {} without one.
+      gnmr: what GNMR remembers, {} without it.
+    """
+
+    step: Any
+    params: Any
+    histories: Any
+    opt_state: Any
+    key: Any
+    seen: Any = dataclasses.field(default_factory=dict)
+    gnmr: Any = dataclasses.field(default_factory=dict)
+
+
+def as_variables(params: Any, histories: Any) -> dict[str, Any]:
+    """What `Transformer.apply` takes."""
+    return {"params": params} | ({HISTORIES: histories} if histories else {})
+
+
+def loss_sum(
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
+    promoted: Array | None = None,
+) -> Float[Array, ""]:  # fmt: skip
+    """Sum of the weighted tokens' negative log-likelihoods, nats."""
+    return _nats(_apply(model, params, histories, batch, key, promoted), batch)
+
+
+def _apply(model: Transformer, params: Any, histories: Any, batch: Batch, *rest: Any, **how: Any):
+    inputs = batch["tokens"], batch["segments"], batch["positions"]
+    return model.apply(as_variables(params, histories), *inputs, *rest, **how)
+
+
+def _nats(logits_BLV: Array, batch: Batch) -> Float[Array, ""]:
+    nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
+    return jnp.sum(nll_BL * batch["weights"])
+
+
+def _promoted(model: Transformer, state: TrainState) -> Array | None:
+    """Which layers run in high precision, where that may happen."""
+    return None if model.high is None else state.gnmr["promoted"]
+
+
+def accumulate(
+    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
+) -> tuple[Float[Array, ""], Any, Any]:
+    """Mean loss, its gradients and the new histories, over `grad_accum` microbatches.
+
+    Microbatch j holds the rows j, j + grad_accum, …, so that a batch sharded over devices need not
+    move. The loss is divided by the weights of the whole batch: gradients simply add up.
+    Histories combine by maximum.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+
+    def microbatch_loss(params, histories, micro, index):
+        key = None
+        if as_policy(model.policy).stochastic:
+            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
+        return loss_sum(model, params, histories, micro, key, _promoted(model, state)) / total
+
+    grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+    if grad_accum == 1:
+        loss, (grads, histories) = grad(state.params, state.histories, batch, 0)
+        return loss, grads, histories
+
+    def split(x):
+        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "batch", "length")
+
+    def body(carry, scanned):
+        loss, grads, histories = carry
+        micro_loss, (micro_grads, micro_histories) = grad(state.params, state.histories, *scanned)
+        grads = jax.tree.map(jnp.add, grads, micro_grads)
+        histories = jax.tree.map(jnp.maximum, histories, micro_histories)
+        return (loss + micro_loss, grads, histories), None
+
+    start = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(jnp.zeros_like, state.params),
+        jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), state.histories),
+    )
+    scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
+    return lax.scan(body, start, scanned)[0]
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    grad_accum: int,
+    detector: SpikeDetector | None = None,
+    gnmr: Gnmr | None = None,
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
+    a detector also its verdict (stability/bad_steps.py), with GNMR which layers were promoted."""
+    loss, grads, histories = accumulate(model, state, batch, grad_accum)
+    grads = injected(grads, batch)
+    grad_norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    new = TrainState(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        histories=jax.tree.map(merge_history, state.histories, histories),
+        opt_state=opt_state,
+        key=state.key,
+        seen=state.seen,
+        gnmr=state.gnmr
+        if gnmr is None
+        else observe(gnmr, state.gnmr, layer_norms(grads), state.key),
+    )
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
+    if gnmr is not None:
+        metrics["promoted"] = state.gnmr["promoted"]
+    if detector is None:
+        return gate(is_finite(loss, grad_norm), new, state), metrics
+    verdict, seen = judge(detector, state.seen, loss, grad_norm)
+    new = dataclasses.replace(gate(verdict == ACCEPTED, new, state), seen=seen)
+    return new, metrics | {"verdict": verdict}
+
+
+def layer_norms(grads: Any) -> Float[Array, " layers"]:
+    """The norm of each layer's gradients."""
+    squares = [
+        jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))
+        for g in jax.tree.leaves(grads["layers"])
+    ]
+    return jnp.sqrt(sum(squares))
+
+
+def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[TrainState, dict]:
+    """`train_step` of a model without histories and promotions: the state's stay as they are."""
+    new, metrics = train_step(dataclasses.replace(state, histories={}), batch, **settings)
+    return dataclasses.replace(new, histories=state.histories), metrics
+
+
+def eval_step(
+    state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
+) -> dict[str, Array]:
+    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for; and
+    hidden [layers], the largest magnitude of what each layer's mlp/down takes."""
+    size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
+    key = state.key if as_policy(model.policy).stochastic else None
+    logits_BLV, watched = _apply(
+        model, state.params, state.histories, batch, key, _promoted(model, state), mutable=[AMAXES]
+    )
+    (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
+    return {
+        "nats": _nats(logits_BLV, batch), "tokens": jnp.sum(batch["weights"]),
+        "bytes": jnp.sum(size), "hidden": hidden,
+    }  # fmt: skip
+
+
+# A fault on purpose -------------------------------------------------------------------------------
+
+INJECTED = "injected"  # entry of a batch with a fault: [B, L], the layer counted from 1, else zeros
+
+
+def injected(grads: Any, batch: Batch) -> Any:
+    """The gradients; with a fault in the batch, infinite ones of that layer's mlp/down."""
+    if INJECTED not in batch:
+        return grads
+    layer = jnp.max(batch[INJECTED]).astype(jnp.int32)
+
+    def leaf(path, g):
+        if jax.tree_util.keystr(path, simple=True, separator="/") != "layers/mlp/down/kernel":
+            return g
+        hit = jnp.arange(g.shape[0]).reshape(-1, *[1] * (g.ndim - 1)) == layer - 1
+        return jnp.where(hit, jnp.inf, g)
+
+    return jax.tree_util.tree_map_with_path(leaf, grads)
+
+
+# Another policy -----------------------------------------------------------------------------------
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as "layers/mlp/up/x_amax_history"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def kept_histories(
+    before: Transformer, old: TrainState, after: Transformer, new: TrainState
+) -> frozenset[str]:
+    """Names of the histories that a change from one policy to another keeps, from the models and
+    their abstract states: those that both have of a module and operand, in the same shape.
+
+    One leaf holds all layers of a module. Where some of them were in high precision before and are
+    not now, what it holds of them says nothing, and it begins anew.
+    """
+    shapes = {name: leaf.shape for name, leaf in by_name(old.histories).items()}
+    grown = not _quantised_layers(after) <= _quantised_layers(before)
+    return frozenset(
+        name
+        for name, leaf in by_name(new.histories).items()
+        if name in shapes and shapes[name] == leaf.shape
+        if not (grown and name.startswith("layers/"))
+    )
+
+
+def _quantised_layers(model: Transformer) -> set[int]:
+    first, last = as_policy(model.policy).exempt(model.config.n_layers)
+    return set(range(first, model.config.n_layers - last))
+
+
+def enter(state: TrainState, abstract: TrainState, kept: frozenset[str]) -> TrainState:
+    """`state` with the histories of `abstract`: those named in `kept` are the same arrays, the
+    others zeros. All else is the same arrays too; nothing is copied or compiled."""
+    old = by_name(state.histories)
+
+    def history(name: str, leaf: Any) -> Array:
+        if name in kept:
+            return old[name]
+        zeros = np.zeros(leaf.shape, leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
+
+    leaves = [history(name, leaf) for name, leaf in by_name(abstract.histories).items()]
+    histories = jax.tree.unflatten(jax.tree.structure(abstract.histories), leaves)
+    return dataclasses.replace(state, histories=histories)
