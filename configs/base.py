@@ -14,9 +14,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.size_gate = False  # leave linears in BF16 where an H200's table says that FP8 is slower
     config.require_fp8_gemms = False  # stop before the first step if one of them is not FP8
     config.attention = placeholder(str)  # a key of fp8jax.attention.ATTENTIONS; None takes xla
-    config.attention_beta = placeholder(float)  # of attention=stabilised(_bf16); None: its own
+    config.attention_beta = placeholder(float)  # of attention=stabilized(_bf16); None: its own
     config.attention_tie_tolerance = placeholder(float)  # of the same; None for its own
-    config.remat = "none"  # what layers recompute in the backward: none, quantised, dots or full
+    config.remat = "none"  # what layers recompute in the backward: none, quantized, dots or full
 
     # Model
     config.model = "llama_tiny"  # a key of fp8jax.MODELS; single fields in model_overrides
@@ -32,7 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.norm_eps = placeholder(float)  # of the norms
     config.model_overrides.mlp = placeholder(str)  # swiglu, smooth_swiglu, gelu or gelu_tanh
     config.model_overrides.biases = placeholder(str)  # none, qkv or all
-    config.model_overrides.qk_norm = placeholder(bool)  # queries and keys normalised
+    config.model_overrides.qk_norm = placeholder(bool)  # queries and keys normalized
     config.model_overrides.tie_embeddings = placeholder(bool)  # the head is the embedding
     config.model_overrides.learned_positions = placeholder(int)  # size of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
@@ -52,10 +52,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.seq_len = 256  # tokens a row
     config.valid_fraction = 0.05  # share of the documents held out, chosen by their hash
     config.data_timeout = 600.0  # seconds that a batch may take; then the run saves and stops
-    config.cache_dir = "~/.cache/fp8jax/data"  # where tokenised text is kept
+    config.cache_dir = "~/.cache/fp8jax/data"  # where tokenized text is kept
 
     # Run
-    config.seed = 0  # of initialisation and data order
+    config.seed = 0  # of initialization and data order
     config.num_steps = 300  # optimizer steps
     config.batch_size = 16  # rows a step, over all devices and microbatches
     config.grad_accum = 1  # microbatches a step

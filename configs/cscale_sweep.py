@@ -7,7 +7,7 @@ sweep, for two widths of this model, in training and in inference, takes some mi
 
     python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
 
-Head and embedding are tied, so that little can be learnt but through the linears. A step has 2048
+Head and embedding are tied, so that little can be learned but through the linears. A step has 2048
 tokens: the gradients of a mean loss shrink with their number, and the bias they need moves with it.
 """
 

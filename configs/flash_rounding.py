@@ -27,7 +27,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     config = base.get_config()
-    config.attention = "stabilised"
+    config.attention = "stabilized"
     config.model_overrides.biases = "none"
     config.weight_decay = 0.0
     config.final_fraction = 0.01
@@ -39,7 +39,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.valid_batches = 8
         return config
     config.model = size
-    config.attention = "stabilised_bf16"
+    config.attention = "stabilized_bf16"
     config.seq_len = 1024
     config.batch_size = 512
     config.grad_accum = 4

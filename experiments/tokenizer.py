@@ -11,7 +11,9 @@ import sys
 
 from absl import app, flags
 
-from fp8jax.data import token_cache, tokenizers
+from fp8jax.data import tokenizers
+from fp8jax.data.bpe import train_bpe
+from fp8jax.data.documents import training_documents
 
 _DATA = flags.DEFINE_string(
     "data", None, "The text, as a config's key data says it.", required=True
@@ -32,12 +34,12 @@ def _run() -> None:
     if os.path.exists(output):
         raise ValueError(f"--output={output} exists and is not overwritten")
     os.makedirs(os.path.dirname(output) or ".", exist_ok=True)  # before the work, not after it
-    documents = token_cache.training_documents(_DATA.value, _VALID_FRACTION.value)
-    learnt = tokenizers.train_bpe(documents, _VOCAB_SIZE.value)
+    documents = training_documents(_DATA.value, _VALID_FRACTION.value)
+    learned = train_bpe(documents, _VOCAB_SIZE.value)
     with open(output, "x", encoding="utf-8") as file:
-        file.write(learnt.to_str(pretty=True))
+        file.write(learned.to_str(pretty=True))
     made = tokenizers.tokenizer(f"bpe:{output}")
-    documents = token_cache.training_documents(_DATA.value, _VALID_FRACTION.value)
+    documents = training_documents(_DATA.value, _VALID_FRACTION.value)
     ids = [made.encode(document) for document in itertools.islice(documents, _SAMPLE)]
     num_tokens = max(1, sum(map(len, ids)))
     num_bytes = sum(int(made.token_bytes[document].sum()) for document in ids)

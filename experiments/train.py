@@ -12,11 +12,12 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
-from fp8jax.device import hardware
-from fp8jax.training import dry_run
-from fp8jax.training.faults import Faults
-from fp8jax.training.loop import StoppedError
-from fp8jax.training.run import build
+from fp8jax.device import xla
+from fp8jax.stability.faults import Faults
+from fp8jax.training import dry_run, parameter_table, programs
+from fp8jax.training.build import build
+from fp8jax.training.profile import parse_profile
+from fp8jax.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")
@@ -40,14 +41,14 @@ flags.mark_flag_as_required("config")
 
 def _inspect(config: ConfigDict, workdir: str) -> None:
     """Everything the flags ask for that needs no training."""
-    hardware.set_compilation_cache()  # what is compiled here is not compiled again by the run
+    xla.set_compilation_cache()  # what is compiled here is not compiled again by the run
     run = build(config)
     if _DRY_RUN.value:
         print(config)
     if _SHOW_PARAMS.value:
-        print(dry_run.parameter_table(run), end="\n\n")
+        print(parameter_table.parameter_table(run), end="\n\n")
     if _DUMP_HLO.value:
-        for path in dry_run.dump_hlo(run, config, os.path.join(workdir, "hlo")):
+        for path in programs.dump_hlo(run, config, os.path.join(workdir, "hlo")):
             logging.info("wrote %s", path)
     if _DRY_RUN.value:
         print(dry_run.make_plan(run, config).text())
@@ -56,7 +57,7 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
 
 
 def _run() -> None:
-    profile = None if _PROFILE.value is None else dry_run.parse_profile(_PROFILE.value)
+    profile = None if _PROFILE.value is None else parse_profile(_PROFILE.value)
     faults = Faults.parse(_INJECT.value)
     workdir = _WORKDIR.value or ""
     if not workdir and not (_DRY_RUN.value and not _DUMP_HLO.value):
@@ -68,7 +69,7 @@ def _run() -> None:
     if not _DRY_RUN.value:
         logging.info("config:\n%s", _CONFIG.value)
     elif not _DUMP_HLO.value:  # whose programs are those that a run would have
-        hardware.allocate_nothing()
+        xla.allocate_nothing()
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:

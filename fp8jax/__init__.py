@@ -1,35 +1,33 @@
 """fp8jax: training and running transformers in FP8 and FP4, in JAX and Flax.
 
-`import fp8jax` adds the one XLA flag that FP8 needs (device/hardware.py); nothing else happens.
+`import fp8jax` gives the library: formats, quantize, recipes, dot_general, linen modules. It sets
+the one XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with all that they
+need (Orbax, Grain, TensorBoard), are imported when they are first used.
 """
 
-from fp8jax.device import hardware
+from fp8jax import nn
+from fp8jax.device import xla
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general, einsum
+from fp8jax.numerics.formats import FORMATS, cast
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.quantization import Quantized, dequantize, quantize
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.scales import Constant, Pow2
+from fp8jax.numerics.schedule import PrecisionSchedule
+from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
 
-hardware.set_xla_flags()
+xla.set_xla_flags()
 
-from fp8jax import nn  # noqa: E402
-from fp8jax.linear.dot import dot_general, einsum, init_state  # noqa: E402
-from fp8jax.model.config import MODELS, ModelConfig  # noqa: E402
-from fp8jax.model.transformer import Transformer  # noqa: E402
-from fp8jax.numerics.formats import FORMATS, cast  # noqa: E402
-from fp8jax.numerics.policy import POLICIES, Policy, PrecisionSchedule  # noqa: E402
-from fp8jax.numerics.recipe import RECIPES, Cast, Recipe  # noqa: E402
-from fp8jax.numerics.scaling import (  # noqa: E402
-    BLOCK128,
-    MX32,
-    NV16,
-    ROW,
-    TENSOR,
-    TILE128,
-    Constant,
-    NV16x16,
-    Pow2,
-    Quantized,
-    Tile,
-    dequantize,
-    quantize,
-)
-from fp8jax.training.loop import train_and_evaluate  # noqa: E402
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+if TYPE_CHECKING:
+    from fp8jax.model.config import ModelConfig
+    from fp8jax.model.models import MODELS
+    from fp8jax.model.transformer import Transformer
+    from fp8jax.training.loop import train_and_evaluate
 
 __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
@@ -37,3 +35,21 @@ __all__ = [
     "TENSOR", "TILE128", "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum",
     "init_state", "nn", "quantize", "train_and_evaluate",
 ]  # fmt: skip
+
+_ON_FIRST_USE = {
+    "MODELS": "fp8jax.model.models",
+    "ModelConfig": "fp8jax.model.config",
+    "Transformer": "fp8jax.model.transformer",
+    "train_and_evaluate": "fp8jax.training.loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,14 +1,7 @@
 """The linen face: modules and tools for models of your own."""
 
-from fp8jax.linear.modules import (
-    HISTORIES,
-    Dense,
-    Einsum,
-    Fp8DotGeneral,
-    max_combining,
-    to_max_combining,
-    together,
-)
+from fp8jax.linear.amax_history import HISTORIES, max_combining, to_max_combining
+from fp8jax.linear.modules import Dense, Einsum, Fp8DotGeneral, together
 
 __all__ = [
     "HISTORIES", "Dense", "Einsum", "Fp8DotGeneral", "max_combining", "to_max_combining",

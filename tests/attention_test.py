@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.device import hardware
-from fp8jax.model import attention
+from fp8jax.device import hardware, xla
+from fp8jax.model import blockwise_attention
 from fp8jax.model.attention import (
     ATTENTIONS,
     Implementation,
-    RowMax,
     choose_attention,
     dot_product_attention,
     reference,
 )
-from fp8jax.training.run import build
+from fp8jax.model.blockwise_attention import RowMax
+from fp8jax.training.build import build
 
 B, T, N, H = 2, 12, 4, 8
 # Documents of unlike lengths, a row of one document, and padding (0) at the end of the first.
@@ -31,8 +31,8 @@ SEGMENTS = np.array([[1] * 3 + [2] * 6 + [0] * 3, [1] * 12], np.int32)
 
 # With 5 keys in a block the reference has three blocks of which the last is not full, and some
 # queries see nothing of the first.
-ON_A_CPU = ["xla", "reference", "reference/5", "stabilised/5"]
-ROUNDED = ["reference_bf16/5", "stabilised_bf16/5"]  # in float32 these are the two without _bf16
+ON_A_CPU = ["xla", "reference", "reference/5", "stabilized/5"]
+ROUNDED = ["reference_bf16/5", "stabilized_bf16/5"]  # in float32 these are the two without _bf16
 ANYWHERE = [*ON_A_CPU, *ROUNDED, pytest.param("cudnn", marks=pytest.mark.gpu)]
 on_a_cpu = pytest.mark.parametrize("name", ON_A_CPU, indirect=True)
 anywhere = pytest.mark.parametrize("name", ANYWHERE, indirect=True)
@@ -43,7 +43,7 @@ def name(request, monkeypatch):
     """An implementation; after a slash, how many keys a block of the reference has."""
     name, _, size = request.param.partition("/")
     if size:
-        monkeypatch.setattr(attention, "BLOCK", int(size))
+        monkeypatch.setattr(blockwise_attention, "BLOCK", int(size))
     return name
 
 
@@ -92,7 +92,7 @@ def largest_score(kv_heads: int) -> float:
 
 
 def beta_of(name: str) -> float:
-    return RowMax().beta if name.startswith("stabilised") else 1.0
+    return RowMax().beta if name.startswith("stabilized") else 1.0
 
 
 def float32_units(kv_heads: int, larger: float = 1, beta: float = 1.0) -> float:
@@ -101,7 +101,7 @@ def float32_units(kv_heads: int, larger: float = 1, beta: float = 1.0) -> float:
     A score is a sum of H products, off by H + 1 roundings of its magnitude S at most; its
     exponential is off by as much, relatively, and by 2 more (exp, subtraction of the maximum).
     Numerator and denominator, each a sum of T such terms: 2 * ((H + 1) * S + 2 * S + T + 4).
-    The blockwise sums round twice more for each block: within the T. A stabilised row subtracts
+    The blockwise sums round twice more for each block: within the T. A stabilized row subtracts
     beta * S at most instead of S."""
     return 2 * ((H + 2 + beta) * larger * largest_score(kv_heads) + T + 4)
 
@@ -264,7 +264,7 @@ def test_the_reference_in_float64_has_the_gradients_of_the_plain_formula(
 ):
     """Blocks of one key, of a divisor of the length and not, of all keys and more. The bound of
     float32 has fewer than 1500 units, of 2^-53 here: 2e-13 of the sums of magnitudes."""
-    monkeypatch.setattr(attention, "BLOCK", block)
+    monkeypatch.setattr(blockwise_attention, "BLOCK", block)
     assert 2 * float32_units(kv_heads) + 2 * (H + T) + T * N < 1500
     args = [np.asarray(a, np.float64) for a in (*inputs(kv_heads), cotangent())]
     with jax.enable_x64(True):
@@ -324,7 +324,7 @@ def lean(implementation: str | Implementation, inputs: list[jax.Array]) -> list[
     share their values: a head counts as one observation."""
     q, k, v, dy = inputs
     attend = functools.partial(dot_product_attention, implementation=implementation)
-    compiled = jax.jit(attend, compiler_options=hardware.compiler_options())  # as in training
+    compiled = jax.jit(attend, compiler_options=xla.compiler_options())  # as in training
     y = np.asarray(compiled(q, k, v, jnp.ones((HEADS, LENGTH), jnp.int32)), np.float64)
     q, k, v, dy = (np.asarray(a, np.float64)[:, :, 0] for a in inputs)
     s = np.einsum("bth,bsh->bts", q, k) / np.sqrt(SIZE)
@@ -342,10 +342,10 @@ ALIKE, LARGER = (1, 2), (2, 4)  # the other keys' values, next to the maxima's
 @pytest.mark.parametrize(
     ("without", "fixed", "others", "biased"),
     [
-        ("reference_bf16", "stabilised_bf16", ALIKE, True),
-        ("reference_bf16", "stabilised_bf16", LARGER, True),
-        ("reference", "stabilised", ALIKE, False),
-        ("reference", "stabilised", LARGER, True),
+        ("reference_bf16", "stabilized_bf16", ALIKE, True),
+        ("reference_bf16", "stabilized_bf16", LARGER, True),
+        ("reference", "stabilized", ALIKE, False),
+        ("reference", "stabilized", LARGER, True),
     ],
 )
 def test_shared_row_maxima_bias_the_output_and_the_fix_removes_it(without, fixed, others, biased):
@@ -409,7 +409,7 @@ def test_any_row_max_is_the_same_softmax_in_float64(monkeypatch, beta, larger):
     """Forward and gradients. All keys share the maximum of so large a tolerance; scores 32 times
     as large are beyond the limit. Bounds as for float32, in units of 2^-53, and below 1e-12 of the
     sums of magnitudes where the scores are not enlarged."""
-    monkeypatch.setattr(attention, "BLOCK", 5)
+    monkeypatch.setattr(blockwise_attention, "BLOCK", 5)
     units = 2 * float32_units(2, larger, beta) + 2 * (H + T) + T * N
     assert units * 2.0**-53 < 1e-12 * larger
     q, k, v = inputs(2)
@@ -451,7 +451,7 @@ def test_rows_that_share_one_score_are_means_however_large_it_is(dtype, score):
     segments = np.stack([np.zeros(T, np.int32), SEGMENTS[0]])
     fixed = reference(RowMax(), rounded=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK", 5)
+        patch.setattr(blockwise_attention, "BLOCK", 5)
         y, *gradients = gradients_of(fixed)(q, k, v, segments, jnp.ones_like(q))
     zeros = np.zeros_like(q, np.float64)
     expected = in_numpy(zeros, np.zeros_like(k, np.float64), v, segments)
@@ -571,7 +571,7 @@ def test_implementations_are_objects_that_compare_by_value():
     one, other = reference(RowMax(beta=3.0)), reference(RowMax(beta=3.0))
     assert one is not other and one == other and hash(one) == hash(other)
     assert (
-        reference() == ATTENTIONS["reference"] and reference(RowMax()) == ATTENTIONS["stabilised"]
+        reference() == ATTENTIONS["reference"] and reference(RowMax()) == ATTENTIONS["stabilized"]
     )
     different = {one, *ATTENTIONS.values(), reference(RowMax(tolerance=0.0))}
     assert len(different) == 2 + len(ATTENTIONS)
@@ -584,10 +584,10 @@ def test_implementations_are_objects_that_compare_by_value():
         segments = jnp.asarray(SEGMENTS)
         return dot_product_attention(q, k, v, segments, implementation=implementation)
 
-    named = attend(q, "stabilised")
+    named = attend(q, "stabilized")
     np.testing.assert_array_equal(attend(q, reference(RowMax())), named)
     np.testing.assert_array_equal(attend(q, reference(RowMax())), named)
-    assert traces == ["stabilised", ATTENTIONS["stabilised"]]
+    assert traces == ["stabilized", ATTENTIONS["stabilized"]]
     assert choose_attention(one, queries()) is one
     never = dataclasses.replace(one, refuses=lambda q: "it never runs")
     with pytest.raises(NotImplementedError, match="cannot run here: it never runs"):
@@ -603,12 +603,12 @@ def run_config(**changes):
 
 
 def test_a_config_names_the_implementation_and_changes_its_row_max():
-    for name, rounded in (("stabilised", False), ("stabilised_bf16", True)):
+    for name, rounded in (("stabilized", False), ("stabilized_bf16", True)):
         assert run_config(attention=name).model.attention == ATTENTIONS[name]
         changed = run_config(attention=name, attention_beta=7.0, attention_tie_tolerance=0.0)
         fix = RowMax(beta=7.0, tolerance=0.0)
         assert changed.model.attention == reference(fix, rounded=rounded)
-    tolerance = run_config(attention="stabilised", attention_tie_tolerance=1.0)
+    tolerance = run_config(attention="stabilized", attention_tie_tolerance=1.0)
     assert tolerance.model.attention == reference(RowMax(tolerance=1.0))
 
 
@@ -616,9 +616,9 @@ def test_a_config_names_the_implementation_and_changes_its_row_max():
     ("changes", "message"),
     [
         (dict(attention="reference", attention_beta=7.0), "attention_beta=7.0 .*got .*'reference'"),
-        (dict(attention_tie_tolerance=0.1), "tolerance=0.1 are of .*'stabilised'.*got .*None"),
-        (dict(attention="stabilised", attention_beta=0.5), "beta must be above 1.*beta=0.5"),
-        (dict(attention="stabilized"), "unknown attention 'stabilized'.*'stabilised'"),
+        (dict(attention_tie_tolerance=0.1), "tolerance=0.1 are of .*'stabilized'.*got .*None"),
+        (dict(attention="stabilized", attention_beta=0.5), "beta must be above 1.*beta=0.5"),
+        (dict(attention="stabilized"), "unknown attention 'stabilized'.*'stabilized'"),
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(changes, message):

@@ -13,9 +13,10 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.linear import dot
+from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.backends import choose_backend
-from fp8jax.linear.dot import dot_general, init_state
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.linear.dot import dot_general
+from fp8jax.numerics.recipes import RECIPES
 from tests import reference
 from tests.dot_test import CONTRACTED, KERNELS, MATMUL, variant
 from tests.kernels import TOO_OLD, allowed, interpret, needs_pallas
@@ -56,9 +57,9 @@ def both(recipe, given: dict[str, jax.Array]):
 
 
 def magnitudes(recipe, product: str, given: dict[str, jax.Array]) -> np.ndarray:
-    """|a| |b| of the product's operands as they are quantised."""
+    """|a| |b| of the product's operands as they are quantized."""
     parts = []
-    for cast, (operand, axis) in zip(recipe.products[product], CONTRACTED[product], strict=True):
+    for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
         value = np.asarray(given[operand], np.float32)
         parts.append(np.abs(reference.apply_cast(value, cast, axis)))
     (a, b), ((_, of_a), (_, of_b)) = parts, CONTRACTED[product]

@@ -19,18 +19,20 @@ import numpy as np
 import pytest
 
 from configs import base
-from experiments.bench import products, size_gains, steps, timing, torch_peers
-from experiments.bench.products import Limits
-from experiments.bench.timing import Program, Report, Row, Timing, race
-from fp8jax.analysis import size_gate as gate
-from fp8jax.device import hardware
+from experiments import markdown
+from experiments.bench import operators, size_gains, steps, timing, torch_peers
+from experiments.bench.operators import Limits
+from experiments.bench.report import Report, Row, mean_ratio, versions, write
+from experiments.bench.timing import Program, Timing, time_in_turns
+from fp8jax.analysis import gains_table
+from fp8jax.device import xla
 from fp8jax.kernels.block_gemm import TuningConfig
-from fp8jax.linear.modules import HISTORIES
+from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.transformer import Transformer, count_params
-from fp8jax.training.run import build
+from fp8jax.training.build import build
 from tests.experiments_test import run_command
 
-QUICK = functools.partial(race, rounds=1, seconds=0.0)
+QUICK = functools.partial(time_in_turns, rounds=1, seconds=0.0)
 LIMITS = Limits(bf16=1e10, fp8=2e10, copy=1e9)
 
 
@@ -64,7 +66,7 @@ def test_contestants_take_turns_and_medians_are_of_rounds():
         "a": clock.contestant("a", [9, 9, 1, 1, 5, 3]),
         "b": clock.contestant("b", [9, 9, 0.5, 2, 2, 2, 2, 4, 4]),
     }
-    found = race(entrants, rounds=3, seconds=1.0, clock=clock)
+    found = time_in_turns(entrants, rounds=3, seconds=1.0, clock=clock)
     assert clock.calls == ["a"] * 3 + ["b"] * 3 + ["a", "b", "b"] * 3
     assert found["a"] == Timing(seconds=3.0, spread=4 / 3)  # of 1, 5 and 3
     assert found["b"] == Timing(seconds=2.0, spread=1.0)  # of 2, 2 and 4
@@ -73,7 +75,7 @@ def test_contestants_take_turns_and_medians_are_of_rounds():
 def test_items_share_the_time_of_a_call():
     clock = Clock()
     entrants = {"a": clock.contestant("a", [4.0], items=4, bytes=7)}
-    found = race(entrants, rounds=2, seconds=8.0, clock=clock)
+    found = time_in_turns(entrants, rounds=2, seconds=8.0, clock=clock)
     assert found["a"] == Timing(seconds=1.0, bytes=7)
     assert len(clock.calls) == 3 + 2 * 2
 
@@ -81,7 +83,7 @@ def test_items_share_the_time_of_a_call():
 def test_a_batch_is_bounded_and_has_one_call_at_least():
     for each, calls in ((1e-9, timing._MOST_CALLS), (100.0, 1)):
         clock = Clock()
-        race({"a": clock.contestant("a", [each])}, rounds=1, seconds=1.0, clock=clock)
+        time_in_turns({"a": clock.contestant("a", [each])}, rounds=1, seconds=1.0, clock=clock)
         assert len(clock.calls) == 3 + calls
 
 
@@ -96,7 +98,7 @@ def test_whoever_fails_is_a_reason_and_the_others_go_on():
         )
 
     fine = clock.contestant("fine", [1.0], close=lambda: closed.append("fine"))
-    found = race({"missing": missing, "tires": tires, "fine": fine}, rounds=3, clock=clock)
+    found = time_in_turns({"missing": missing, "tires": tires, "fine": fine}, rounds=3, clock=clock)
     assert found["missing"].reason == "ImportError: no module named peer"
     assert found["tires"].reason.startswith("StopIteration") and math.isnan(found["tires"].seconds)
     assert found["fine"] == Timing(seconds=1.0)
@@ -121,7 +123,7 @@ def test_results_are_dropped_before_the_next_call():
         return Result()
 
     program = Program(call=call, wait=lambda _: None)
-    found = race({"a": lambda: program}, rounds=2, seconds=3.0, clock=clock)
+    found = time_in_turns({"a": lambda: program}, rounds=2, seconds=3.0, clock=clock)
     assert found["a"] == Timing(seconds=1.0) and Result.alive == 0
 
 
@@ -151,10 +153,10 @@ def test_table_by_hand():
 
 def test_writers_replace_one_section_and_merge_figures(tmp_path):
     path = tmp_path / "new" / "h200"
-    timing.write(path, "step", report(x=1.0, lost=math.nan), "one")
-    timing.write(path, "gemm", report(y=2.0), "two")
+    write(path, "step", report(x=1.0, lost=math.nan), "one")
+    write(path, "gemm", report(y=2.0), "two")
     first = path.with_suffix(".md").read_text()
-    timing.write(path, "step", report(x=3.0), "three")
+    write(path, "step", report(x=3.0), "three")
     page = path.with_suffix(".md").read_text()
     assert first.startswith("# Benchmarks: h200\n\n<!-- section: step -->\n\n## T\n\n```bash\none")
     assert page == first.replace("one", "three").replace("`x`: 1", "`x`: 3")
@@ -165,13 +167,13 @@ def test_writers_replace_one_section_and_merge_figures(tmp_path):
         "x": {"value": 3.0, "command": "three"}, "y": {"value": 2.0, "command": "two"},
     }  # fmt: skip
     with pytest.raises(ValueError, match="'step' has no end"):
-        timing.replace_section(page.replace("<!-- end: step -->\n", ""), "step", "")
+        markdown.replace_section(page.replace("<!-- end: step -->\n", ""), "step", "")
 
 
 def test_mean_ratio_skips_what_has_no_time():
     pairs = [(4.0, 2.0), (8.0, 1.0), (math.nan, 1.0), (1.0, math.nan)]
-    assert timing.mean_ratio(pairs) == pytest.approx(4.0)
-    assert math.isnan(timing.mean_ratio([(math.nan, 1.0)]))
+    assert mean_ratio(pairs) == pytest.approx(4.0)
+    assert math.isnan(mean_ratio([(math.nan, 1.0)]))
 
 
 # The tables ---------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def without_torch(monkeypatch):
 def hasty(monkeypatch):
     """Programs that compile in half the time: how fast they run is not asked."""
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    monkeypatch.setattr(hardware, "compiler_options", lambda: options)
+    monkeypatch.setattr(xla, "compiler_options", lambda: options)
 
 
 def by_name(made: Report) -> dict[str, Timing]:
@@ -198,7 +200,7 @@ def ran(made: Report) -> set[str]:
 
 
 def test_limits_are_measured():
-    limits = products.measure_limits(QUICK, 64)
+    limits = operators.measure_limits(QUICK, 64)
     assert min(limits.bf16, limits.fp8, limits.copy) > 0
     assert limits.matrix(True) == limits.fp8 and limits.matrix(False) == limits.bf16
 
@@ -207,7 +209,7 @@ def test_limits_are_measured():
 def test_gemm(without_torch, hasty):
     policies = ["bf16", "fp8_delayed", "fp8_delayed@pallas"]
     with jax.numpy_rank_promotion("allow"):  # flax does
-        made = products.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
+        made = operators.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
     assert ran(made) == {
         "JAX bf16", "JAX f8, one scale", "linear bf16", "linear fp8_delayed",
         "linear flax Fp8DotGeneralOp", "linear flax Fp8DirectDotGeneralOp",
@@ -223,13 +225,13 @@ def test_gemm(without_torch, hasty):
     assert rows["linear fp8_delayed"].baseline == found["linear bf16"].seconds
     assert not made.known  # neither ours nor theirs had a time
     with pytest.raises(ValueError, match="unknown policy 'fp8_blok'"):
-        products.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
+        operators.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
 
 
 @pytest.mark.parametrize("shape", ["256x128", "256x128x0", "axbxc"])
 def test_a_wrong_shape_raises(shape):
     with pytest.raises(ValueError, match="expected MxKxN, positive"):
-        products.measure_gemm([shape], [], QUICK, LIMITS, peers=False)
+        operators.measure_gemm([shape], [], QUICK, LIMITS, peers=False)
 
 
 def even(entrants) -> dict[str, Timing]:
@@ -237,8 +239,8 @@ def even(entrants) -> dict[str, Timing]:
     return {n: Timing(seconds=0.5 if n.endswith("pallas") else 1.0) for n in entrants}
 
 
-def test_figures_of_products_and_quantisers_by_hand():
-    made = products.measure_gemm(["256x128x128"], [], even, LIMITS, peers=True)
+def test_figures_of_products_and_quantizers_by_hand():
+    made = operators.measure_gemm(["256x128x128"], [], even, LIMITS, peers=True)
     assert made.figures == {"block_gemm_vs_cublas": 1.0}
     # Bytes read and written of 256 x 128 numbers: bfloat16 or float32 in, one a code out, and a
     # float32 scale for the tensor, for 128 or for 16,384 numbers. SwiGLU reads two and gives one
@@ -250,21 +252,21 @@ def test_figures_of_products_and_quantisers_by_hand():
         "128x128, float32": 5 * n + 4 * 2, "128x128, float32, transposed": 5 * n + 4 * 2,
         "swiglu, one scale": 5 * n, "swiglu_grad, one scale": 11 * n,
     }  # fmt: skip
-    made = products.measure_quantize(["256x128"], even, LIMITS)
+    made = operators.measure_quantize(["256x128"], even, LIMITS)
     assert {row.name.rpartition(": ")[0]: row.work for row in made.rows} == work
     speed = math.exp(np.mean([math.log(bytes_ / 0.5 / LIMITS.copy) for bytes_ in work.values()]))
     assert made.figures == {"quantize_bandwidth": pytest.approx(speed)}
 
 
 def test_sweep():
-    made = products.sweep_gemm(["256x128x128"], QUICK, LIMITS)
-    assert len(made.rows) == sum(map(len, products.TUNINGS.values())) and not ran(made)
-    assert all(isinstance(t, TuningConfig) for ts in products.TUNINGS.values() for t in ts)
+    made = operators.sweep_gemm(["256x128x128"], QUICK, LIMITS)
+    assert len(made.rows) == sum(map(len, operators.TUNINGS.values())) and not ran(made)
+    assert all(isinstance(t, TuningConfig) for ts in operators.TUNINGS.values() for t in ts)
 
 
 def test_attention(without_torch):
     names = ["xla", "cudnn_causal"]
-    made = products.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
+    made = operators.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
     assert ran(made) == {"xla"} and made.rows[0].timing.bytes > 0
     assert "needs an NVIDIA GPU" in by_name(made)["cudnn_causal"].reason
     assert made.rows[-1].name.startswith("torch ") and "torch" in made.rows[-1].timing.reason
@@ -326,12 +328,14 @@ def test_gains(hasty, tmp_path):
     text = (tmp_path / "gains.json").read_text()
     found = json.loads(text)
     facts = (found["device"], found["versions"], found["command"])
-    assert facts == ("cpu", timing.versions(), "a command") and gate.parse(text).device == "cpu"
+    assert (
+        facts == ("cpu", versions(), "a command") and gains_table.parse_table(text).device == "cpu"
+    )
     rows = {(f"{m}x{k}x{n}", kind): times for kind, m, k, n, *times in found["rows"]}
     assert len(rows) == 3 * 4
     for row in made.rows:
         if row.name != "bf16":
-            (kind,) = (kind for kind, name in size_gate.KINDS.items() if name == row.name)
+            (kind,) = (kind for kind, name in gains_table.KINDS.items() if name == row.name)
             times = [round(1e6 * seconds, 2) for seconds in (row.baseline, row.timing.seconds)]
             assert rows[row.case, kind] == times
 
@@ -346,7 +350,7 @@ def test_a_kind_that_did_not_run_everywhere_is_left_out_of_the_table(hasty, tmp_
 
     made = size_gains.measure_gains(["8x16x16", "8x16x32", "8x32x32"], timed)
     size_gains.write(tmp_path / "gains.json", made, "")
-    table = gate.parse((tmp_path / "gains.json").read_text())
+    table = gains_table.parse_table((tmp_path / "gains.json").read_text())
     assert set(table.gains) == {"delayed", "current", "row"}
     assert len(turns) == 3 and "out of memory" in made.table()
 
@@ -475,8 +479,8 @@ def test_command_writes_the_table_of_the_size_gate(tmp_path):
     done = run_command("bench", *flags)
     assert done.returncode == 0, done.stderr
     assert "| 64x128x256 | fp8_block |" in done.stdout
-    table = gate.parse(tmp_path.joinpath("cpu_gains.json").read_text())
-    assert set(table.gains) == set(size_gate.KINDS)
+    table = gains_table.parse_table(tmp_path.joinpath("cpu_gains.json").read_text())
+    assert set(table.gains) == set(gains_table.KINDS)
     assert set(table.gains["row"]) == {(64, 128, 128), (64, 128, 256), (64, 256, 256)}
 
 

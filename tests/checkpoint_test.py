@@ -19,7 +19,8 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.records.checkpoint import Checkpointer, config_difference
+from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.differences import config_difference
 
 
 class Moments(NamedTuple):

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from fp8jax.data.loader import build_corpus, parse_sources, train_batches
+from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import train_batches
+from fp8jax.data.sources import parse_sources
 from fp8jax.device.mesh import MeshAxes
 from fp8jax.model.config import ModelConfig
-from fp8jax.optim.optimizers import OptimizerConfig
-from fp8jax.training.run import build
+from fp8jax.optim.config import OptimizerConfig
+from fp8jax.training.build import build
 from tests.data_test import write_generated_text
 
 ROOT = Path(__file__).parent.parent

@@ -9,22 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8jax.data.byte_tokenizer import ByteTokenizer
+from fp8jax.data.documents import MIN_DOCUMENT_BYTES, training_documents
 from fp8jax.data.sources import SOURCES, parse_sources
-from fp8jax.data.token_cache import (
-    MIN_DOCUMENT_BYTES,
-    Tokenised,
-    TokenStream,
-    tokenise,
-    training_documents,
-)
-from fp8jax.data.tokenizers import ByteTokenizer
+from fp8jax.data.token_cache import TokenizedSources, TokenStream, tokenize_sources
 from tests.data_test import generated_text, write_generated_text, write_jsonl
 
 BYTES = ByteTokenizer()
 
 
-def build(data: str, cache: Path, *, valid_fraction=0.2, tokenizer=BYTES) -> Tokenised:
-    return tokenise(
+def build(data: str, cache: Path, *, valid_fraction=0.2, tokenizer=BYTES) -> TokenizedSources:
+    return tokenize_sources(
         parse_sources(data), tokenizer, valid_fraction=valid_fraction, cache_dir=cache / "cache"
     )
 
@@ -34,7 +29,7 @@ def documents_of(stream: TokenStream) -> list[str]:
     return [BYTES.decode(part) for part in np.split(stream.tokens, stream.starts)[1:]]
 
 
-def assert_same(left: Tokenised, right: Tokenised):
+def assert_same(left: TokenizedSources, right: TokenizedSources):
     assert left.streams.keys() == right.streams.keys()
     for split, streams in left.streams.items():
         assert list(streams) == list(right.streams[split])
@@ -141,7 +136,7 @@ class CountingTokenizer(ByteTokenizer):
 
 
 def rebuilds(data: str, cache: Path, **options) -> bool:
-    """Whether building tokenises anything; checks that the result is right either way."""
+    """Whether building tokenizes anything; checks that the result is right either way."""
     counting = CountingTokenizer()
     corpus = build(data, cache, tokenizer=counting, **options)
     fresh = cache / "fresh"

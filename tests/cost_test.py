@@ -12,9 +12,10 @@ from experiments.study.cost_model import (
     relative_cost,
     split_cost,
 )
-from fp8jax.model.config import MODELS, flops_per_token
+from fp8jax.model.config import flops_per_token
+from fp8jax.model.models import MODELS
 from fp8jax.numerics.policy import POLICIES
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.numerics.recipes import RECIPES
 
 PAPER, CAUTIOUS = Speeds(), Speeds(fp8=1.4, fp4=2.0)
 GROUPS = ("layers/mlp", "layers/attention", CORE)
@@ -69,7 +70,7 @@ def test_the_papers_split_is_llama_7b_with_the_whole_square():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_flops_are_those_of_the_model(model):
-    """Forward, dgrad and wgrad, with the head and causal attention: what utilisation counts."""
+    """Forward, dgrad and wgrad, with the head and causal attention: what utilization counts."""
     config = MODELS[model]
     flops = forward_flops(config, 512, head=True, causal=True)
     assert 3 * sum(flops.values()) == flops_per_token(config, 512)
@@ -82,15 +83,15 @@ def test_costs_lie_between_the_fastest_unit_and_bf16(policy):
         cost = relative_cost(policy, LLAMA, 2048, speeds)
         assert 1 / speeds.fp4 < cost <= 1
         assert (cost == 1) == (policy == "bf16")
-        # The head is one more linear that no policy of the table quantises.
+        # The head is one more linear that no policy of the table quantizes.
         assert cost <= relative_cost(policy, LLAMA, 2048, speeds, head=True) <= 1
 
 
 def test_a_product_runs_at_the_speed_of_its_wider_operand():
     e2m1, e4m3 = (RECIPES[name].fwd_x for name in ("fp4_naive", "fp8_block"))
     of = PAPER.of
-    assert of(dataclasses.replace(RECIPES["bf16"], fwd_x=e2m1, fwd_w=e4m3).products["fwd"]) == 2
-    assert of(dataclasses.replace(RECIPES["bf16"], fwd_x=e2m1).products["fwd"]) == 1
+    assert of(dataclasses.replace(RECIPES["bf16"], fwd_x=e2m1, fwd_w=e4m3).gemms["fwd"]) == 2
+    assert of(dataclasses.replace(RECIPES["bf16"], fwd_x=e2m1).gemms["fwd"]) == 1
     # wgrad in high precision: (1/2 + 1/2 + 1) / 3.
     assert PAPER.slowness(RECIPES["fp8_rowwise_wgrad_bf16"]) == pytest.approx(2 / 3)
     slow = Speeds(bf16=2.0, fp8=1.0)  # where FP8 is slower than BF16

@@ -17,17 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.data.loader import (
-    Mixture,
-    PackedRows,
-    Position,
-    build_corpus,
-    train_batches,
-    valid_batches,
-)
+from fp8jax.data.byte_tokenizer import ByteTokenizer
+from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import train_batches, valid_batches
+from fp8jax.data.mixture import Mixture, Position
+from fp8jax.data.rows import PackedRows
 from fp8jax.data.sources import SOURCES
 from fp8jax.data.token_cache import TokenStream
-from fp8jax.data.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 BOS, EOS = BYTES.bos, BYTES.eos

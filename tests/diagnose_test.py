@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.data.loader import train_batches
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.stability.faults import INJECTED
+from fp8jax.training.build import build
 from fp8jax.training.first_bad import find_bad, first_bad
-from fp8jax.training.run import build, to_devices
-from fp8jax.training.step import INJECTED
 from tests.train_test import corpus, tiny
 
 
@@ -23,7 +23,7 @@ def found(request, data):
     batches.close()
     batch[INJECTED] = jnp.zeros_like(batch["weights"])
     with jax.set_mesh(run.mesh):
-        state = run.initialise()
+        state = run.initialize()
         if run.seeds:
             state, _ = run.seed_step(state, {k: v for k, v in batch.items() if k != INJECTED})
         program = jax.jit(lambda state, batch: find_bad(run.model, state, batch, 2))

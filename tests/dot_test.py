@@ -1,4 +1,4 @@
-"""The quantised product and its gradients: exact by construction, and within derived bounds.
+"""The quantized product and its gradients: exact by construction, and within derived bounds.
 
 One suite for every recipe under every backend that claims it; the others must raise.
 """
@@ -14,13 +14,14 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.kernels import blackwell
+from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.backends import BACKENDS, choose_backend
-from fp8jax.linear.dot import dot_general, einsum, init_state
-from fp8jax.numerics import scaling
+from fp8jax.linear.dot import dot_general, einsum
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.policy import as_policy
-from fp8jax.numerics.recipe import RECIPES, Cast, Recipe
-from fp8jax.numerics.scaling import TENSOR, TILE128
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.tiles import TENSOR, TILE128
 from tests import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -87,7 +88,7 @@ def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
     rounding left is that of the result to its dtype, since float32 holds all sums (checked)."""
     rng, unit = np.random.default_rng(1), 1.0
     operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in shapes.items()}
-    for cast, (operand, axis) in zip(recipe.products[product], CONTRACTED[product], strict=True):
+    for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
         operands[operand] = reference.pinned(rng, shapes[operand], cast, axis)
         unit *= reference.unit(cast)
     magnitudes = float_products(*(np.abs(operands[k]) for k in "xwg"))[product]
@@ -140,13 +141,13 @@ def random_operands(seed=0):
 
 
 def as_seen(value: np.ndarray, name: str, cast: Cast | None, axis: int) -> np.ndarray:
-    """An operand as its product sees it, in float64: rotated where that is asked for, quantised."""
+    """An operand as its product sees it, in float64: rotated where that is asked for, quantized."""
     return reference.apply_cast(value, cast, axis, key=KEY, name=name)
 
 
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
-def test_products_are_those_of_the_reference_quantisers(name, backend):
-    """y, dx and dw equal the products of operands quantised by tests/reference.py.
+def test_products_are_those_of_the_reference_quantizers(name, backend):
+    """y, dx and dw equal the products of operands quantized by tests/reference.py.
 
     Bound: both sides multiply the same numbers, so what differs is float32 accumulation over at
     most 264 terms, 264 * 2^-24 relative to the sum of magnitudes, and the rounding of a scale.
@@ -155,7 +156,7 @@ def test_products_are_those_of_the_reference_quantisers(name, backend):
     x, w, g = (operands[k] for k in "xwg")
     y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
     got = {"fwd": y, "dgrad": dx, "wgrad": dw}
-    for product, casts in recipe.products.items():
+    for product, casts in recipe.gemms.items():
         (a, ca), (b, cb) = CONTRACTED[product]
         left = as_seen(operands[a], f"{product}_{a}", casts.lhs, ca)
         right = as_seen(operands[b], f"{product}_{b}", casts.rhs, cb)
@@ -169,16 +170,14 @@ def test_products_are_those_of_the_reference_quantisers(name, backend):
 def test_error_is_what_the_roundings_imply(name, backend):
     """With independent roundings of relative size r and s (root mean square), the product of two
     operands is off by sqrt(r^2 + s^2 + r^2 s^2) in Frobenius norm; both are measured on the
-    operands. Two-sided, within 10%: an operand that is silently not quantised fails too."""
+    operands. Two-sided, within 10%: an operand that is silently not quantized fails too."""
     recipe, operands = CASES[name], random_operands(2)
     x, w, g = (operands[k] for k in "xwg")
     y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
     exact = float_products(x, w, g)
     for product, got in {"fwd": y, "dgrad": dx, "wgrad": dw}.items():
         roundings = []
-        for cast, (operand, axis) in zip(
-            recipe.products[product], CONTRACTED[product], strict=True
-        ):
+        for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
             value = operands[operand]
             rounded = as_seen(value, f"{product}_{operand}", cast, axis)
             if cast is not None:
@@ -274,16 +273,16 @@ def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, product, m
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_scaled_matmul_computes_what_it_says(name):
-    """Off Blackwell XLA dequantises its operands: the layout is tested there, too."""
+    """Off Blackwell XLA dequantizes its operands: the layout is tested there, too."""
     recipe, operands = RECIPES[name], random_operands()
     args = (operands["x"], recipe.fwd_x), (operands["w"], recipe.fwd_w)
     x, w = (
-        scaling.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
+        quantize.quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
         for (a, c), axis in zip(args, (-1, -2), strict=True)
     )
     got = jax.jit(lambda x, w: blackwell.scaled_matmul(x, w, -1, -2))(x, w)
-    left, right = (np.asarray(scaling.dequantize(q), np.float64) for q in (x, w))
-    # Dequantised to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
+    left, right = (np.asarray(quantize.dequantize(q), np.float64) for q in (x, w))
+    # Dequantized to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
     bound = (2 * 2.0**-8 + K * 2.0**-24) * (np.abs(left) @ np.abs(right))
     assert (np.abs(np.asarray(got, np.float64) - left @ right) <= bound).all()
 
@@ -488,9 +487,9 @@ def test_eight_devices_equal_one(name):
     ]
     *one, histories = run(*(operands[k] for k in "xwg"), state, recipe=recipe, backend="emulated")
     *eight, sharded_histories = run(*sharded, state, recipe=recipe, backend="emulated")
-    for product, got, expected in zip(recipe.products, eight, one, strict=True):
+    for product, got, expected in zip(recipe.gemms, eight, one, strict=True):
         (a, ca), (b, cb) = CONTRACTED[product]
-        casts = recipe.products[product]
+        casts = recipe.gemms[product]
         left = np.abs(as_seen(operands[a], f"{product}_{a}", casts.lhs, ca))
         right = np.abs(as_seen(operands[b], f"{product}_{b}", casts.rhs, cb))
         sums = (left if ca == -1 else left.T) @ (right if cb == -2 else right.T)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.records.metrics import read_jsonl
+from fp8jax.records.jsonl import read_jsonl
 from tests.data_test import write_generated_text
 
 ROOT = Path(__file__).parent.parent

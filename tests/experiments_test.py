@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8jax.data.token_cache import training_documents
-from fp8jax.data.tokenizers import tokenizer, train_bpe
+from fp8jax.data.bpe import train_bpe
+from fp8jax.data.documents import training_documents
+from fp8jax.data.tokenizers import tokenizer
 
 
 def run_command(name: str, *flags: str) -> subprocess.CompletedProcess:

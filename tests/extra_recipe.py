@@ -7,8 +7,10 @@ def pytest_configure(config):
     """After conftest.py, which must see the library first."""
     from fp8jax.numerics.formats import FORMATS
     from fp8jax.numerics.policy import POLICIES, Policy
-    from fp8jax.numerics.recipe import RECIPES, Cast, Recipe
-    from fp8jax.numerics.scaling import SCALES, Tile
+    from fp8jax.numerics.recipe import Cast, Recipe
+    from fp8jax.numerics.recipes import RECIPES
+    from fp8jax.numerics.scales import SCALES
+    from fp8jax.numerics.tiles import Tile
 
     cast = Cast(format=FORMATS["e4m3"], tile=Tile(1, 64), scale=SCALES["pow2"])
     RECIPES[NAME] = Recipe(

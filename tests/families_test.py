@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.linear.modules import HISTORIES
-from fp8jax.model.config import MODELS, ModelConfig
+from fp8jax.data.loader import to_devices
+from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.model.config import ModelConfig
+from fp8jax.model.models import MODELS
+from fp8jax.model.norms import LayerNorm
 from fp8jax.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
-from fp8jax.model.transformer import LayerNorm, Transformer, abstract_variables
+from fp8jax.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.recipe import RECIPES
-from fp8jax.training.run import build, to_devices
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.training.build import build
 from fp8jax.training.step import loss_sum
 from tests import hf_vectors
 from tests.hf_vectors import EPSILON, HEADS, HIDDEN, LAYERS, TOKENS, VOCAB, WIDTH, weight
@@ -236,7 +239,7 @@ def relative(a, b) -> float:
 )
 def test_a_tied_embedding_gets_the_gradients_of_both_its_uses(family, policy):
     """Those of a model whose head has a matrix of its own, with the same numbers; sums are in
-    another order. In FP8 that may turn a cast to the neighbouring code, which in E5M2 moves one of
+    another order. In FP8 that may turn a cast to the neighboring code, which in E5M2 moves one of
     40 * 32 elements by 2^-3 of it, 3.5e-3 of their norm: a few of these are allowed."""
     config, params = CONFIGS[family], our_parameters(CONFIGS[family])
     untied = dataclasses.replace(config, tie_embeddings=False)
@@ -292,11 +295,11 @@ def test_layer_norm_by_hand():
     norm = LayerNorm(1e-2)
     params = {"params": {"scale": jnp.asarray(gain), "bias": jnp.asarray(bias)}}
     wide = x.astype(np.float64)
-    centred = wide - wide.mean(axis=-1, keepdims=True)
-    root = np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + 1e-2)
-    expected = centred / root * gain + bias
+    centerd = wide - wide.mean(axis=-1, keepdims=True)
+    root = np.sqrt(np.mean(centerd**2, axis=-1, keepdims=True) + 1e-2)
+    expected = centerd / root * gain + bias
     size = np.abs(wide).max(axis=-1, keepdims=True) / root * 2  # 2 is the largest scale
-    units = 22 * np.abs(centred / root * gain) + 2 * 18 * size + np.abs(expected)
+    units = 22 * np.abs(centerd / root * gain) + 2 * 18 * size + np.abs(expected)
     error = np.abs(norm.apply(params, jnp.asarray(x)) - expected)
     assert (error <= units * 2.0**-24).all()
     assert norm.apply(params, jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
@@ -321,7 +324,7 @@ def test_learned_positions_restart_with_documents():
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
-def test_normalised_queries_and_keys_do_not_feel_the_size_of_their_kernels(name):
+def test_normalized_queries_and_keys_do_not_feel_the_size_of_their_kernels(name):
     """Twice the kernel, a power of two, is the same to the bit where epsilon is too small to
     count; without the norms it is not."""
     config = dataclasses.replace(CONFIGS["qwen3"], norm_eps=1e-30)
@@ -389,7 +392,7 @@ def losses_of(config, num_steps: int, devices=None) -> np.ndarray:
     run = build(config, jax.devices()[:1] if devices is None else devices)
     losses = []
     with jax.set_mesh(run.mesh):
-        state = run.initialise()
+        state = run.initialize()
         for i in range(num_steps):
             seeding = i == 0 and POLICIES[config.precision].delayed
             step = run.seed_step if seeding else run.step
@@ -426,7 +429,7 @@ def test_the_parameter_tree_does_not_depend_on_the_policy(family):
 
 
 @pytest.mark.parametrize("changes", [dict(remat="full"), dict(unroll=2)])
-def test_rematerialisation_and_unrolling_keep_the_loss(changes):
+def test_rematerialization_and_unrolling_keep_the_loss(changes):
     """Layer norms, biases, learned positions and a tied head among what is computed again. In
     float32, on one batch: the loss is a mean of logits' differences, each of which may be off by
     `BOUND`; no rounding is between them in either program, so it is the same order of sums or

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.records.metrics import read_jsonl
-from fp8jax.training.faults import OF_ROWS, OF_STEPS, Faults
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.stability.faults import OF_ROWS, OF_STEPS, Faults
 from tests.resume_test import numbers
 
 ROOT = Path(__file__).parent.parent

@@ -140,7 +140,7 @@ def test_stochastic_rounding_is_unbiased(name, place, sign):
 
 @pytest.mark.parametrize("name", SIGNED)
 def test_stochastic_rounding_matches_a_table_given_the_same_draws(name):
-    """Over the whole range and far beyond it, against explicit neighbours in float64."""
+    """Over the whole range and far beyond it, against explicit neighbors in float64."""
     rng, shape = np.random.default_rng(0), (DRAWS, POINTS)
     x = (rng.normal(size=shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
     draws = np.asarray(jax.random.uniform(jax.random.key(1), shape))

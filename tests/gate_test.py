@@ -18,17 +18,20 @@ from pathlib import Path
 import jax
 import pytest
 
+from fp8jax.analysis import gains_table
 from fp8jax.analysis import size_gate as gate
-from fp8jax.analysis.size_gate import KINDS, grid, parse, size_gate
+from fp8jax.analysis.gains_table import KINDS, grid, parse_table
+from fp8jax.analysis.size_gate import size_gate
 from fp8jax.device import hardware
 from fp8jax.device.hardware import Device
 from fp8jax.model.config import ModelConfig
-from fp8jax.numerics.policy import POLICIES, as_policy
-from fp8jax.numerics.recipe import HIGH_PRECISION, RECIPES
-from fp8jax.records.metrics import read_jsonl
-from fp8jax.training.dry_run import abstract_batch
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.run import build
+from fp8jax.training.programs import abstract_batch
 from tests.train_test import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +42,7 @@ H200 = Device("gpu", "NVIDIA H200", (9, 0))
 def table_of(gains, kinds=KINDS, rows=ROWS, sides=SIDES) -> str:
     """A file whose times are 1 us in the recipe and gains(m, k, n) in BF16."""
     lines = [[kind, *shape, gains(*shape), 1.0] for kind in kinds for shape in grid(rows, sides)]
-    return json.dumps({"device": "NVIDIA H200", "columns": size_gate.COLUMNS, "rows": lines})
+    return json.dumps({"device": "NVIDIA H200", "columns": gains_table.COLUMNS, "rows": lines})
 
 
 def power(m, k, n):
@@ -52,14 +55,14 @@ def uneven(m, k, n):
     return 2.0 ** ((5 * m + 3 * k * n) % 7 - 3)
 
 
-TABLE = parse(table_of(power))
+TABLE = parse_table(table_of(power))
 
 
 # Kinds --------------------------------------------------------------------------------------------
 
 
 def test_the_kind_of_every_recipe():
-    assert {name: gate.kind(recipe) for name, recipe in RECIPES.items()} == {
+    assert {name: gains_table.timing_kind(recipe) for name, recipe in RECIPES.items()} == {
         "bf16": None,
         "fp8_delayed": "delayed",
         "fp8_current": "current",
@@ -90,7 +93,7 @@ def test_the_kind_of_every_recipe():
     ],
 )
 def test_options_that_cost_no_time_keep_the_kind(spec, kind):
-    assert gate.kind(as_policy(spec).recipe("layers/mlp/up")) == kind
+    assert gains_table.timing_kind(as_policy(spec).recipe("layers/mlp/up")) == kind
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def test_options_that_cost_no_time_keep_the_kind(spec, kind):
 @pytest.mark.parametrize("gains", [power, uneven])
 def test_gains_at_measured_points_are_those_measured(gains):
     """For K > N those of the transpose. Even powers of two have exact roots and logarithms."""
-    table = parse(table_of(gains, rows=(64, 256), sides=(64, 256, 1024)))
+    table = parse_table(table_of(gains, rows=(64, 256), sides=(64, 256, 1024)))
     for m, k, n in itertools.product((64, 256), (64, 256, 1024), (64, 256, 1024)):
         expected = gains(m, min(k, n), max(k, n))
         assert table.gain(RECIPES["fp8_block"], (m, k, n)) == (expected, False)
@@ -114,7 +117,7 @@ def test_a_power_law_is_met_between_the_points(shape):
 
 def test_the_logarithm_is_linear_in_each_logarithm():
     """At the middle of a cell the geometric mean of its eight corners, two of which are one."""
-    table = parse(table_of(uneven, rows=(64, 256), sides=(64, 256)))
+    table = parse_table(table_of(uneven, rows=(64, 256), sides=(64, 256)))
     corners = [
         uneven(m, min(k, n), max(k, n)) for m, k, n in itertools.product((64, 256), repeat=3)
     ]
@@ -140,7 +143,9 @@ def test_beyond_the_table_its_edge_counts(shape, edge):
 def test_what_was_not_measured_is_unknown():
     assert TABLE.gain(RECIPES["nvfp4"], (64, 64, 64)) is None
     assert TABLE.gain(HIGH_PRECISION, (64, 64, 64)) is None
-    assert parse(table_of(power, kinds=["row"])).gain(RECIPES["fp8_block"], (64, 64, 64)) is None
+    assert (
+        parse_table(table_of(power, kinds=["row"])).gain(RECIPES["fp8_block"], (64, 64, 64)) is None
+    )
 
 
 def test_tables_that_make_no_sense_are_refused():
@@ -151,9 +156,9 @@ def test_tables_that_make_no_sense_are_refused():
         ([["blok", 64, 64, 64, 1, 1]], "unknown kind of recipe 'blok'; did you mean 'block'"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse(json.dumps(whole | {"rows": rows}))
+            parse_table(json.dumps(whole | {"rows": rows}))
     with pytest.raises(ValueError, match=r"expected the columns \('recipe kind', .*got \['m'\]"):
-        parse(json.dumps(whole | {"columns": ["m"]}))
+        parse_table(json.dumps(whole | {"columns": ["m"]}))
 
 
 def test_the_shipped_table_is_part_of_the_package():
@@ -162,8 +167,11 @@ def test_the_shipped_table_is_part_of_the_package():
     found = json.loads(
         importlib.resources.files("fp8jax.analysis").joinpath("h200_gains.json").read_text()
     )
-    assert gate.shipped() is gate.shipped() and gate.shipped().device == "NVIDIA H200"
-    assert {row[0] for row in found["rows"]} == set(gate.shipped().gains)
+    assert (
+        gains_table.shipped_table() is gains_table.shipped_table()
+        and gains_table.shipped_table().device == "NVIDIA H200"
+    )
+    assert {row[0] for row in found["rows"]} == set(gains_table.shipped_table().gains)
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     wheel = wheel["targets"]["wheel"]
     assert wheel["packages"] == ["fp8jax"] and (ROOT / "fp8jax/analysis/h200_gains.json").exists()
@@ -182,8 +190,8 @@ GATE = functools.partial(size_gate, config=MODEL, tokens=256, tensor=1, backend=
 @pytest.fixture
 def on_h200(monkeypatch):
     """The gate sees an H200 and the table above, the rest of the library what is there."""
-    monkeypatch.setattr(gate, "runtime", types.SimpleNamespace(device=lambda: H200))
-    monkeypatch.setattr(gate, "shipped", lambda: TABLE)
+    monkeypatch.setattr(gate, "hardware", types.SimpleNamespace(device=lambda: H200))
+    monkeypatch.setattr(gate, "shipped_table", lambda: TABLE)
 
 
 def recipes(policy, config=MODEL) -> dict[str, str]:
@@ -240,7 +248,7 @@ def test_other_recipes_and_backends_are_left_alone_and_said_to_be(on_h200):
     assert named.report.count("not in the table") == 7 and "Left in BF16: none." in named.report
 
 
-def test_where_nothing_is_quantised_nothing_is_said():
+def test_where_nothing_is_quantized_nothing_is_said():
     assert GATE(POLICIES["bf16"], leave=False) == (POLICIES["bf16"], "")
 
 
@@ -258,7 +266,7 @@ def test_tensor_parallel_linears_are_cut_as_their_kernels_are():
 
 
 def test_another_device_and_an_empty_table_are_refused(monkeypatch):
-    policy, empty = POLICIES["fp8_block"], parse(table_of(power, kinds=[]))
+    policy, empty = POLICIES["fp8_block"], parse_table(table_of(power, kinds=[]))
     with pytest.raises(ValueError, match="times of NVIDIA H200, and this is cpu"):
         GATE(policy, leave=True)
     for here in (H200, Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from fp8jax.device import hardware
-from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD
-from fp8jax.linear.dot import dots, init_state
-from fp8jax.linear.fused_mlp import can_fuse, gated_mlp
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general_shared
+from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
+from fp8jax.numerics.recipes import RECIPES
 from tests.dot_test import MATMUL
 from tests.kernels import TOO_OLD, interpret, needs_pallas
 
@@ -36,14 +37,18 @@ swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_bwd)
 def apart(x, ws, states, *, recipe, backend):
     """down(silu(gate(x)) * up(x)) of three products."""
     f = functools.partial(
-        dots, dimension_numbers=MATMUL, recipe=recipe, backend=backend, keys=(None,) * 2
+        dot_general_shared,
+        dimension_numbers=MATMUL,
+        recipe=recipe,
+        backend=backend,
+        keys=(None,) * 2,
     )
     h = swiglu(*f(x, ws[:2], states=states[:2]))
     return f(h, ws[2:], states=states[2:], keys=(None,))[0]
 
 
 def whole(x, ws, states, *, recipe):
-    return gated_mlp(
+    return fused_mlp(
         x, ws, recipes=(recipe, recipe), states=states, keys=(None,) * 3, backend="pallas"
     )
 
@@ -97,17 +102,17 @@ def test_y_alone_is_the_same():
 
 
 def test_which_recipes_fuse(monkeypatch):
-    """All others quantise by an amax of the array itself, in other formats, or not at all."""
+    """All others quantize by an amax of the array itself, in other formats, or not at all."""
     monkeypatch.setattr(hardware, "device", lambda: H200)
-    fused = {n for n, r in RECIPES.items() if can_fuse(r, r, None, BF16)}
+    fused = {n for n, r in RECIPES.items() if can_fuse_mlp(r, r, None, BF16)}
     assert fused == (set(NAMES) if (TOO_OLD is None) else set())
     block, delayed = RECIPES["fp8_block"], RECIPES["fp8_delayed"]
-    assert not can_fuse(block, block, None, F32)
-    assert not can_fuse(block, RECIPES["bf16"], None, BF16)
-    assert not can_fuse(delayed.seeding(), delayed.seeding(), None, BF16)
-    assert not can_fuse(block, delayed, None, BF16)
-    assert not can_fuse(block, RECIPES["fp8_block_ue8m0"], None, BF16)
-    assert not can_fuse(delayed, delayed, "xla", BF16)
+    assert not can_fuse_mlp(block, block, None, F32)
+    assert not can_fuse_mlp(block, RECIPES["bf16"], None, BF16)
+    assert not can_fuse_mlp(delayed.seeding(), delayed.seeding(), None, BF16)
+    assert not can_fuse_mlp(block, delayed, None, BF16)
+    assert not can_fuse_mlp(block, RECIPES["fp8_block_ue8m0"], None, BF16)
+    assert not can_fuse_mlp(delayed, delayed, "xla", BF16)
 
 
 def test_refuses_what_does_not_fuse():

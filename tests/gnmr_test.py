@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.data.loader import train_batches
-from fp8jax.records.metrics import read_jsonl
-from fp8jax.stability.gnmr import Gnmr, observe
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.stability.gnmr import Gnmr, update_gnmr
+from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.run import build, to_devices
 from tests.train_test import corpus, tiny
 
 
@@ -25,7 +25,7 @@ def promoted(config: Gnmr, norms) -> np.ndarray:
     """Which layers are promoted after each step, [steps, layers]."""
 
     def step(seen, norms):
-        seen = observe(config, seen, norms, jax.random.key(0))
+        seen = update_gnmr(config, seen, norms, jax.random.key(0))
         return seen, seen["promoted"]
 
     norms = jnp.asarray(norms, jnp.float32)
@@ -128,7 +128,7 @@ def test_promotions_change_without_a_compilation(data, changes):
     batches.close()
     losses, amaxes = [], []
     with jax.set_mesh(run.mesh):
-        begin, _ = run.seed_step(run.initialise(), batch)
+        begin, _ = run.seed_step(run.initialize(), batch)
         for flags in ([False, False], [False, True], [True, True]):
             gnmr = begin.gnmr | {"promoted": jnp.asarray(flags)}
             state = jax.tree.map(jnp.copy, dataclasses.replace(begin, gnmr=gnmr))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.model.config import MODELS
 from fp8jax.model.generate import generate
+from fp8jax.model.models import MODELS
 from fp8jax.model.transformer import Transformer
 
 CONFIG = dataclasses.replace(
@@ -22,7 +22,7 @@ def model_and_variables():
     model = Transformer(CONFIG, dtype=jnp.float32)
     ids = jnp.zeros((1, 1), jnp.int32)
     variables = jax.jit(model.init)(jax.random.key(0), ids, ids, ids)
-    # Unlike logits: at initialisation all tokens are nearly as likely.
+    # Unlike logits: at initialization all tokens are nearly as likely.
     return model, jax.tree.map(lambda p: 8 * p, nn.meta.unbox(variables))
 
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.kernels import block_gemm, hopper, quantize, row_gemm
+from fp8jax.kernels import block_gemm, quantize, requirements, row_gemm
 
-TOO_OLD = hopper.too_old()
+TOO_OLD = requirements.jax_too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
 
 PATIENCE = 90  # seconds; a call takes one or two
@@ -27,7 +27,7 @@ PATIENCE = 90  # seconds; a call takes one or two
 def allowed(cores: int):
     """Kernels are traced on any device, for one of so many cores."""
     with (
-        mock.patch.object(hopper, "refuses", lambda device: None),
+        mock.patch.object(requirements, "refuses", lambda device: None),
         mock.patch.object(block_gemm, "num_cores", lambda: cores),
         # The interpreter does not get on with three multiplying warpgroups, nor with clusters.
         mock.patch.object(block_gemm, "_BY_BLOCK", block_gemm._BY_BLOCK[1:]),

@@ -14,33 +14,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fp8jax.analysis.gemms import (
-    PRODUCTS,
-    UNNAMED,
-    Fp8FallbackError,
-    Gemm,
-    _missing,
-    _Program,
-    find_gemms,
-    format_table,
-    require_fp8,
-)
+from fp8jax.analysis.gemms import Fp8FallbackError, _missing, find_gemms, format_table, require_fp8
+from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram
+from fp8jax.data.loader import to_devices
 from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.modules import Dense
 from fp8jax.model.config import MODULES
-from fp8jax.numerics.policy import POLICIES, Policy, as_policy
-from fp8jax.numerics.recipe import RECIPES
-from fp8jax.records.metrics import read_jsonl
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training import loop
+from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.run import build, to_devices
 from tests.train_test import tiny
 
 HLO = Path(__file__).parent / "hlo"
 H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 LAYERS = MODULES[:-1]
-SEPARATE = {(module, product) for module in LAYERS for product in PRODUCTS}
+SEPARATE = {(module, product) for module in LAYERS for product in ROLES}
 # What XLA makes of q, k, v and of gate, up where they are small; dgrads have no common operand.
 QKV, GATE_UP = "layers/attention/q+k+v", "layers/mlp/gate+up"
 MERGED = {(module, "dgrad") for module in LAYERS} | {
@@ -71,7 +64,7 @@ def stored(name: str) -> str:
 def excerpt(text: str) -> str:
     """What `find_gemms` reads of a program: products and custom calls, the definitions of their
     operands, and the calls of the computations that they stand in."""
-    program, kept = _Program(text), []
+    program, kept = _HloProgram(text), []
     product = re.compile(r" (dot|scaled-dot|convolution|custom-call)\(([^)]*)")
     bodies = program.computations.items()
     needed = [name for name, body in bodies if any(map(product.search, body.values()))]
@@ -107,7 +100,7 @@ def counts(gemms: list[Gemm]) -> dict[tuple[str, str | None], int]:
 @pytest.mark.parametrize("name", STORED)
 def test_every_product_of_a_stored_program_is_found(name):
     policy, layers, products = STORED[name]
-    head = {("lm_head", product): 1 for product in PRODUCTS}
+    head = {("lm_head", product): 1 for product in ROLES}
     gemms = gemms_of(name)
     assert counts(gemms) == {place: layers for place in products} | head
     assert {g.recipe for g in gemms if g.module != "lm_head"} == {policy}
@@ -121,13 +114,13 @@ def test_the_precision_that_runs_is_the_one_that_is_shown(name):
     fp8 = {
         (module, product)
         for module, product in products
-        if policy != "fp8_block" and None not in recipe.products[product]
+        if policy != "fp8_block" and None not in recipe.gemms[product]
     }
     for gemm in gemms_of(name):
         assert gemm.fp8 == ((gemm.name, gemm.product) in fp8)
         assert (gemm.kernel == "__cublas$lt$matmul$f8") == gemm.fp8
         if gemm.fp8:
-            casts = recipe.products[gemm.product]
+            casts = recipe.gemms[gemm.product]
             hlo = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2"}
             assert gemm.operands == tuple(hlo[cast.format.name] for cast in casts)
         elif policy == "fp8_block" and gemm.module != "lm_head":
@@ -273,7 +266,7 @@ def test_layers_that_are_exempt_are_not_missed():
     policy = as_policy("fp8_delayed:bf16_last=2")
     text = stored("h200_llama_delayed")
     for module in LAYERS:
-        for product in PRODUCTS:
+        for product in ROLES:
             name = f"{module.removeprefix('layers/')}/fp8_delayed.{product}/dot_general"
             text = re.sub(rf"(custom-call\(.*){name}", rf"\1{name.replace('fp8_delayed', 'bf16')}",
                           text, count=2)  # fmt: skip
@@ -408,7 +401,7 @@ def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     run, text = scanned
     gemms = find_gemms(text, run.policy, run.model.config.linears, backend="xla")
     linears = {place: n for place, n in counts(gemms).items() if place[1]}
-    assert linears == {(m, p): 1 if m == "lm_head" else 2 for m in MODULES for p in PRODUCTS}
+    assert linears == {(m, p): 1 if m == "lm_head" else 2 for m in MODULES for p in ROLES}
     assert {g.trips for g in gemms if g.name in LAYERS} == {2}
     assert {m for m, product in counts(gemms) if product is None} == {"layers/attention"}
     if hardware.platform() == "cpu":
@@ -418,7 +411,7 @@ def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     assert find_gemms(excerpt(text), run.policy, backend="xla") == gemms
 
 
-def test_rematerialised_forwards_count_twice():
+def test_rematerialized_forwards_count_twice():
     gemms = find_gemms(stored("cpu_delayed_remat"), POLICIES["fp8_delayed"])
     found = counts(gemms)
     assert found["layers/mlp/up", "fwd"] == 8 and found["layers/mlp/up", "dgrad"] == 4
@@ -434,7 +427,7 @@ def test_a_bare_module_is_found_by_its_name():
     text = jax.jit(loss).lower(params, x).compile().as_text()
     gemms = find_gemms(text, POLICIES["bf16"], backend="emulated", device=H200)
     assert {(g.product, g.recipe, g.reason) for g in gemms} <= {
-        (product, "fp8_current", "backend: emulated") for product in PRODUCTS
+        (product, "fp8_current", "backend: emulated") for product in ROLES
     }
     assert gemms
 
@@ -500,8 +493,8 @@ def test_products_of_layers_that_may_be_promoted(data, low, high):
             counts[gemm.recipe, gemm.product] += gemm.count
     layers = 2 * (len(linears) - 1)
     recipes = [low] if low == "bf16" else [low, high]  # without casts nothing is promoted
-    heads = collections.Counter({("bf16", product): 1 for product in PRODUCTS})
-    products = {(recipe, product): layers for recipe in recipes for product in PRODUCTS}
+    heads = collections.Counter({("bf16", product): 1 for product in ROLES})
+    products = {(recipe, product): layers for recipe in recipes for product in ROLES}
     assert counts == collections.Counter(products) + heads
     assert not [g for g in gemms if g.operands == ("nothing",)]
 
@@ -521,7 +514,7 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
 
     q, o, up = "layers/attention/q", "layers/attention/o", "layers/mlp/up"
     sizes = {q: (64, 64), o: (64, 64), up: (64, 128)}
-    found = [gemm(module, product, 4) for module in sizes for product in PRODUCTS[1:]]
+    found = [gemm(module, product, 4) for module in sizes for product in ROLES[1:]]
     found += [gemm(q, "fwd", 8)]
     assert missing(sizes) == [(up, "fwd", 4)]
     assert missing({}) == [(o, "fwd", 4), (up, "fwd", 4)]
@@ -549,7 +542,7 @@ def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch)
 
 
 def native() -> list[str]:
-    """Recipes that quantise and need not be emulated here; none on a CPU."""
+    """Recipes that quantize and need not be emulated here; none on a CPU."""
     if "gpu" not in hardware.platform():
         return []
     return [r.name for r in RECIPES.values()
@@ -566,7 +559,7 @@ def test_all_that_should_be_fp8_is_on_this_gpu(data, name, unroll):
     gemms = find_gemms(step_text(run), run.policy, run.model.config.linears)
     table = format_table(gemms)
     named = {(m, g.product) for g in gemms if g.product for m in g.modules}
-    assert named == {(m, p) for m in MODULES for p in PRODUCTS}, table
+    assert named == {(m, p) for m in MODULES for p in ROLES}, table
     assert not any(g.kernel == "none" for g in gemms), table
     if name in ("bf16", *native()):
         require_fp8(gemms)

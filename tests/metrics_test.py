@@ -11,8 +11,9 @@ import jax
 import pytest
 from absl import logging
 
-from fp8jax.records import metrics
-from fp8jax.records.metrics import Metrics, read_jsonl
+from fp8jax.records import jsonl, metrics
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.records.metrics import Metrics
 
 
 def _bits(x):
@@ -118,7 +119,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         # beartype knows open()'s files only, so the writer itself is asked.
         with Short(tmp_path / "short.jsonl", "ab") as file:
             with pytest.raises(OSError, match=r"only 9 of 12 bytes .*short\.jsonl"):
-                metrics._append.__wrapped__(file, {"step": 1})
+                jsonl.append_line.__wrapped__(file, {"step": 1})
 
 
 def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):

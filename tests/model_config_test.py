@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8jax.model.config import BIASES, MLP, MLPS, MODELS, MODULES, flops_per_token
+from fp8jax.model.config import BIASES, MLP, MLPS, MODULES, flops_per_token
+from fp8jax.model.models import MODELS
 from fp8jax.model.rope import ROPE_SCALINGS
 from fp8jax.model.transformer import Transformer, abstract_variables, count_params
 from fp8jax.training.step import loss_sum

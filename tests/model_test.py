@@ -1,6 +1,6 @@
 """The Transformer: what does not depend on precision, what sees what, and what is counted.
 
-Parameters are drawn as the model draws them and then enlarged (`enlarged`): at initialisation
+Parameters are drawn as the model draws them and then enlarged (`enlarged`): at initialization
 attention is nearly uniform and layers hardly matter, so that many a mistake would not show.
 """
 
@@ -17,22 +17,19 @@ from jax import lax
 
 from fp8jax.linear import backends
 from fp8jax.linear import modules as linears
-from fp8jax.linear.dot import KEY_ORDER
-from fp8jax.linear.modules import HISTORIES, Dense
-from fp8jax.model.attention import RowMax, reference
+from fp8jax.linear.amax_history import HISTORIES, merge_history
+from fp8jax.linear.modules import Dense
+from fp8jax.linear.vjp import KEY_ORDER
+from fp8jax.model.attention import reference
+from fp8jax.model.blockwise_attention import RowMax
 from fp8jax.model.config import MODULES, ModelConfig
-from fp8jax.model.transformer import (
-    REMAT,
-    Block,
-    FeedForward,
-    Linears,
-    RMSNorm,
-    Transformer,
-    abstract_variables,
-)
-from fp8jax.numerics.policy import POLICIES, Policy, as_policy
-from fp8jax.numerics.recipe import RECIPES, Recipe, as_recipe
-from fp8jax.numerics.scaling import merge_history
+from fp8jax.model.layer import Block, FeedForward, Linears
+from fp8jax.model.norms import RMSNorm
+from fp8jax.model.transformer import REMAT, Transformer, abstract_variables
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipes import RECIPES, as_recipe
 from fp8jax.training import step
 from tests.dot_test import float8_products
 from tests.model_config_test import equations
@@ -226,22 +223,22 @@ def gradients_under(name: str, remat: str):
     ("name", "remat"),
     [
         ("fp8_delayed", "dots"),
-        ("fp8_delayed", "quantised"),
+        ("fp8_delayed", "quantized"),
         ("fp8_delayed", "full"),
         ("fp8_block", "full"),
     ],
 )
-def test_rematerialisation_changes_no_bit(name, remat):
+def test_rematerialization_changes_no_bit(name, remat):
     """Recomputed are the same operations on the same numbers, casts and amaxes included."""
     assert_same(gradients_under(name, remat), gradients_under(name, "none"))
 
 
 @pytest.mark.parametrize(
-    ("remat", "products", "codes"), [("full", 0, 0), ("dots", 6, 0), ("quantised", 6, 4)]
+    ("remat", "products", "codes"), [("full", 0, 0), ("dots", 6, 0), ("quantized", 6, 4)]
 )
-def test_what_a_rematerialisation_policy_keeps(remat, products, codes):
+def test_what_a_rematerialization_policy_keeps(remat, products, codes):
     """Of each layer: results of its linears in bfloat16 but of the last, which nothing needs, and
-    four quantised inputs; all of them are [tokens, features]."""
+    four quantized inputs; all of them are [tokens, features]."""
     policy, histories = seeding("fp8_delayed")
     model = Transformer(CONFIG, policy, remat=remat)
     mean_loss = functools.partial(_mean_loss, model=model, batch=batch(), key=None)
@@ -406,8 +403,8 @@ def by_hand(params, histories, policies, batch, dtype):
             return tuple(found)
 
         x = params["embedding"].astype(dtype)[batch["tokens"]]
-        together = linears._together
-        with mock.patch.object(linears, "_together", recorded):
+        together = linears.apply_together
+        with mock.patch.object(linears, "apply_together", recorded):
             for i, policy in enumerate(policies):
                 pick = lambda leaf, i=i: leaf[i]  # noqa: E731
                 variables = {"params": jax.tree.map(pick, params["layers"])}
@@ -441,7 +438,7 @@ def test_histories_hold_the_amaxes_of_what_each_linear_got():
     the loop in `by_hand`, the rest is the old history, one slot on.
 
     In float32, where the loop and the scan differ by reordered sums only, 320 * 2^-24 as for
-    unrolling. Such a difference can turn a cast to the neighbouring code, 2^-4 of one of at least
+    unrolling. Such a difference can turn a cast to the neighboring code, 2^-4 of one of at least
     32 terms of a sum, which moves an amax by a thousandth or less; weights not at all."""
     policy, histories = EVERYWHERE.seeding(), histories_of(EVERYWHERE)
     model = Transformer(CONFIG, policy, dtype=jnp.float32)
@@ -506,12 +503,12 @@ def test_all_layers_exempt_are_the_bf16_policy(ends):
     policy = exempt("fp8_delayed", *ends)
     got = logits_of(Transformer(CONFIG, policy), enlarged(), tokens, histories=histories_of(policy))
     np.testing.assert_array_equal(got, logits_of(Transformer(CONFIG), enlarged(), tokens))
-    quantised = untied_logits("fp8_delayed", tokens)
-    assert (quantised != np.asarray(got)).mean() > 0.9
+    quantized = untied_logits("fp8_delayed", tokens)
+    assert (quantized != np.asarray(got)).mean() > 0.9
 
 
 def test_the_first_step_of_delayed_scaling_has_the_gradients_of_bf16():
-    """At initialisation, with empty histories: `seeding` flushes nothing. The design asks for a
+    """At initialization, with empty histories: `seeding` flushes nothing. The design asks for a
     cosine of 0.99; no leaf of any layer may hide below 0.97 in it."""
     params = initial("fp8_delayed")["params"]
     empty = histories_of("fp8_delayed", np.zeros(16, np.float32))
@@ -524,7 +521,7 @@ def test_the_first_step_of_delayed_scaling_has_the_gradients_of_bf16():
         return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
     whole = [np.concatenate([np.ravel(g) for g in jax.tree.leaves(t)]) for t in (seeded, exact)]
-    assert 0.99 <= cosine(*whole) < 1 - 1e-7  # and something was quantised
+    assert 0.99 <= cosine(*whole) < 1 - 1e-7  # and something was quantized
     for path, got in leaves(seeded).items():
         want = leaves(exact)[path]
         stack = path.startswith("layers")
@@ -713,7 +710,7 @@ def test_an_attention_object_is_as_good_as_its_name():
     """The same bits; and an equal object is an equal model, so that nothing is compiled anew."""
     named, given = (
         logits_of(Transformer(CONFIG, attention=fix), enlarged(), batch()["tokens"])
-        for fix in ("stabilised", reference(RowMax()))
+        for fix in ("stabilized", reference(RowMax()))
     )
     np.testing.assert_array_equal(given, named)
     one, other = (Transformer(CONFIG, attention=reference(RowMax())) for _ in range(2))

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
-from fp8jax.optim.moments import MOMENTS, Grouped, stored
+from fp8jax.optim.moment_formats import MOMENTS, GroupedMoment
+from fp8jax.optim.moments import stored
 
 FP8 = ("fp8", "fp8_coat", "fp8_unscaled")
 KEY = jax.random.key(0)
@@ -48,7 +49,7 @@ def test_bf16_and_float32_round_once():
     assert (MOMENTS["bf16"].encode(x, 128, KEY) == x.astype(jnp.bfloat16)).all()
 
 
-def test_scaled_codes_are_neighbours_and_right_on_average():
+def test_scaled_codes_are_neighbors_and_right_on_average():
     """Stochastic rounding to one of the two codes around x / s: within a spacing of it, an eighth
     of x or 2^-9 of the scale; and over n keys the mean is off by five standard errors at most, one
     of which is half a spacing over sqrt(n)."""
@@ -219,4 +220,4 @@ def test_groups_do_not_depend_on_the_mesh_but_on_the_names():
     }  # fmt: skip
     sizes = {key: nn.meta.unbox(q).shared[0].shape for key, q in kept.items()}
     assert sizes == {"plain": (4, 2), "whole": (4, 2), "cut": (4, 8)}
-    assert all(isinstance(q, Grouped) for q in kept.values())
+    assert all(isinstance(q, GroupedMoment) for q in kept.values())

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.device import hardware
-from fp8jax.kernels import hopper
+from fp8jax.kernels import hopper, requirements
 from tests.kernels import allowed
 
 
@@ -22,7 +22,7 @@ from tests.kernels import allowed
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_only_hopper_runs_them(device, runs):
-    reason = hopper.refuses(device)
+    reason = requirements.refuses(device)
     if runs:
         assert reason is None
     else:
@@ -31,9 +31,9 @@ def test_only_hopper_runs_them(device, runs):
 
 def test_an_older_jax_is_refused(monkeypatch):
     monkeypatch.delattr(plgpu, "InterpretGPUParams", raising=False)
-    assert "jax 0.11 or later, got jax 0." in str(hopper.too_old())
+    assert "jax 0.11 or later, got jax 0." in str(requirements.jax_too_old())
     with allowed(cores=1), pytest.raises(NotImplementedError, match="jax 0.11 or later"):
-        hopper.require()
+        requirements.require()
 
 
 @pytest.mark.parametrize(

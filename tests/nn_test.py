@@ -13,8 +13,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fp8jax.nn as fnn
-from fp8jax.linear.modules import HISTORIES, Dense, Einsum, Fp8DotGeneral, max_combining
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.linear.amax_history import HISTORIES, max_combining
+from fp8jax.linear.modules import Dense, Einsum, Fp8DotGeneral
+from fp8jax.numerics.recipes import RECIPES
 
 DELAYED = RECIPES["fp8_delayed"]
 H = DELAYED.histories["x"]

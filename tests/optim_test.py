@@ -9,13 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from fp8jax.optim.optimizers import (
-    OPTIMIZERS,
-    SCHEDULES,
-    OptimizerConfig,
-    is_matrix,
-    make_optimizer,
-)
+from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.optimizers import OPTIMIZERS, is_matrix, make_optimizer
+from fp8jax.optim.schedules import SCHEDULES
 
 CONFIG = OptimizerConfig(
     name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 from jax import P, lax
 
-from fp8jax.kernels import block_gemm, hopper, partition, quantize, row_gemm
+from fp8jax.kernels import block_gemm, partition, quantize, requirements, row_gemm
 from fp8jax.linear import backends
-from fp8jax.linear.dot import dot_general, init_state
-from fp8jax.numerics import scaling
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general
+from fp8jax.numerics import quantization
 from fp8jax.numerics.formats import FORMATS, cast
-from fp8jax.numerics.scaling import BLOCK128, TILE128, Fp32, Pow2
+from fp8jax.numerics.scales import Fp32, Pow2
+from fp8jax.numerics.tiles import BLOCK128, TILE128, tensor_amax
 from tests import gemm_test
 from tests.dot_test import MATMUL
 
@@ -44,25 +46,25 @@ def make_mesh(name: str) -> jax.sharding.Mesh:
 def _cast_transpose(x, scale, fmt, *, values=True, transposed=True):
     quantize._check(x, fmt)
     codes = cast(x.astype(jnp.float32) * (1 / scale), fmt)
-    return codes if values else None, codes.T if transposed else None, scaling.tensor_amax(x)
+    return codes if values else None, codes.T if transposed else None, tensor_amax(x)
 
 
 def _quantized(x, fmt, rule, tile):
     quantize._check(x, fmt, rule)
-    return scaling.quantize(x, fmt, tile, contract_axis=-1, scale=rule)
+    return quantization.quantize(x, fmt, tile, contract_axis=-1, scale=rule)
 
 
 def _quantize_tiles(x, fmt, rule, *, rows=True, columns=True):
     by_row, by_column = (_quantized(source, fmt, rule, TILE128) for source in (x, x.T))
     return tuple(
-        quantize.Codes(q.values, q.float_scale().T) if wanted else None
+        quantize.TileCodes(q.values, q.float_scale().T) if wanted else None
         for q, wanted in ((by_row, rows), (by_column, columns))
     )
 
 
 def _quantize_blocks(x, fmt, rule, *, transposed):
     q = _quantized(x, fmt, rule, BLOCK128)
-    return quantize.Codes(q.values.T if transposed else q.values, q.float_scale())
+    return quantize.TileCodes(q.values.T if transposed else q.values, q.float_scale())
 
 
 def _cast_rows_columns(x, row_scale, column_scale, fmt):
@@ -98,7 +100,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(quantize, "cast_rows_columns", _cast_rows_columns)
     monkeypatch.setattr(block_gemm, "block_scaled_matmul", _matmul)
     monkeypatch.setattr(row_gemm, "row_scaled_matmul", _rows_matmul)
-    monkeypatch.setattr(hopper, "refuses", lambda device: None)
+    monkeypatch.setattr(requirements, "refuses", lambda device: None)
     pallas = dataclasses.replace(backends.BACKENDS["pallas"], missing=lambda: None)
     monkeypatch.setitem(backends.BACKENDS, "pallas", pallas)
 
@@ -124,10 +126,10 @@ def check_sharding(mesh, got, *specs: P):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (leaf.sharding.spec, spec)
 
 
-# Quantisers ---------------------------------------------------------------------------------------
+# Quantizers ---------------------------------------------------------------------------------------
 
 # kernel -> (function of x, dtype of x, the letters of its results)
-QUANTISERS = {
+QUANTIZERS = {
     "cast": (
         lambda x: partition.cast_transpose(x, jnp.float32(0.013), E4M3), np.float32,
         ("mk", "km", ""),
@@ -182,9 +184,9 @@ def source(shape, dtype, seed=0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("mesh", "shape", "spec", "cut"), SOURCES)
-@pytest.mark.parametrize("name", QUANTISERS)
-def test_quantisers_take_their_shards(stand_ins, name, mesh, shape, spec, cut):
-    f, dtype, letters = QUANTISERS[name]
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizers_take_their_shards(stand_ins, name, mesh, shape, spec, cut):
+    f, dtype, letters = QUANTIZERS[name]
     mesh, x = make_mesh(mesh), source(shape, dtype)
     got, collectives = on_mesh(mesh, f, (x, spec))
     check_bits(got, jax.jit(f)(x))
@@ -199,7 +201,7 @@ def test_quantisers_take_their_shards(stand_ins, name, mesh, shape, spec, cut):
 def test_a_mesh_that_does_not_divide_the_source(stand_ins):
     """256 rows over three devices: XLA fills up the last shard. They are gathered."""
     mesh, x = make_mesh("3"), source((256, 128), jnp.bfloat16)
-    f, _, _ = QUANTISERS["tiles"]
+    f, _, _ = QUANTIZERS["tiles"]
     got, _ = on_mesh(mesh, lambda x: f(lax.with_sharding_constraint(x, P("a", None))), (x, P()))
     check_bits(got, jax.jit(f)(x))
 
@@ -213,7 +215,7 @@ def test_the_amax_is_that_of_all_devices(stand_ins, value, spec):
         x = np.random.default_rng(0).normal(size=(1024, 512)).astype(np.float32)
         x[position] = value
         x[512, 256] = np.inf if np.isnan(value) else 5.0
-        (_, _, amax), _ = on_mesh(mesh, QUANTISERS["cast"][0], (x, spec))
+        (_, _, amax), _ = on_mesh(mesh, QUANTIZERS["cast"][0], (x, spec))
         assert len(amax.addressable_shards) == 8
         for shard in amax.addressable_shards:
             np.testing.assert_array_equal(shard.data, np.float32(abs(value)))
@@ -324,10 +326,10 @@ def test_the_text_of_a_program_tells_kernels_apart(stand_ins):
     assert text(Fp32()) != text(Pow2()) != text(Pow2(1))
 
 
-@pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_batch_is_a_loop(stand_ins, name):
-    """The layers of a model are initialised under vmap."""
-    f, dtype, _ = QUANTISERS[name]
+    """The layers of a model are initialized under vmap."""
+    f, dtype, _ = QUANTIZERS[name]
     x = np.stack([source((256, 512), dtype, seed) for seed in range(2)])
     got, _ = on_mesh(make_mesh("2x4"), jax.vmap(f), (x, P(None, "a", "b")))
     each = [jax.jit(f)(one) for one in x]

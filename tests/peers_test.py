@@ -1,8 +1,8 @@
-"""The same numbers as other implementations: flax's delayed scaling, the quantisers of jax.nn and
+"""The same numbers as other implementations: flax's delayed scaling, the quantizers of jax.nn and
 of qwix. Written independently of this library and of tests/reference.py, they agree to the bit
 wherever arithmetic leaves no choice: where scales are powers of two, or the data far from ties.
 
-`jax.nn.scaled_matmul` itself, which multiplies what jax.nn quantises, has no CPU lowering before
+`jax.nn.scaled_matmul` itself, which multiplies what jax.nn quantizes, has no CPU lowering before
 JAX 0.12.
 """
 
@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from fp8jax.linear.dot import dot_general, init_state
-from fp8jax.numerics.policy import TILES
-from fp8jax.numerics.recipe import RECIPES, Recipe
-from fp8jax.numerics.scaling import MX32, NV16, quantize
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general
+from fp8jax.numerics.policy_options import TILES
+from fp8jax.numerics.quantization import quantize
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.tiles import MX32, NV16
 from tests import reference
 
 MATMUL = (((1,), (0,)), ((), ()))
@@ -116,7 +119,7 @@ def test_delayed_scaling_on_random_data_is_within_rounding_of_flax():
             assert (np.abs(np.asarray(a, np.float64) - b) <= 42.01 * u * magnitude).all()
 
 
-# Quantisers ---------------------------------------------------------------------------------------
+# Quantizers ---------------------------------------------------------------------------------------
 
 
 def normal(shape=(64, 256), seed=0) -> np.ndarray:
@@ -138,7 +141,7 @@ def assert_same_codes(values, theirs) -> None:
 
 
 def jax_nn_quantize(x, mode: str, global_scale=None):
-    """(codes, scales) of jax.nn's quantiser, which is private, for x [rows, contracting]."""
+    """(codes, scales) of jax.nn's quantizer, which is private, for x [rows, contracting]."""
     # Imported here and not skipped: where a later JAX has moved it, only these tests fail.
     from jax._src.cudnn.scaled_matmul_stablehlo import quantize as theirs
 

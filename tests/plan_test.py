@@ -9,9 +9,10 @@ import jax
 import pytest
 
 from configs import base
-from fp8jax.data.loader import build_corpus, train_batches
-from fp8jax.training import dry_run
-from fp8jax.training.run import build, to_devices
+from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.training import dry_run, parameter_table, profile, programs
+from fp8jax.training.build import build
 from tests.configs_test import command_line
 from tests.data_test import write_generated_text
 
@@ -55,7 +56,7 @@ def test_figures_are_the_sums_by_hand(devices, precision):
     assert made.backends == ({"fp8_delayed": "emulated"} if histories else {})
     # The state itself, rounded up to whole blocks, is what making it leaves.
     state = made.weights_bytes + made.optimizer_bytes + histories
-    assert state < made.initialise_bytes < made.peak_bytes == made.total_bytes
+    assert state < made.initialize_bytes < made.peak_bytes == made.total_bytes
     assert json.loads(json.dumps(dataclasses.asdict(made)))["mesh"] == made.mesh
     # 6 a weight of a product, embedding and norms aside, and 6 * 64 * 32 a layer for attention.
     flops = 6 * (CUT - 320 * 32) + 2 * 6 * 64 * 32
@@ -70,7 +71,7 @@ def test_lines_add_up_to_what_the_larger_program_allocates():
     # Results take the arguments' place, but for three scalars of metrics.
     config = tiny(precision="fp8_delayed", mesh="fsdp")
     memories = [
-        dry_run._lower(run, config, name).compile().memory_analysis()
+        programs.lower_program(run, config, name).compile().memory_analysis()
         for name in ("seed_step", "step")
     ]
     totals = [m.argument_size_in_bytes + m.temp_size_in_bytes for m in memories]
@@ -90,7 +91,7 @@ def test_nothing_is_allocated():
     run = build(config, jax.devices()[:1])
     before = sum(array.nbytes for array in jax.live_arrays())
     dry_run.make_plan(run, config)
-    dry_run.parameter_table(run)
+    parameter_table.parameter_table(run)
     # Tracing makes a few keys of eight bytes.
     assert sum(array.nbytes for array in jax.live_arrays()) <= before + 64
 
@@ -106,11 +107,11 @@ def test_programs_are_those_that_training_runs(tmp_path):
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
-        jax.typeof, dry_run.abstract_batch(run, 16, 64)
+        jax.typeof, programs.abstract_batch(run, 16, 64)
     )
     with jax.set_mesh(run.mesh):
-        real = run.step.lower(run.initialise(), batch).as_text()
-    assert dry_run._lower(run, config, "step").as_text() == real
+        real = run.step.lower(run.initialize(), batch).as_text()
+    assert programs.lower_program(run, config, "step").as_text() == real
 
 
 def test_report_says_what_limits():
@@ -126,12 +127,12 @@ def test_report_says_what_limits():
         first_step_bytes=None, activations_bytes=0, gradients_bytes=made.total_bytes,
     ).text()  # fmt: skip
     assert "It does not fit: 200% of the" in small and "add up to more than the total" in small
-    assert "any: nothing is quantised" in small
+    assert "any: nothing is quantized" in small
     assert "seeds" not in small and "This is a CPU" not in small
     fits = dataclasses.replace(made, capacity_bytes=4 * made.total_bytes).text()
     assert "It fits: 25% of the" in fits
     more = dataclasses.replace(
-        made, initialise_bytes=5 * made.total_bytes, capacity_bytes=4 * made.total_bytes
+        made, initialize_bytes=5 * made.total_bytes, capacity_bytes=4 * made.total_bytes
     ).text()
     assert "Making the state of step 0 takes more" in more and "It does not fit: 125% of" in more
     assert max(map(len, said.splitlines())) <= 100
@@ -141,20 +142,20 @@ def test_dump_hlo_writes_every_program(tmp_path):
     config = tiny(precision="fp8_delayed")
     run = build(config, jax.devices()[:1])
     names = ["seed_step", "step", "eval_step"]
-    files = dry_run.dump_hlo(run, config, tmp_path / "new" / "hlo")
+    files = programs.dump_hlo(run, config, tmp_path / "new" / "hlo")
     kinds = ("stablehlo", "hlo")
     assert [file.name for file in files] == [f"{n}.{kind}.txt" for n in names for kind in kinds]
     assert sorted(files) == sorted((tmp_path / "new" / "hlo").iterdir())
     asked, made = ((tmp_path / f"new/hlo/step.{kind}.txt").read_text() for kind in kinds)
     assert "stablehlo.dot_general" in asked and "f8E4M3FN" in asked
     assert made.startswith("HloModule") and "f8e4m3fn" in made
-    assert dry_run.training_programs(build(tiny())) == ["step"]
+    assert programs.training_programs(build(tiny())) == ["step"]
 
 
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt2_tiny", "qwen2_tiny", "qwen3_tiny"])
 def test_table_has_every_parameter_once(model):
     run = build(tiny(model=model, precision="fp4_mixed"))
-    header, *lines, total = dry_run.parameter_table(run).splitlines()
+    header, *lines, total = parameter_table.parameter_table(run).splitlines()
     leaves = jax.tree_util.tree_leaves_with_path(run.state.params)
     assert header.split()[0] == "parameter" and len(lines) == len(leaves)
     for (path, leaf), line in zip(leaves, lines, strict=True):
@@ -170,12 +171,12 @@ def test_table_has_every_parameter_once(model):
         elif name == "embedding" and run.model.config.tie_embeddings:
             wanted = "bf16"  # it is the head's matrix
         assert cells[-1] == wanted, line
-    assert total.split() == ["total", f"{dry_run.device_bytes(run.state.params):,}"]
+    assert total.split() == ["total", f"{programs.device_bytes(run.state.params):,}"]
 
 
 def test_table_shows_shards_and_exempt_layers():
     run = build(tiny(mesh="fsdp"))
-    lines = dry_run.parameter_table(run).splitlines()
+    lines = parameter_table.parameter_table(run).splitlines()
     key = next(line for line in lines if line.startswith("layers/attention/k/kernel"))
     assert key.split(maxsplit=3)[3].rsplit(maxsplit=2) == [
         "P(None, 'fsdp', 'tensor')",
@@ -184,16 +185,16 @@ def test_table_shows_shards_and_exempt_layers():
     ]
     policy = dataclasses.replace(run.model.policy, bf16_first=1, bf16_last=1)
     exempt = dataclasses.replace(run, model=run.model.clone(policy=policy))
-    assert dry_run.parameter_table(exempt).splitlines()[-1] == (
+    assert parameter_table.parameter_table(exempt).splitlines()[-1] == (
         "Of the 2 stacked layers, the first 1 and the last 1 run in bf16, whatever their recipe."
     )
 
 
 def test_profile_is_two_steps():
-    assert dry_run.parse_profile("5:8") == (5, 8) and dry_run.parse_profile("3:3") == (3, 3)
+    assert profile.parse_profile("5:8") == (5, 8) and profile.parse_profile("3:3") == (3, 3)
     for text in ("5", "7:3", "0:2", "a:b", "", "1:", ":2", "1:2:3", "-1:2", " 1:2", "1.0:2"):
         with pytest.raises(ValueError, match=f"^profile='{text}': give the first and last step"):
-            dry_run.parse_profile(text)
+            profile.parse_profile(text)
 
 
 # The command line ---------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     )  # fmt: skip
     assert code == 0, said
     made, run = planned(8, precision="fp8_delayed")
-    assert "num_steps: 20\n" in said and dry_run.parameter_table(run) in said
+    assert "num_steps: 20\n" in said and parameter_table.parameter_table(run) in said
     for label, size in [*made._memory(), ("total", made.total_bytes)]:
         assert dry_run._memory_line(label, size) in said.splitlines()
     assert not (tmp_path / "run").exists()

@@ -7,16 +7,13 @@ import pytest
 
 from fp8jax.model.config import MODULES
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.policy import (
-    OPTIONS,
-    POLICIES,
-    Policy,
-    PrecisionSchedule,
-    as_policy,
-    as_schedule,
-)
-from fp8jax.numerics.recipe import HIGH_PRECISION, RECIPES, Cast, Recipe
-from fp8jax.numerics.scaling import MX32, ROW, Constant, Fp32, Pow2
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.policy_options import OPTIONS, as_policy
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
+from fp8jax.numerics.scales import Constant, Fp32, Pow2
+from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
+from fp8jax.numerics.tiles import MX32, ROW
 
 CURRENT = Cast(format=FORMATS["e4m3"])
 

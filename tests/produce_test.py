@@ -1,4 +1,4 @@
-"""Producers inside quantisers: the same codes as of the results, had they been stored."""
+"""Producers inside quantizers: the same codes as of the results, had they been stored."""
 
 import functools
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from fp8jax.kernels.quantize import cast_transpose, quantize_tiles
-from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, cast_produced, tiles_produced
+from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
+from fp8jax.kernels.swiglu_quantize import cast_produced, tiles_produced
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.scaling import Pow2
+from fp8jax.numerics.scales import Pow2
 from tests.kernels import interpret, lower, needs_pallas
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -159,7 +160,7 @@ def test_refuses_other_dtypes_and_scales():
 @pytest.mark.gpu
 @PRODUCERS
 def test_produced_on_the_gpu(producer):
-    """Against the plain function and the quantiser of what it stored. The GPU's exponential and
+    """Against the plain function and the quantizer of what it stored. The GPU's exponential and
     reciprocal are off by 2^-22, so that one result in 2^13 or so rounds to the next bfloat16, and
     fewer codes to the next code; the amaxes lie within a unit of bfloat16."""
     arrays, scales = sources(producer, (1024, 640)), SCALES[: producer.results]

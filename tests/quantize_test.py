@@ -1,4 +1,4 @@
-"""The fused quantisers, bit for bit against tests/reference.py; on CPUs in Pallas' interpreter."""
+"""The fused quantizers, bit for bit against tests/reference.py; on CPUs in Pallas' interpreter."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8jax.kernels.quantize import (
-    Codes,
+    TileCodes,
     _check,
     cast_rows_columns,
     cast_transpose,
@@ -17,7 +17,8 @@ from fp8jax.kernels.quantize import (
     quantize_tiles,
 )
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.scaling import BLOCK128, E8M0, ROW, SCALES, TILE128, Constant, Fp32, Pow2
+from fp8jax.numerics.scales import E8M0, SCALES, Constant, Fp32, Pow2
+from fp8jax.numerics.tiles import BLOCK128, ROW, TILE128
 from tests import reference
 from tests.kernels import TOO_OLD, interpret, needs_pallas
 
@@ -50,7 +51,9 @@ def expected_codes(x: np.ndarray, fmt: str, tile, axis: int, rule):
     return values, grid
 
 
-def check_tiles(x: np.ndarray, fmt: str, rule, got: tuple[Codes | None, Codes | None], keep=None):
+def check_tiles(
+    x: np.ndarray, fmt: str, rule, got: tuple[TileCodes | None, TileCodes | None], keep=None
+):
     """`keep`, a mask of x, leaves out what is not compared."""
     keep = np.ones(x.shape, bool) if keep is None else keep
     for codes, axis in zip(got, (-1, -2), strict=True):
@@ -89,7 +92,7 @@ def test_tiles_along_rows_and_columns(shape, fmt, rule, rows, columns):
     check_tiles(x, fmt, rule, got)
 
 
-def check_blocks(x: np.ndarray, fmt: str, rule, transposed: bool, got: Codes):
+def check_blocks(x: np.ndarray, fmt: str, rule, transposed: bool, got: TileCodes):
     values, scale = expected_codes(x, fmt, BLOCK128, -1, rule)
     assert got.values.dtype == values.dtype and got.scale.dtype == jnp.float32
     np.testing.assert_array_equal(
@@ -390,7 +393,7 @@ def test_rows_and_columns_on_the_gpu(shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ON_GPU)
 def test_float32_scales_on_the_gpu(shape):
-    """Scales have the same bits everywhere; a code on a rounding tie may be its neighbour, since
+    """Scales have the same bits everywhere; a code on a rounding tie may be its neighbor, since
     the reciprocal of the scale may be off by 2^-24 relative: for fewer than one in a thousand."""
     x = source(shape)
     rows, columns = jax.jit(lambda x: quantize_tiles(x, E4M3, RULES["fp32"]))(x)

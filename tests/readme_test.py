@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.linear.modules import HISTORIES
-from fp8jax.model.config import MODELS
+from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.model.models import MODELS
 from fp8jax.model.transformer import count_params
-from fp8jax.numerics.policy import POLICIES, as_policy
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.policy_options import as_policy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +37,7 @@ def model_table() -> str:
             {"swiglu": "SwiGLU", "gelu": "GELU", "gelu_tanh": "GELU (tanh)"}[config.mlp],
             f"{config.learned_positions} positions" if config.learned_positions else "RoPE",
             {"none": "", "qkv": "biases of q k v", "all": "biases"}[config.biases],
-            "q and k normalised" if config.qk_norm else "",
+            "q and k normalized" if config.qk_norm else "",
             "tied" if config.tie_embeddings else "",
         ]
         heads = f"{config.n_heads}/{config.n_kv_heads}"

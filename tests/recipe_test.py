@@ -9,27 +9,10 @@ from pathlib import Path
 import pytest
 
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.recipe import (
-    CSCALE_BIAS,
-    HIGH_PRECISION,
-    HISTORY,
-    RECIPES,
-    Cast,
-    Recipe,
-    as_recipe,
-)
-from fp8jax.numerics.scaling import (
-    BLOCK128,
-    MX32,
-    NV16,
-    ROW,
-    SCALES,
-    TENSOR,
-    TILE128,
-    Constant,
-    NV16x16,
-    Pow2,
-)
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import CSCALE_BIAS, HIGH_PRECISION, HISTORY, RECIPES, as_recipe
+from fp8jax.numerics.scales import SCALES, Constant, Pow2
+from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16
 
 E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 OPERANDS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
@@ -221,7 +204,7 @@ def test_the_table_of_recipes(name):
 def test_products_pair_the_operands():
     casts = {n: Cast(format=E4M3, timing="constant", scale=Constant(2.0**i))
              for i, n in enumerate(OPERANDS)}  # fmt: skip
-    assert Recipe(**casts).products == {
+    assert Recipe(**casts).gemms == {
         "fwd": (casts["fwd_x"], casts["fwd_w"]),
         "dgrad": (casts["dgrad_g"], casts["dgrad_w"]),
         "wgrad": (casts["wgrad_x"], casts["wgrad_g"]),
@@ -292,7 +275,7 @@ def test_map_changes_casts_by_name():
     assert recipe.name == "fp4_block" and RECIPES["bf16"].map(lambda *_: CURRENT) == HIGH_PRECISION
     mixed = RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])
     assert (mixed.fwd_x, mixed.fwd_w) == (_BLOCK, fp8(tile=BLOCK128))
-    assert mixed.products["wgrad"] == RECIPES["fp4_naive"].products["wgrad"]
+    assert mixed.gemms["wgrad"] == RECIPES["fp4_naive"].gemms["wgrad"]
 
 
 def collected(lines: str, name: str) -> set[str]:

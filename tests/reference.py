@@ -1,4 +1,4 @@
-"""Plain NumPy and ml_dtypes: what the library's quantisers and products are tested against.
+"""Plain NumPy and ml_dtypes: what the library's quantizers and products are tested against.
 
 Written for being obviously right, tile by tile, and independent of fp8jax but for the names of
 its scale rules and casts. Only the random draws of stochastic rounding come from JAX.
@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from fp8jax.numerics.recipe import Cast
-from fp8jax.numerics.scaling import E8M0, Constant, Fp32, NvFp4, Pow2, Tile
+from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2
+from fp8jax.numerics.tiles import Tile
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8jax.records.metrics import read_jsonl
+from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.loop import train_and_evaluate
 from tests.data_test import generated_text, write_generated_text
 from tests.sources_test import compressed, json_lines

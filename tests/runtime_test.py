@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from fp8jax.device import hardware
+from fp8jax.device import hardware, xla
 
 _FLAG = "--xla_gpu_enable_triton_gemm"
 
@@ -28,8 +28,8 @@ def test_the_flag_is_added_unless_named(monkeypatch, before, after):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if before is not None:
         monkeypatch.setenv("XLA_FLAGS", before)
-    hardware.set_xla_flags()
-    hardware.set_xla_flags()
+    xla.set_xla_flags()
+    xla.set_xla_flags()
     assert os.environ["XLA_FLAGS"] == after
 
 
@@ -38,9 +38,9 @@ def test_a_file_of_flags_is_read_but_not_edited(monkeypatch, tmp_path):
     path.write_text("--xla_dump_to=/x\n")
     monkeypatch.setenv("XLA_FLAGS", str(path))
     with pytest.warns(RuntimeWarning, match="names a file"):
-        hardware.set_xla_flags()
+        xla.set_xla_flags()
     path.write_text(f"--xla_dump_to=/x\n{_FLAG}=true\n")
-    hardware.set_xla_flags()
+    xla.set_xla_flags()
     assert os.environ["XLA_FLAGS"] == str(path)
 
 
@@ -58,8 +58,8 @@ def test_a_dry_run_takes_no_memory_of_a_gpu(monkeypatch, before, after):
         monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv("XLA_FLAGS", before)
-    hardware.allocate_nothing()
-    hardware.allocate_nothing()
+    xla.allocate_nothing()
+    xla.allocate_nothing()
     assert os.environ["XLA_FLAGS"] == after
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
@@ -69,8 +69,8 @@ def test_too_late_on_a_gpu_is_said(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.warns(RuntimeWarning, match="before fp8jax was imported"):
-        hardware.set_xla_flags()
-    hardware.set_xla_flags()  # the flag is named now: said once
+        xla.set_xla_flags()
+    xla.set_xla_flags()  # the flag is named now: said once
 
 
 def test_queries_on_the_cpu():
@@ -193,23 +193,23 @@ def test_what_the_user_set_stays_and_an_argument_wins(
     monkeypatch, tmp_path, restored_cache_settings
 ):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "user"))
-    assert hardware.set_compilation_cache() == str(tmp_path / "user")
-    used = hardware.set_compilation_cache(str(tmp_path / "run"))
+    assert xla.set_compilation_cache() == str(tmp_path / "user")
+    used = xla.set_compilation_cache(str(tmp_path / "run"))
     assert used is not None and used.startswith(str(tmp_path / "run"))
     assert jax.config.jax_compilation_cache_dir == used
-    assert hardware.set_compilation_cache() == used
+    assert xla.set_compilation_cache() == used
 
 
 def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_settings):
     jax.config.update("jax_enable_compilation_cache", False)
-    assert hardware.set_compilation_cache(str(tmp_path)) is None
+    assert xla.set_compilation_cache(str(tmp_path)) is None
     assert not os.listdir(tmp_path)
 
 
 def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
-    assert not hardware.folds_scales()  # a CPU
-    assert hardware.compiler_options() == {"xla_allow_excess_precision": False}
+    assert not xla.folds_scales()  # a CPU
+    assert xla.compiler_options() == {"xla_allow_excess_precision": False}
     monkeypatch.setattr(hardware, "platform", lambda: "gpu")
-    assert hardware.folds_scales() and hardware.compiler_options() == {}
+    assert xla.folds_scales() and xla.compiler_options() == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
-    assert not hardware.folds_scales()
+    assert not xla.folds_scales()

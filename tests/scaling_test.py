@@ -1,4 +1,4 @@
-"""Quantisers and rotations, bit for bit against tests/reference.py or by hand; amax histories."""
+"""Quantizers and rotations, bit for bit against tests/reference.py or by hand; amax histories."""
 
 import itertools
 import math
@@ -9,27 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.numerics import scaling
+from fp8jax.linear.amax_history import merge_history, record_amax
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.scaling import (
-    BLOCK128,
-    MX32,
-    NV16,
-    ROW,
-    SCALES,
-    TENSOR,
-    TILE128,
-    Constant,
-    Fp32,
-    NV16x16,
-    Pow2,
-    Tile,
-    dequantize,
-    hadamard,
-    merge_history,
-    quantize,
-    record_amax,
-)
+from fp8jax.numerics.hadamard import hadamard
+from fp8jax.numerics.quantization import Quantized, dequantize, quantize
+from fp8jax.numerics.scales import SCALES, Constant, Fp32, Pow2
+from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
 from tests import reference
 
 TILES = {
@@ -55,7 +40,7 @@ def rotate(x, size: int, axis: int = -1) -> np.ndarray:
     return np.asarray(jax.jit(hadamard, static_argnames=("size", "axis"))(x, size, axis=axis))
 
 
-def assert_same(q: scaling.Quantized, x, fmt, tile, axis, rule, amax=None, draws=None):
+def assert_same(q: Quantized, x, fmt, tile, axis, rule, amax=None, draws=None):
     values, spread, scales = reference.quantize(x, fmt, tile, axis, rule, amax, draws=draws)
     np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), values.view(np.uint8))
     got = np.asarray(q.scale)
@@ -105,7 +90,7 @@ def test_every_tile_under_every_rule(tile, rule):
     ("fmt", "tile", "rule"), [("e5m2", "TENSOR", "fp32"), ("e2m1", "NV16", "nvfp4"),
                               ("e2m1", "MX32", "e8m0"), ("e4m3", "TILE128", "e8m0_floor")],
 )  # fmt: skip
-def test_stochastic_quantisers_match_the_reference(fmt, tile, rule):
+def test_stochastic_quantizers_match_the_reference(fmt, tile, rule):
     x, key = normal((130, 200)), jax.random.key(5)
     draws = np.asarray(jax.random.uniform(key, x.shape))
     for axis in (-1, -2):

@@ -18,15 +18,17 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from configs import base, fp4
-from fp8jax.data.loader import train_batches
-from fp8jax.numerics.policy import POLICIES, Policy, as_policy, as_schedule
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.schedule import as_schedule
 from fp8jax.records.checkpoint import Checkpointer, Restored
-from fp8jax.records.metrics import read_jsonl
-from fp8jax.training import dry_run, loop
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training import dry_run, loop, parameter_table, programs, resume
+from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.run import build, to_devices
-from fp8jax.training.step import by_name, enter
+from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from tests.resume_test import numbers
 from tests.train_test import corpus, steps, tiny
 
@@ -109,7 +111,7 @@ def whole(data, tmp_path_factory):
         return to_devices(*args)
 
     def noted_enter(state, *args):
-        run.entered.append((state, enter(state, *args)))
+        run.entered.append((state, enter_policy(state, *args)))
         return run.entered[-1][1]
 
     jax.monitoring.register_event_duration_secs_listener(
@@ -231,11 +233,13 @@ def test_histories_that_both_policies_have_are_kept_and_new_ones_seeded(data, fi
     run = build(tiny(data, precision=first, precision_schedule=((0.5, then),), mesh="fsdp"))
     ((begin, stage),) = run.later
     histories = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), run.state.histories)
-    state = enter(dataclasses.replace(run.state, histories=histories), stage.state, stage.kept)
+    state = enter_policy(
+        dataclasses.replace(run.state, histories=histories), stage.state, stage.kept
+    )
     assert begin == 10 and state.params is run.state.params
     assert jax.tree.structure(state.histories) == jax.tree.structure(stage.state.histories)
-    old, new = by_name(histories), by_name(state.histories)
-    for name, abstract in by_name(stage.state.histories).items():
+    old, new = leaves_by_path(histories), leaves_by_path(state.histories)
+    for name, abstract in leaves_by_path(stage.state.histories).items():
         if name.startswith(kept):
             assert new[name] is old[name]
         else:
@@ -243,7 +247,7 @@ def test_histories_that_both_policies_have_are_kept_and_new_ones_seeded(data, fi
             assert new[name].sharding == abstract.sharding
             assert new[name].dtype == abstract.dtype
     assert stage.seeds == any(not name.startswith(kept) for name in new)
-    assert dry_run.training_programs(stage) == (["seed_step", "step"] if stage.seeds else ["step"])
+    assert programs.training_programs(stage) == (["seed_step", "step"] if stage.seeds else ["step"])
 
 
 class Found(Checkpointer):
@@ -295,10 +299,10 @@ def test_a_checkpoint_hands_on_its_histories_to_the_policy_that_made_them(
     rows = corpus(*data)
     run = one_device(config)
     found = Found(step, before, rows.fingerprint)
-    restored, changes = loop._resume(found, run, settings, rows)
+    restored, changes = resume.read_checkpoint(found, run, settings, rows)
     assert ("fp8" in restored.arrays) == kept
     assert bool(changes) == (old != new)
-    begins, state, seeding = loop._begin(run, restored)
+    begins, state, seeding = resume.initial_stage(run, restored)
     assert begins is [run, *(later for _, later in run.later)][stage]
     assert jax.tree.structure(state) == jax.tree.structure(begins.state)
     assert seeding == (not kept and begins.policy == as_policy("fp8_delayed"))
@@ -389,21 +393,21 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     run = one_device(config)
     made = dry_run.make_plan(run, config)
     ((begin, delayed),) = run.later
-    programs, _ = dry_run._compile(delayed, config, ["seed_step", "step"])
-    size = max(map(dry_run.program_bytes, programs.values()))
+    compiled, _ = programs.compile_programs(delayed, config, ["seed_step", "step"])
+    size = max(map(programs.program_bytes, compiled.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
-    assert made.peak_bytes == max(size, made.total_bytes, made.initialise_bytes)
+    assert made.peak_bytes == max(size, made.total_bytes, made.initialize_bytes)
     assert made.backends == {"fp8_delayed": "emulated"}
     line = f"After step 3 policy mlp: {size / 2**30:,.3f} GiB a step."
     assert line in made.text().splitlines()
 
     names = ["step", "eval_step", "stage2_seed_step", "stage2_step", "stage2_eval_step"]
-    files = dry_run.dump_hlo(run, config, tmp_path)
+    files = programs.dump_hlo(run, config, tmp_path)
     assert [f.name for f in files] == [f"{n}.{k}.txt" for n in names for k in ("stablehlo", "hlo")]
-    quantised = ["f8E4M3FN" in file.read_text() for file in files[::2]]
-    assert quantised == [False, False, True, True, True]
+    quantized = ["f8E4M3FN" in file.read_text() for file in files[::2]]
+    assert quantized == [False, False, True, True, True]
 
-    header, *lines, _ = dry_run.parameter_table(run).splitlines()
+    header, *lines, _ = parameter_table.parameter_table(run).splitlines()
     assert header.endswith("recipe  after step 3")
     kernel = next(line for line in lines if line.startswith("layers/mlp/up/kernel"))
     assert kernel.split()[-2:] == ["bf16", "fp8_delayed"]

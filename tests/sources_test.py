@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8jax.data import sources as sources_lib
-from fp8jax.data.sources import SOURCES, Source, Tally, parse_sources
+from fp8jax.data import readers
+from fp8jax.data.readers import Tally
+from fp8jax.data.sources import SOURCES, Source, parse_sources
 
 TEXTS = ["the first document", "é and \u2028 in the second one", "a third, with\nlines\r\n"]
 
@@ -220,9 +221,9 @@ def test_a_hash_that_begins_no_name_belongs_to_the_glob(tmp_path):
 def test_utf8_is_checked_across_pieces(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(compressed(b"x" * (2**20 - 1) + "é".encode(), suffix))
-    assert sources_lib._is_utf8(path)
+    assert readers._is_utf8(path)
     path.write_bytes(compressed(b"x" * (2**20 - 1) + b"\xc3x", suffix))
-    assert not sources_lib._is_utf8(path)
+    assert not readers._is_utf8(path)
     tally = Tally()
     assert read(f"text:{path}", tally) == []
     assert (tally.not_utf8, tally.bytes_read) == (1, path.stat().st_size)

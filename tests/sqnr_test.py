@@ -1,11 +1,11 @@
-"""Signal to quantisation noise of every recipe's three products, against what theory gives.
+"""Signal to quantization noise of every recipe's three products, against what theory gives.
 
     SQNR = 10 log10(sum exact^2 / sum error^2)
 
 The noise of y = x w is that of its operands, added: each operand of normal data is rounded with
 an error of relative energy r = E[(Q(x) - x)^2] / E[x^2] that is independent of the other operand.
 r itself is an integral over the normal density, given how far apart the numbers of the format are
-and which scale the tile's amax gives; nothing in it is measured, and no quantiser runs for it.
+and which scale the tile's amax gives; nothing in it is measured, and no quantizer runs for it.
 """
 
 import functools
@@ -17,9 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.linear.dot import dot_general, init_state
-from fp8jax.numerics.recipe import RECIPES, Cast, Recipe
-from fp8jax.numerics.scaling import E8M0, Constant, Fp32, NvFp4, Pow2
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2
 from tests import reference
 
 # A layer of a Llama, scaled down: tokens, inputs, outputs; all tiles divide them.
@@ -95,7 +97,7 @@ def numbers(fmt: str) -> np.ndarray:
 
 def squared_error(z: np.ndarray, fmt: str, rounding: str) -> np.ndarray:
     """Expected squared error of rounding z >= 0: to the nearest number (on average spacing^2 / 12,
-    where the density is flat), or to either neighbour with the probability that makes it unbiased:
+    where the density is flat), or to either neighbor with the probability that makes it unbiased:
     (z - lo) (hi - z), on average spacing^2 / 6. Beyond the largest number it saturates."""
     table = numbers(fmt)
     inside = np.minimum(z, table[-1])
@@ -153,12 +155,12 @@ def tile_size(cast: Cast | None, shape: tuple[int, int], axis: int) -> int:
 
 
 def derived(recipe: Recipe) -> dict[str, float]:
-    """dB. x and g are bfloat16 before they are quantised and y and dx afterwards; w is float32,
+    """dB. x and g are bfloat16 before they are quantized and y and dx afterwards; w is float32,
     rounded to bfloat16 where no cast does it."""
     result = {}
     for product, (name, *operands) in PRODUCTS.items():
         r = 0.0 if name == "dw" else noise(None, 1.0, 1, 1)
-        for (operand, axis), cast in zip(operands, recipe.products[product], strict=True):
+        for (operand, axis), cast in zip(operands, recipe.gemms[product], strict=True):
             shape, sigma = SHAPES[operand], SIGMA[operand]
             if operand != "w" or cast is None:
                 r += noise(None, sigma, 1, 1)

@@ -6,18 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from fp8jax.stability.bad_steps import (
-    ACCEPTED,
-    NON_FINITE,
-    SPIKE,
-    STOP,
-    Ladder,
-    SpikeDetector,
-    gate,
-    growing,
-    is_finite,
-    judge,
-)
+from fp8jax.stability.bad_steps import ACCEPTED, NON_FINITE, SPIKE, is_finite, select_if
+from fp8jax.stability.ladder import STOP, Ladder
+from fp8jax.stability.spikes import SpikeDetector, judge
+from fp8jax.stability.swiglu_growth import growing
 
 # Bit patterns that arithmetic would not keep: NaNs with payloads, both zeros, subnormals,
 # infinities, and a float32 at the edge of overflow.
@@ -51,7 +43,7 @@ def bits(leaf) -> np.ndarray:
 @pytest.mark.parametrize("accept", [True, False])
 def test_the_gate_selects_bit_for_bit(accept):
     new, old = trees()
-    got = jax.jit(gate)(jnp.asarray(accept), new, old)
+    got = jax.jit(select_if)(jnp.asarray(accept), new, old)
     chosen, other = (new, old) if accept else (old, new)
     assert jax.tree.structure(got) == jax.tree.structure(new)
     for result, wanted, unwanted in zip(*map(jax.tree.leaves, (got, chosen, other)), strict=True):
@@ -66,14 +58,14 @@ def test_what_was_rejected_does_not_leak(bad, accept):
     """0 * NaN is NaN: a gate made of products would fail here, in either direction."""
     good, poison = jnp.arange(4.0), jnp.full(4, bad)
     pair = (good, poison) if accept else (poison, good)
-    np.testing.assert_array_equal(jax.jit(gate)(jnp.asarray(accept), *pair), good)
+    np.testing.assert_array_equal(jax.jit(select_if)(jnp.asarray(accept), *pair), good)
 
 
 def test_the_rejected_leaf_does_not_leak_into_a_gradient_of_the_accepted():
     """Where the gate stands inside something differentiated, the selected leaf's gradient is 1
     and the rejected one's 0, not 0 * inf."""
     accept = jnp.asarray(False)
-    grads = jax.grad(lambda n, o: jnp.sum(gate(accept, n, o)), argnums=(0, 1))
+    grads = jax.grad(lambda n, o: jnp.sum(select_if(accept, n, o)), argnums=(0, 1))
     new, old = grads(jnp.full(3, jnp.nan), jnp.ones(3))
     np.testing.assert_array_equal(new, np.zeros(3))
     np.testing.assert_array_equal(old, np.ones(3))

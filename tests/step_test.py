@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.data.loader import train_batches
-from fp8jax.linear.modules import HISTORIES
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.transformer import abstract_variables
-from fp8jax.training.run import build, to_devices
+from fp8jax.training.build import build
 from fp8jax.training.step import accumulate as accumulate_step
 from fp8jax.training.step import loss_sum
 from tests.train_test import corpus, steps, tiny
@@ -64,7 +64,7 @@ def test_a_rejected_step_changes_nothing(data):
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
     with jax.set_mesh(run.mesh):
-        state, _ = run.seed_step(run.initialise(), batch)
+        state, _ = run.seed_step(run.initialize(), batch)
         bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
         before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
         after, out = run.step(state, bad)
@@ -86,7 +86,7 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     def train(batches):
         verdicts = []
         with jax.set_mesh(run.mesh):
-            state, _ = run.seed_step(run.initialise(), good[0])
+            state, _ = run.seed_step(run.initialize(), good[0])
             for batch in batches:
                 state, out = run.step(state, batch)
                 verdicts.append(int(out["verdict"]))

@@ -12,15 +12,15 @@ import jax
 import pytest
 
 from configs import base
-from experiments.study import studies
+from experiments.study import bias_sweep, loss_curves, recipe_page
 from experiments.study.cost_model import PAPER_SPLIT, split_cost
 from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
 from fp8jax.numerics.policy import POLICIES
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.numerics.recipes import RECIPES
 from fp8jax.records.metrics import Metrics
-from fp8jax.training.loop import NonFiniteError
-from fp8jax.training.run import build
+from fp8jax.training.build import build
+from fp8jax.training.recovery import NonFiniteError
 
 PATH = Path(__file__).parent.parent / "docs/recipes.md"
 PAGE = PATH.read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def rows(name: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_page_is_what_the_code_says():
-    made = studies.fill_page(PAGE)
+    made = recipe_page.fill_page(PAGE)
     assert made == PAGE, (
         "python -m experiments.study recipes --output=docs/recipes.md, or:\n" + made
     )
@@ -48,7 +48,7 @@ def test_page_has_a_row_for_everything_and_a_title_for_every_paper():
         assert list(rows(name)) == list(RECIPES)
     assert list(rows("policies")) == list(POLICIES)
     listed = re.findall(r"^- \[([\d.]+)\]\(https://arxiv.org/abs/([\d.]+)\) \w", PAGE, re.M)
-    assert {number for number, _ in listed} == set(studies.PAPERS.values())
+    assert {number for number, _ in listed} == set(recipe_page.PAPERS.values())
     assert all(number == address for number, address in listed)
 
 
@@ -76,7 +76,7 @@ def test_the_papers_square_is_computed():
     square = re.findall(r"`(fp4_\w+)` ([\d.]+%) \(([\d.]+%)\)", PAGE)
     assert len(square) == 4
     for name, *printed in square:
-        costs = [split_cost(name, PAPER_SPLIT, speeds) for speeds in studies.SPEEDS]
+        costs = [split_cost(name, PAPER_SPLIT, speeds) for speeds in recipe_page.SPEEDS]
         # 57.15% is a tie, and where a sum puts it differs between Python 3.11 and 3.12.
         for text, cost in zip(printed, costs, strict=True):
             assert abs(float(text[:-1]) - 100 * cost) <= 0.05 + 1e-9
@@ -103,22 +103,22 @@ def test_noise_is_what_the_roundings_imply():
     """
     e4m3, e5m2 = (0.75 / math.log(4) * 4.0**-m / 12 for m in (3, 2))
     by_hand = {"y": e4m3 + e4m3, "dx": e4m3 + e5m2, "dw": e4m3 + e5m2}
-    measured = studies.sqnr(RECIPES["fp8_current"])
+    measured = recipe_page.sqnr(RECIPES["fp8_current"])
     assert measured == pytest.approx(
         {name: -10 * math.log10(noise) for name, noise in by_hand.items()}, abs=0.1
     )
-    again = studies.sqnr(RECIPES["fp8_current"], seed=1)
+    again = recipe_page.sqnr(RECIPES["fp8_current"], seed=1)
     assert measured != again and measured == pytest.approx(again, abs=0.05)
 
 
 def test_a_table_without_a_place_or_a_recipe_without_a_paper_raises(monkeypatch):
-    monkeypatch.setattr(studies, "sqnr", lambda recipe: dict.fromkeys(("y", "dx", "dw"), 101.0))
-    assert "| `bf16` | > 100 | > 100 | > 100 |" in studies.fill_page(PAGE)
+    monkeypatch.setattr(recipe_page, "sqnr", lambda recipe: dict.fromkeys(("y", "dx", "dw"), 101.0))
+    assert "| `bf16` | > 100 | > 100 | > 100 |" in recipe_page.fill_page(PAGE)
     with pytest.raises(ValueError, match="no place for a table: <!-- table: policies -->"):
-        studies.fill_page(PAGE.replace("<!-- table: policies -->", ""))
-    monkeypatch.delitem(studies.PAPERS, "mxfp8")
+        recipe_page.fill_page(PAGE.replace("<!-- table: policies -->", ""))
+    monkeypatch.delitem(recipe_page.PAPERS, "mxfp8")
     with pytest.raises(ValueError, match=r"come from: \['mxfp8'\]"):
-        studies.fill_page(PAGE)
+        recipe_page.fill_page(PAGE)
 
 
 # Loss curves --------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def trained(monkeypatch):
         if event:
             raise NonFiniteError("step 3: loss=nan is not finite")
 
-    monkeypatch.setattr(studies, "train_and_evaluate", train)
+    monkeypatch.setattr(loss_curves, "train_and_evaluate", train)
     return runs
 
 
@@ -168,7 +168,7 @@ def test_curves_by_hand(trained, tmp_path):
     config = base.get_config()
     config.update(num_steps=6, valid_every=2)
     names = ["fp8_block", "fp8_delayed:history=4,margin=1", "fp4_naive"]
-    text = studies.loss_curves(config, tmp_path, names, [0])
+    text = loss_curves.loss_curves(config, tmp_path, names, [0])
     assert trained == ["bf16", *names]
     assert text.splitlines()[2:] == [
         "| precision | step 2 | step 4 | step 6 | against BF16 |",
@@ -181,16 +181,16 @@ def test_curves_by_hand(trained, tmp_path):
     assert (tmp_path / "curves.md").read_text() == text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     # Nothing is finished twice, a lost run neither; another config is another run.
-    assert studies.loss_curves(config, tmp_path, names, [0]) == text and len(trained) == 4
+    assert loss_curves.loss_curves(config, tmp_path, names, [0]) == text and len(trained) == 4
     config.learning_rate = 1e-4
-    studies.loss_curves(config, tmp_path, ["mxfp8"], [0])
+    loss_curves.loss_curves(config, tmp_path, ["mxfp8"], [0])
     assert trained[4:] == ["bf16", "mxfp8"]
 
 
 def test_seeds_are_paired(trained, tmp_path):
     config = base.get_config()
     config.update(num_steps=4, valid_every=4)
-    text = studies.loss_curves(config, tmp_path, ["fp8_block"], [0, 1])
+    text = loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [0, 1])
     assert trained == ["bf16", "bf16-seed1", "fp8_block", "fp8_block-seed1"]
     # Means over both seeds: 1.05 times those of seed 0.
     assert "| `bf16` | 2.1000 | 1.0500 | +0.00% (+0.00 to +0.00) |" in text
@@ -198,25 +198,25 @@ def test_seeds_are_paired(trained, tmp_path):
 
 
 def test_a_run_that_was_stopped_ends_the_study(monkeypatch, trained, tmp_path):
-    train = studies.train_and_evaluate
+    train = loss_curves.train_and_evaluate
 
     def stopped(config, workdir):
         train(config, workdir)
         path = Path(workdir, "metrics.jsonl")
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
 
-    monkeypatch.setattr(studies, "train_and_evaluate", stopped)
+    monkeypatch.setattr(loss_curves, "train_and_evaluate", stopped)
     config = base.get_config()
     config.num_steps = 4
     with pytest.raises(InterruptedError, match="bf16: stopped early"):
-        studies.loss_curves(config, tmp_path, ["fp8_block"], [0])
+        loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [0])
 
 
 def test_an_unknown_precision_is_found_before_anything_is_trained(trained, tmp_path):
     with pytest.raises(ValueError, match="did you mean 'fp8_block'"):
-        studies.loss_curves(base.get_config(), tmp_path, ["fp8_current", "fp8_blok"], [0])
+        loss_curves.loss_curves(base.get_config(), tmp_path, ["fp8_current", "fp8_blok"], [0])
     with pytest.raises(ValueError, match="no precision to compare"):
-        studies.loss_curves(base.get_config(), tmp_path, ["bf16"], [0])
+        loss_curves.loss_curves(base.get_config(), tmp_path, ["bf16"], [0])
     assert trained == []
 
 
@@ -224,9 +224,9 @@ def test_a_config_with_the_size_gate_is_refused_before_anything_is_trained(train
     config = base.get_config()
     config.size_gate = True
     with pytest.raises(ValueError, match="size_gate=True: a study compares precisions"):
-        studies.loss_curves(config, tmp_path, ["fp8_block"], [0])
+        loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [0])
     with pytest.raises(ValueError, match="size_gate=True: a study compares precisions"):
-        studies.sweep_bias(config, tmp_path, [32], [1], 0.01)
+        bias_sweep.sweep_bias(config, tmp_path, [32], [1], 0.01)
     assert trained == []
 
 
@@ -236,26 +236,26 @@ def test_what_a_run_leaves_is_read(tmp_path):
         metrics.event(2, "non_finite", quantities=["loss"])  # of an older run
         for step in (1, 2, 3):
             metrics.write(step, {"loss": 1 / step} | ({"valid_loss": 0.5} if step == 2 else {}))
-    assert studies._read_curve(tmp_path) == studies.Curve(
+    assert loss_curves._read_curve(tmp_path) == loss_curves.Curve(
         {1: 1.0, 2: 0.5, 3: 1 / 3}, {2: 0.5}, None
     )
     with Metrics(tmp_path, num_steps=9, start_step=3) as metrics:
         metrics.event(4, "non_finite", quantities=["loss"])
-    assert studies._read_curve(tmp_path).failed == 4
+    assert loss_curves._read_curve(tmp_path).failed == 4
 
 
 def test_missing_matplotlib_is_found_before_anything_is_trained(monkeypatch, trained, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError):
-        studies.loss_curves(base.get_config(), tmp_path, ["fp8_block"], [0])
+        loss_curves.loss_curves(base.get_config(), tmp_path, ["fp8_block"], [0])
     with pytest.raises(ImportError):
-        studies.sweep_bias(base.get_config(), tmp_path, [32], [1], 0.01)
+        bias_sweep.sweep_bias(base.get_config(), tmp_path, [32], [1], 0.01)
     assert trained == []
 
 
 def test_smoothing_is_a_mean_of_the_last_steps():
-    assert studies._smooth({1: 4.0, 2: 2.0, 3: 3.0}, 2) == {2: 3.0, 3: 2.5}
-    assert studies._smooth({1: 4.0}, 2) == {}
+    assert loss_curves._smooth({1: 4.0, 2: 2.0, 3: 3.0}, 2) == {2: 3.0, 3: 2.5}
+    assert loss_curves._smooth({1: 4.0}, 2) == {}
 
 
 # The sweep ----------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_intervals():
         "11000": "-1 to 0 (the sweep ends there)",
         "10001": "-1 (the sweep ends there), 3 (the sweep ends there)",
     }.items():
-        assert studies.intervals(biases, [bit == "1" for bit in works]) == said
+        assert bias_sweep.intervals(biases, [bit == "1" for bit in works]) == said
 
 
 def test_sweep_by_hand(monkeypatch, tmp_path):
@@ -286,8 +286,8 @@ def test_sweep_by_hand(monkeypatch, tmp_path):
         assert config.model_overrides.d_ff == 3 * width
         return f"width {width}, of {config.model}", losses
 
-    monkeypatch.setattr(studies, "_sweep_model", model)
-    text = studies.sweep_bias(base.get_config(), tmp_path, [32, 64], range(5), 0.01)
+    monkeypatch.setattr(bias_sweep, "_sweep_model", model)
+    text = bias_sweep.sweep_bias(base.get_config(), tmp_path, [32, 64], range(5), 0.01)
     everywhere = "0 to 4 (the sweep ends there)"
     assert f"| width 32, of llama_tiny | 2.0000 | 1 to 2 | {everywhere} |\n" in text
     assert f"| width 64, of llama_tiny | 2.0000 | 2 to 3 | {everywhere} |\n" in text
@@ -296,7 +296,7 @@ def test_sweep_by_hand(monkeypatch, tmp_path):
     assert "| 0 | +inf | +inf | +0.00 | +0.00 |\n| 1 | +0.50 | +50.00 |" in text
     assert (tmp_path / "sweep.md").read_text() == text
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    text = studies.sweep_bias(base.get_config(), tmp_path, [32, 64], [1, 3], 0.01)
+    text = bias_sweep.sweep_bias(base.get_config(), tmp_path, [32, 64], [1, 3], 0.01)
     assert "| all of them |  | none: the interval is empty |" in text
 
 
@@ -304,10 +304,10 @@ def test_sweep_by_hand(monkeypatch, tmp_path):
 def test_a_swept_model_trains_and_is_evaluated_at_each_bias(monkeypatch, data):
     """A scale of 1 takes activations and weights, but of the gradients of a mean over 256 tokens
     only the largest."""
-    monkeypatch.setattr(studies, "build", functools.partial(build, devices=jax.devices()[:1]))
+    monkeypatch.setattr(bias_sweep, "build", functools.partial(build, devices=jax.devices()[:1]))
     config = tiny(data)
     config.precision = "fp8_cscale"
-    name, losses = studies._sweep_model(studies._with_width(config, 16), [0])
+    name, losses = bias_sweep._sweep_model(bias_sweep._with_width(config, 16), [0])
     assert re.fullmatch(r"width 16, [\d,]+ parameters", name)
     (bf16, training), (same, inference) = losses["training"], losses["inference"]
     assert bf16 == same and bf16 != training != inference
@@ -324,15 +324,15 @@ def test_a_swept_model_trains_and_is_evaluated_at_each_bias(monkeypatch, data):
 )
 def test_what_cannot_be_swept_raises(widths, biases, tolerance, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        studies.sweep_bias(base.get_config(), tmp_path, widths, biases, tolerance)
+        bias_sweep.sweep_bias(base.get_config(), tmp_path, widths, biases, tolerance)
 
 
 def test_only_a_recipe_with_a_constant_has_a_bias(data):
     config = tiny(data)
     config.precision = "fp8_block"
     with pytest.raises(ValueError, match="no cast of policy 'fp8_block' has such a thing"):
-        studies._sweep_model(config, [1])
+        bias_sweep._sweep_model(config, [1])
     config.precision_schedule = ((0.5, "fp8_cscale:bias=1"),)
     config.precision = "fp8_cscale:head=fp8_cscale"  # options of its own are kept
     with pytest.raises(ValueError, match="no schedule: bf16, after step 2 fp8_cscale:bias=1"):
-        studies._sweep_model(config, [1])
+        bias_sweep._sweep_model(config, [1])

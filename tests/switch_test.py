@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.linear.dot import dot_general, init_state
-from fp8jax.linear.promotable import switched_dot
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general
+from fp8jax.linear.promotable import promotable_dot
+from fp8jax.numerics.recipes import RECIPES
 
 MATMUL = (((2,), (0,)), ((), ()))
 PAIRS = [("fp4_naive", "fp8_current"), ("fp8_delayed", "bf16"), ("fp8_block", "fp8_current"),
@@ -37,7 +38,7 @@ def test_it_is_one_of_the_two_products(low, high, promoted):
     @jax.jit
     def switched(x, w, state, g, promoted):
         y, back = jax.vjp(
-            lambda x, w, state: switched_dot(
+            lambda x, w, state: promotable_dot(
                 x, w, promoted, low=recipes[0], high=recipes[1], state=state, key=key
             ), x, w, state,
         )  # fmt: skip
@@ -69,7 +70,7 @@ def test_what_is_kept_is_x_once():
     x, w, g = arrays()
 
     def f(x, w, promoted):
-        return switched_dot(
+        return promotable_dot(
             x,
             w,
             promoted,
@@ -87,7 +88,7 @@ def test_what_is_kept_is_x_once():
 def test_a_high_recipe_with_histories_is_refused():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="'fp8_delayed' keeps amax histories"):
-        switched_dot(
+        promotable_dot(
             x, w, jnp.asarray(True), low=RECIPES["fp4_naive"], high=RECIPES["fp8_delayed"],
             state={}, key=None,
         )  # fmt: skip

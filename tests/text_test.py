@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from fp8jax.data.tokenizers import (
-    TOKENIZERS,
-    ByteTokenizer,
-    Tokenizer,
-    load_bpe,
-    tokenizer,
-    train_bpe,
-)
+from fp8jax.data.bpe import load_bpe, train_bpe
+from fp8jax.data.byte_tokenizer import ByteTokenizer, Tokenizer
+from fp8jax.data.tokenizers import TOKENIZERS, tokenizer
 
 BYTES = tokenizer("bytes")
 

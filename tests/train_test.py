@@ -17,16 +17,19 @@ import pytest
 
 from configs import base
 from fp8jax.analysis.gemms import find_gemms, format_table
-from fp8jax.data.loader import build_corpus, train_batches
+from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.data.tokenizers import tokenizer
-from fp8jax.device import hardware
+from fp8jax.device import xla
 from fp8jax.model.attention import ATTENTIONS
 from fp8jax.model.config import MODULES
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.metrics import read_jsonl
-from fp8jax.training.loop import NonFiniteError, train_and_evaluate
-from fp8jax.training.run import build, sample_text, to_devices
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training.build import build
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.recovery import NonFiniteError
+from fp8jax.training.validate import sample_text
 from tests.dot_test import float8_products
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
@@ -70,7 +73,7 @@ def steps(config, num_steps, devices=None):
     batches = train_batches(rows, seed=config.seed, batch_size=config.batch_size)
     losses = []
     with jax.set_mesh(run.mesh):
-        state = run.initialise()
+        state = run.initialize()
         for i in range(num_steps):
             seeding = i == 0 and POLICIES[config.precision].delayed
             step = run.seed_step if seeding else run.step
@@ -90,7 +93,7 @@ def one_device_losses(precision, data, seed=0):
 
 def golden_key() -> str:
     """What float sums depend on: jaxlib, instruction set and core count."""
-    return f"jaxlib {jax.lib.__version__} {hardware._host_fingerprint()}"
+    return f"jaxlib {jax.lib.__version__} {xla.host_fingerprint()}"
 
 
 @pytest.mark.parametrize("precision", TRAINED)
@@ -383,7 +386,7 @@ def test_samples_may_be_longer_or_shorter_than_the_attention_of_training_takes(d
     monkeypatch.setitem(ATTENTIONS, "picky", picky)
     run = build(tiny(data, attention="picky", sample_every=5, sample_tokens=8), jax.devices()[:1])
     with jax.set_mesh(run.mesh):
-        assert isinstance(sample_text(run, run.initialise()), str)
+        assert isinstance(sample_text(run, run.initialize()), str)
 
 
 def test_an_attention_that_cannot_run_here_says_why(data):
@@ -416,10 +419,10 @@ def test_every_gemm_of_the_layers_is_fp8_on_a_gpu(data):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_block", "fp8_rowwise"])
 def test_kernels_train_as_emulated_products_do(data, precision):
-    """In a loop over layers, with accumulated gradients and rematerialisation. Hopper's sums of 14
+    """In a loop over layers, with accumulated gradients and rematerialization. Hopper's sums of 14
     bits move some codes by one: losses differ by less than those of another seed."""
     shape = dict(d_model=256, d_ff=512, head_dim=64)
-    changes = dict(precision=precision, unroll=1, remat="quantised", grad_accum=2)
+    changes = dict(precision=precision, unroll=1, remat="quantized", grad_accum=2)
 
     def losses(**more) -> np.ndarray:
         config = tiny(data, **changes, **more)

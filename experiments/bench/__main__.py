@@ -21,8 +21,9 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments.bench import products, size_gains, steps, timing
-from fp8jax.device import hardware
+from experiments.bench import operators, size_gains, steps, timing
+from experiments.bench.report import Report, write
+from fp8jax.device import hardware, xla
 
 _SHAPES = flags.DEFINE_list(
     "shapes", None, "MxKxN (gemm), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step)."
@@ -80,7 +81,7 @@ _COMMANDS = {  # command -> its shapes, tiny ones, and the flags that it takes b
 }
 
 
-def _measure(command: str) -> timing.Report:
+def _measure(command: str) -> Report:
     default, tiny, taken = _COMMANDS[command]
     for name in {name for *_, names in _COMMANDS.values() for name in names.split()}:
         if flags.FLAGS[name].present and name not in taken.split():
@@ -88,28 +89,28 @@ def _measure(command: str) -> timing.Report:
     # Programs made at a time. Steps fill the memory; whole training steps share one state.
     threads = 1 if command == "training" else 4 if command == "step" else 8
     timed = functools.partial(
-        timing.race, rounds=_ROUNDS.value, seconds=_SECONDS.value, threads=threads
+        timing.time_in_turns, rounds=_ROUNDS.value, seconds=_SECONDS.value, threads=threads
     )
     shapes = _SHAPES.value or (tiny.split(",") if _TINY.value else default)
     if command == "gains":
         return size_gains.measure_gains(shapes, timed)
-    limits = products.measure_limits(timed, 256 if _TINY.value else 8192)
+    limits = operators.measure_limits(timed, 256 if _TINY.value else 8192)
     policies, peers = (
         re.split(r",(?![^,:]*=)", _POLICIES.value),
         _PEERS.value,
     )  # options have commas
     if command == "quantize":
-        return products.measure_quantize(shapes, timed, limits)
+        return operators.measure_quantize(shapes, timed, limits)
     if command == "attention":
         names = _ATTENTION.value or ["xla", "cudnn", "cudnn_causal"]
-        return products.measure_attention(shapes, names, timed, limits, peers=peers)
+        return operators.measure_attention(shapes, names, timed, limits, peers=peers)
     if command == "gemm" and _SWEEP.value:
-        return products.sweep_gemm(shapes, timed, limits)
+        return operators.sweep_gemm(shapes, timed, limits)
     if command == "gemm":
-        return products.measure_gemm(shapes, policies, timed, limits, peers=peers)
+        return operators.measure_gemm(shapes, policies, timed, limits, peers=peers)
     if command == "training":
         return steps.measure_training(_CONFIG.value, policies, timed, limits)
-    attention, *more = _ATTENTION.value or [products.default_attention()]
+    attention, *more = _ATTENTION.value or [operators.default_attention()]
     if more:
         raise ValueError(f"--attention={attention},{','.join(more)}: step takes one")
     return steps.measure_step(
@@ -118,8 +119,8 @@ def _measure(command: str) -> timing.Report:
 
 
 def _run(command: str) -> None:
-    products.share_device()
-    hardware.set_compilation_cache()
+    operators.share_device()
+    xla.set_compilation_cache()
     command = "training" if command == "step" and flags.FLAGS["config"].present else command
     report = _measure(command)
     words = shlex.join(["python", "-m", "experiments.bench", *sys.argv[1:]])
@@ -127,7 +128,7 @@ def _run(command: str) -> None:
     if _OUTPUT.value:
         device = hardware.device_kind().split()[-1].lower()
         name = _NAME.value or f"{device}_{datetime.date.today():%Y_%m}"
-        timing.write(Path(_OUTPUT.value, name), _SECTION.value or command, report, words)
+        write(Path(_OUTPUT.value, name), _SECTION.value or command, report, words)
         if command == "gains":
             size_gains.write(Path(_OUTPUT.value, f"{device}_gains.json"), report, words)
 

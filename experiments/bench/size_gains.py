@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.bench.products import linear, normal, sizes
-from experiments.bench.timing import Program, Race, Report, Row, Timing, versions
-from fp8jax.analysis.size_gate import COLUMNS, KINDS, grid
-from fp8jax.device import hardware
+from experiments.bench.operators import linear, normal, sizes
+from experiments.bench.report import Report, Row, versions
+from experiments.bench.timing import Program, Timer, Timing
+from fp8jax.analysis.gains_table import COLUMNS, KINDS, grid
+from fp8jax.device import hardware, xla
 
 SHAPES = [f"{m}x{k}x{n}" for m, k, n in grid((1024, 4096, 16384), (1024, 2048, 4096, 8192))]
 
@@ -56,12 +57,12 @@ def _compile(policy: str, m: int, k: int, n: int) -> Any:
     x, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (m, n)))
     w = jax.ShapeDtypeStruct((k, n), jnp.float32)
     state = jax.eval_shape(histories, x, w, g)
-    jitted = jax.jit(products, compiler_options=hardware.compiler_options())
+    jitted = jax.jit(products, compiler_options=xla.compiler_options())
     return jitted.lower(x, w, g, state).compile()
 
 
 def _race(
-    m: int, k: int, n: int, programs: Mapping[str, concurrent.futures.Future], timed: Race
+    m: int, k: int, n: int, programs: Mapping[str, concurrent.futures.Future], timed: Timer
 ) -> dict[str, Timing]:
     """The timing of each policy's program, on arrays that end with the call."""
     x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
@@ -73,8 +74,8 @@ def _race(
     return timed({policy: functools.partial(prepare, policy) for policy in programs})
 
 
-def measure_gains(shapes: Sequence[str], timed: Race) -> Report:
-    """Linears M x K x N, forward and backward, quantised from bfloat16 x and g and float32 w."""
+def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
+    """Linears M x K x N, forward and backward, quantized from bfloat16 x and g and float32 w."""
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         compiling = {
             shape: {p: pool.submit(_compile, p, *sizes(shape, "MxKxN")) for p in CONTESTANTS}

@@ -1,17 +1,17 @@
 """Measured tables of training steps, beside BF16, the device's limits, and torch
-(experiments/bench/products.py).
+(experiments/bench/operators.py).
 
     measure_step        layers of a model, forward and backward, without an optimizer
     measure_training    whole steps of a config, by the program that training runs
 
-Both run what training runs: `step.accumulate` of our own Transformer, weights quantised from
+Both run what training runs: `step.accumulate` of our own Transformer, weights quantized from
 float32 inside of the step, and `run.build`. A delayed policy has the histories that its seeding
 step leaves: under others, gradients would be flushed to zeros, which draw less power. The limit of
 a row is the time of its matrix products at the measured rate of their precision, plus attention's
 own time. The figures, d4096 unless a shape is named:
 
     step_speedup/POLICY    speed of a step over bf16's
-    step_memory/POLICY     its temporaries over bf16's, with the same rematerialisation
+    step_memory/POLICY     its temporaries over bf16's, with the same rematerialization
     bf16_vs_torch          speed of our bf16 step over torch.compile's
     infir2_time            time of a training step in fp8_block over bf16's, Qwen2.5-1.5B, 2 x 8192
     infir2_memory          all that XLA allocates for it, over bf16's
@@ -33,18 +33,23 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.bench import torch_peers
-from experiments.bench.products import Limits, attend, compiled, normal, policy_and_backend, sizes
-from experiments.bench.timing import Program, Race, Report, Row, Timing
-from fp8jax.device import hardware
-from fp8jax.linear.modules import HISTORIES
+from experiments.bench.operators import Limits, attend, compiled, normal, policy_and_backend, sizes
+from experiments.bench.report import Report, Row
+from experiments.bench.timing import Program, Timer, Timing
+from fp8jax.data.loader import Batch, to_devices
+from fp8jax.device import xla
+from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig, flops_per_token
 from fp8jax.model.transformer import Transformer, abstract_variables
-from fp8jax.numerics.policy import as_policy
-from fp8jax.optim.optimizers import OptimizerConfig, make_optimizer
-from fp8jax.stability.bad_steps import gate, is_finite
-from fp8jax.training.dry_run import program_bytes
-from fp8jax.training.run import Run, build, to_devices
-from fp8jax.training.step import Batch, TrainState, accumulate, enter
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.optimizers import make_optimizer
+from fp8jax.stability.bad_steps import is_finite, select_if
+from fp8jax.training.build import build
+from fp8jax.training.policy_switch import enter_policy
+from fp8jax.training.programs import program_bytes
+from fp8jax.training.run import Run
+from fp8jax.training.step import TrainState, accumulate
 
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):
@@ -104,7 +109,7 @@ def _seeded(model: Transformer, params: Any, batch: Batch) -> TrainState:
         seeding = model.clone(policy=as_policy(model.policy).seeding(), unroll=1)
         program = jax.jit(
             lambda state, batch: accumulate(seeding, state, batch, 1)[2],
-            compiler_options=hardware.compiler_options(),
+            compiler_options=xla.compiler_options(),
         )
         state = dataclasses.replace(state, histories=program(state, batch))
     return state
@@ -121,9 +126,9 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 
 
 def step_floor(
-    dims: ModelConfig, rows: int, length: int, attention: str, timed: Race, limits: Limits
+    dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits
 ) -> dict[bool, float]:
-    """quantised or not -> seconds of a step's matrix products and attention, and nothing else."""
+    """quantized or not -> seconds of a step's matrix products and attention, and nothing else."""
     shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim)
     core = timed({attention: attend(attention, *shape)})[attention].seconds
     flops = flops_per_token(dims, length) * rows * length
@@ -131,14 +136,14 @@ def step_floor(
     return {q: flops / limits.matrix(q) + dims.n_layers * core for q in (False, True)}
 
 
-def _quantises(policy: str) -> bool:
+def _quantizes(policy: str) -> bool:
     return any(recipe.casts for _, recipe in as_policy(policy_and_backend(policy)[0]).rules)
 
 
 def measure_step(
     shapes: Sequence[str],
     policies: Sequence[str],
-    timed: Race,
+    timed: Timer,
     limits: Limits,
     *,
     attention: str,
@@ -149,8 +154,8 @@ def measure_step(
     unrolled. The memory of a row is its temporaries."""
     rows: list[Row] = []
     figures: dict[str, float] = {}
-    quantised = {policy for policy in policies if _quantises(policy)}
-    quantised |= {f"torchao {recipe}" for recipe in torch_peers.TORCHAO}
+    quantized = {policy for policy in policies if _quantizes(policy)}
+    quantized |= {f"torchao {recipe}" for recipe in torch_peers.TORCHAO}
     for dims, size, length, shape in [(*step_shape(shape), shape) for shape in shapes]:
         floor = step_floor(dims, size, length, attention, timed, limits)
         params = _init_params(dims)
@@ -166,7 +171,7 @@ def measure_step(
         del entrants, params
         flops = flops_per_token(dims, length) * size * length
         rows += [
-            Row(case=shape, name=name, timing=timing, work=flops, limit=floor[name in quantised],
+            Row(case=shape, name=name, timing=timing, work=flops, limit=floor[name in quantized],
                 baseline=found["bf16"].seconds if "bf16" in found else math.nan)
             for name, timing in found.items()
         ]  # fmt: skip
@@ -181,7 +186,7 @@ def measure_step(
         for policy in set(policies) - {"bf16"}:
             figures[f"step_speedup{suffix}/{policy}"] = base.seconds / found[policy].seconds
             figures[f"step_memory{suffix}/{policy}"] = _over(found[policy].bytes, base.bytes)
-    notes = [limits.note(), f"Attention {attention}, rematerialisation {remat}; GiB: temporaries."]
+    notes = [limits.note(), f"Attention {attention}, rematerialization {remat}; GiB: temporaries."]
     return Report(
         title="Steps without an optimizer", rate="TFLOP/s", rows=rows, figures=figures, notes=notes
     )
@@ -213,7 +218,7 @@ class _Training:
             raise RuntimeError("its histories went with a call that failed")
         state, self._state = self._state, None
         if state is None:
-            state = self.first.initialise()
+            state = self.first.initialize()
         return dataclasses.replace(state, histories=self._histories.pop(policy))
 
     def keep(self, policy: str, state: TrainState) -> None:
@@ -227,7 +232,7 @@ class _Training:
             if policy not in self._seeded:
                 self._seeded.add(policy)
                 self._histories[policy] = {}
-                state = enter(self.state(policy), run.state, frozenset())
+                state = enter_policy(self.state(policy), run.state, frozenset())
                 if run.seeds:
                     state, _ = run.seed_step(state, to_devices(self.batch, run.batch_sharding))
                 self.keep(policy, state)
@@ -266,7 +271,7 @@ def _without_optimizer(training: _Training, policy: str) -> Program:
     batch = to_devices(training.batch, run.batch_sharding)
     program = jax.jit(
         lambda state, batch: accumulate(run.model, state, batch, training.config.grad_accum),
-        compiler_options=hardware.compiler_options(),
+        compiler_options=xla.compiler_options(),
     )
 
     def call() -> Any:
@@ -290,9 +295,9 @@ def _optimizer(training: _Training, policy: str) -> Program:
         updates, moments = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=moments)
-        return gate(is_finite(norm, norm), new, state)
+        return select_if(is_finite(norm, norm), new, state)
 
-    program = jax.jit(update, donate_argnums=0, compiler_options=hardware.compiler_options())
+    program = jax.jit(update, donate_argnums=0, compiler_options=xla.compiler_options())
     params = training.first.state.params
     random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, leaf.dtype), params)  # noqa: E731
     grads = jax.jit(random)()
@@ -306,11 +311,11 @@ def _optimizer(training: _Training, policy: str) -> Program:
 
 
 def measure_training(
-    config: ConfigDict, policies: Sequence[str], timed: Race, limits: Limits
+    config: ConfigDict, policies: Sequence[str], timed: Timer, limits: Limits
 ) -> Report:
     """Whole steps of a config on one device and random tokens, by `run.build`; and, to compare,
     the benchmark's step and the optimizer alone. The memory of a row is all that XLA allocates."""
-    quantised = {policy for policy in policies if _quantises(policy)}
+    quantized = {policy for policy in policies if _quantizes(policy)}
     training = _Training(config, policies)
     model, attention = training.model, config.attention or "xla"
     case = f"{config.model} {config.batch_size}x{config.seq_len}"
@@ -332,7 +337,7 @@ def measure_training(
         base = f"bf16, {part}" if part else "bf16"
         rows.append(
             Row(case=case, name=name, timing=timing, work=flops if known else math.nan,
-                limit=config.grad_accum * floor[policy in quantised] if known else math.nan,
+                limit=config.grad_accum * floor[policy in quantized] if known else math.nan,
                 baseline=found[base].seconds if known and base in found else math.nan)
         )  # fmt: skip
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from experiments.bench.timing import Entrants, Program
+from experiments.bench.timing import Contestants, Program
 from fp8jax.model.config import ModelConfig
 
 DEVICE = "cuda"
@@ -71,7 +71,7 @@ def _product(m: int, k: int, n: int, scales: str | None) -> Program:
     )
 
 
-def gemms(m: int, k: int, n: int) -> Entrants:
+def gemms(m: int, k: int, n: int) -> Contestants:
     """bfloat16, and `torch._scaled_mm` with each kind of scales that cuBLAS takes on Hopper: of the
     tensor, of rows, of 1x128 by 128x128, of 1x128 by 1x128."""
     kinds = {
@@ -84,7 +84,7 @@ def gemms(m: int, k: int, n: int) -> Entrants:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def attention(batch: int, length: int, heads: int, kv_heads: int, size: int) -> Entrants:
+def attention(batch: int, length: int, heads: int, kv_heads: int, size: int) -> Contestants:
     """Causal attention, forward and backward, by whichever fused kernel torch takes."""
 
     def prepare() -> Program:
@@ -182,7 +182,7 @@ def _step(c: ModelConfig, batch: int, length: int, recipe: str | None) -> Progra
     return _program(torch, call)
 
 
-def steps(c: ModelConfig, batch: int, length: int) -> Entrants:
+def steps(c: ModelConfig, batch: int, length: int) -> Contestants:
     """Forward and backward of a model of RMSNorm, rotary positions and SwiGLU, without biases:
     bfloat16, and torchao's recipes."""
     recipes: dict[str, str | None] = {"torch.compile bf16": None}

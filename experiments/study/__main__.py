@@ -17,10 +17,10 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments.study import studies
-from fp8jax.device import hardware
+from experiments.study import bias_sweep, loss_curves, recipe_page
+from fp8jax.device import xla
 from fp8jax.numerics.policy import POLICIES
-from fp8jax.training.loop import NonFiniteError
+from fp8jax.training.recovery import NonFiniteError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 
@@ -70,19 +70,19 @@ def _run(command: str) -> None:
     page, config, workdir = Path(_OUTPUT.value), _CONFIG.value, Path(_WORKDIR.value)
     if command == "recipes":
         logging.set_verbosity(logging.WARNING)  # which backend a device would have is on the page
-        page.write_text(studies.fill_page(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(recipe_page.fill_page(page.read_text(encoding="utf-8")), encoding="utf-8")
         return
-    hardware.set_compilation_cache()
+    xla.set_compilation_cache()
     if command == "curves":
         seeds = _numbers("seeds", _SEEDS.value or [config.seed])
         precisions = re.split(r",(?![^,:]*=)", _PRECISIONS.value)  # not at "fp8_x:a=1,b=2"'s comma
-        print(studies.loss_curves(config, workdir, precisions, seeds))
+        print(loss_curves.loss_curves(config, workdir, precisions, seeds))
     else:
         first, *last = _numbers("biases", _BIASES.value.split(":"))
         if len(last) != 1:
             raise ValueError(f"--biases={_BIASES.value}: expected FIRST:LAST")
         biases, widths = range(first, last[0] + 1), _numbers("widths", _WIDTHS.value)
-        print(studies.sweep_bias(config, workdir, widths, biases, _TOLERANCE.value))
+        print(bias_sweep.sweep_bias(config, workdir, widths, biases, _TOLERANCE.value))
 
 
 def main(argv: list[str]) -> None:

@@ -6,7 +6,7 @@ the cost of training is the time of all products relative to that of BF16:
     cost = sum over modules of share * (1/v_fwd + 1/v_dgrad + 1/v_wgrad) / 3
 
 with `share` a module's part of the forward FLOPs: dgrad and wgrad have as many each. The attention
-core is never quantised, and its backward counts twice as well. Casts, norms, the optimizer and
+core is never quantized, and its backward counts twice as well. Casts, norms, the optimizer and
 memory cost nothing here. The result is thus what a policy could save at best, and no measurement.
 
 The paper's split of LLaMA-7B at 4K, `PAPER_SPLIT`, follows from the shapes if the attention core is
@@ -22,8 +22,10 @@ from collections.abc import Mapping
 
 from fp8jax.lookup import unknown
 from fp8jax.model.config import MODULES, ModelConfig
-from fp8jax.numerics.policy import Policy, as_policy
-from fp8jax.numerics.recipe import HIGH_PRECISION, Product, Recipe
+from fp8jax.numerics.policy import Policy
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipe import GemmCasts, Recipe
+from fp8jax.numerics.recipes import HIGH_PRECISION
 
 CORE = "attention core"  # scores and values: products without a weight, matched by no policy
 
@@ -44,7 +46,7 @@ class Speeds:
             if not 0 < speed < float("inf"):
                 raise ValueError(f"{name}={speed} must be positive and finite")
 
-    def of(self, product: Product) -> float:
+    def of(self, product: GemmCasts) -> float:
         """The speed of a product: that of its wider operand."""
         return min(
             self.bf16 if cast is None else {8: self.fp8, 4: self.fp4}[cast.format.bits]
@@ -53,7 +55,7 @@ class Speeds:
 
     def slowness(self, recipe: Recipe) -> float:
         """Time of a linear's three products, relative to BF16."""
-        return sum(self.bf16 / self.of(product) for product in recipe.products.values()) / 3
+        return sum(self.bf16 / self.of(product) for product in recipe.gemms.values()) / 3
 
 
 def forward_flops(

@@ -1,7 +1,7 @@
 """Figures of studies: one function a figure, data in, a matplotlib Figure out.
 
 Nothing here reads a file or knows of a run. matplotlib is an extra (`pip install fp8jax[plots]`)
-and imported where a figure is made. Curves are labelled where they are: there are no legends.
+and imported where a figure is made. Curves are labeled where they are: there are no legends.
 """
 
 import math
@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_COLOURS = {"FP8": "#0072b2", "FP4": "#d55e00"}  # Okabe and Ito: told apart by all eyes
+_COLORS = {"FP8": "#0072b2", "FP4": "#d55e00"}  # Okabe and Ito: told apart by all eyes
 
 
-_OTHER, _GREY, _RED = "#009e73", "#888888", "#b00020"
+_OTHER, _GRAY, _RED = "#009e73", "#888888", "#b00020"
 
 
 _BROKEN = 10.0  # per cent: a curve that ends further away does not set its group's axis
@@ -46,7 +46,7 @@ class Panel(NamedTuple):
     """One precision beside its baseline, in per cent of the baseline's loss.
 
     Attributes:
-      name, group: title, and whose axis and colour it shares, such as "FP8".
+      name, group: title, and whose axis and color it shares, such as "FP8".
       steps, training: smoothed difference in training loss.
       valid_steps, validation: difference in validation loss.
       note: what the curve cannot show, such as "non-finite at step 7"; "" for nothing.
@@ -105,17 +105,17 @@ def loss_differences(panels: Sequence[Panel], *, baseline: str, title: str) -> A
 
 
 def _draw_panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
-    colour = _COLOURS[panel.group] if panel.group in _COLOURS else _OTHER
-    axis.axhline(0, color=_GREY, linewidth=0.8)
-    axis.plot(panel.steps, panel.training, color=colour, linewidth=1.0, alpha=0.55)
-    axis.plot(panel.valid_steps, panel.validation, color=colour, marker="o", markersize=3.5, lw=0)
+    color = _COLORS[panel.group] if panel.group in _COLORS else _OTHER
+    axis.axhline(0, color=_GRAY, linewidth=0.8)
+    axis.plot(panel.steps, panel.training, color=color, linewidth=1.0, alpha=0.55)
+    axis.plot(panel.valid_steps, panel.validation, color=color, marker="o", markersize=3.5, lw=0)
     axis.set_ylim(*limits)
     _tidy(axis)
     axis.set_title(panel.name, fontsize=8, loc="left")
     off = bool(panel.validation) and panel.validation[-1] >= _BROKEN
     ends = f"{panel.validation[-1]:+.2f}%" + ", off the axis" * off if panel.validation else ""
     place = dict(transform=axis.transAxes, ha="right", va="top")
-    style = dict(fontsize=8, color=_RED if off or panel.note else colour, fontweight="bold")
+    style = dict(fontsize=8, color=_RED if off or panel.note else color, fontweight="bold")
     axis.text(0.98, 0.95, panel.note or ends, **place, **style)
 
 
@@ -135,16 +135,16 @@ def bias_sweep(
     top = 1.5 * max([10 * tolerance, *finite])
     for axis, (use, curves) in zip(grid[0], excess.items(), strict=True):
         axis.set_title(use, fontsize=9, loc="left")
-        axis.axhspan(-tolerance, tolerance, color=_GREY, alpha=0.18, linewidth=0)
-        axis.axhline(0, color=_GREY, linewidth=0.8)
+        axis.axhspan(-tolerance, tolerance, color=_GRAY, alpha=0.18, linewidth=0)
+        axis.axhline(0, color=_GRAY, linewidth=0.8)
         for index, (model, curve) in enumerate(curves.items()):
-            colour = (*_COLOURS.values(), _OTHER)[index % 3]
+            color = (*_COLORS.values(), _OTHER)[index % 3]
             drawn = [y if y < math.inf else top for y in curve]
-            axis.plot(biases, drawn, color=colour, linewidth=1.2, marker="o", markersize=3)
+            axis.plot(biases, drawn, color=color, linewidth=1.2, marker="o", markersize=3)
             lost = [b for b, y in zip(biases, curve, strict=True) if not y < math.inf]
             axis.plot(lost, [0.99 * top] * len(lost), color=_RED, marker="x", linestyle="")
             place = dict(transform=axis.transAxes, ha="center")
-            axis.text(0.5, 0.02 + 0.06 * index, model, color=colour, fontsize=8, **place)
+            axis.text(0.5, 0.02 + 0.06 * index, model, color=color, fontsize=8, **place)
         axis.set_yscale("symlog", linthresh=tolerance)
         axis.set_ylim(-4 * tolerance, top)
         axis.yaxis.set_major_formatter("{x:g}")
@@ -152,5 +152,5 @@ def bias_sweep(
         axis.set_xlabel("bias b of the scale 2^-b; x: not finite", fontsize=8)
         _tidy(axis)
     grid[0][0].set_ylabel("validation loss over BF16's, %", fontsize=8)
-    grid[0][0].text(biases[0], 0, "BF16", fontsize=7, color=_GREY, va="bottom")
+    grid[0][0].text(biases[0], 0, "BF16", fontsize=7, color=_GRAY, va="bottom")
     return figure

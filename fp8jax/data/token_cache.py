@@ -5,9 +5,9 @@ decided by the hash of its own text, so that adding a document never moves anoth
 duplicate never sits on both sides. The documents of one source and split, end to end, are a
 stream.
 
-Streams are tokenised once into flat little-endian files, uint16 or uint32 tokens and the int64
+Streams are tokenized once into flat little-endian files, uint16 or uint32 tokens and the int64
 offset of each document, under a hash of everything that they depend on. Neither the length of
-rows nor the weights of sources are part of it: both may change without tokenising again.
+rows nor the weights of sources are part of it: both may change without tokenizing again.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +24,21 @@ from absl import logging
 from jaxtyping import Int64, UInt
 from tqdm import tqdm
 
-from fp8jax.data.sources import Source, Tally, parse_sources
-from fp8jax.data.tokenizers import Tokenizer
-
-MIN_DOCUMENT_BYTES = 16  # shorter ones (empty files, stubs) are skipped and counted
-
+from fp8jax.data.byte_tokenizer import Tokenizer
+from fp8jax.data.documents import (
+    MIN_DOCUMENT_BYTES,
+    SPLITS,
+    read_documents,
+    require_fraction,
+    split_of,
+)
+from fp8jax.data.readers import Tally
+from fp8jax.data.sources import Source
 
 FORMAT_VERSION = 1  # of the cached files; raise it whenever the same text would give other streams
 
 
 MANIFEST = "manifest.json"
-
-
-SPLITS = ("train", "valid")
 
 
 def _zeros() -> dict[str, int]:
@@ -86,7 +88,7 @@ class TokenStream:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Tokenised:
+class TokenizedSources:
     """The streams of some sources.
 
     Attributes:
@@ -98,54 +100,6 @@ class Tokenised:
     streams: dict[str, dict[str, TokenStream]]
     stats: list[SourceStats]
     fingerprint: str
-
-
-# Documents.
-
-
-def _require_fraction(valid_fraction: float) -> None:
-    if not 0 < valid_fraction < 1:
-        raise ValueError(f"valid_fraction must be between 0 and 1, got {valid_fraction}")
-
-
-def _split(text: bytes, valid_fraction: float) -> str:
-    """The split of a document, which its own text alone decides."""
-    hashed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
-    return "valid" if hashed < valid_fraction * 2**64 else "train"
-
-
-def _documents(source: Source, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """The documents of a source, as text and in UTF-8; what is skipped is counted."""
-    for text in source.reader.documents(tally):
-        raw = text.encode("utf-8")
-        if len(raw) < MIN_DOCUMENT_BYTES:
-            tally.too_short += 1
-        else:
-            yield text, raw
-
-
-def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
-    """The documents that train, of all sources in order: the same ones that a corpus would hold.
-
-    For training a tokenizer, which must not see what validates. Weights change nothing here.
-
-    Args:
-      data: sources, see `parse_sources`.
-      valid_fraction: share of the documents, between 0 and 1, that validate and are left out.
-
-    Raises:
-      ValueError: at the call, a bad spec or number; on the way, a file that cannot be read.
-    """
-    _require_fraction(valid_fraction)
-    sources = parse_sources(data)
-
-    def documents() -> Iterator[str]:
-        for source in sources:
-            for text, raw in _documents(source, Tally()):
-                if _split(raw, valid_fraction) == "train":
-                    yield text
-
-    return documents()
 
 
 # Streams: documents to cached token files.
@@ -166,7 +120,7 @@ def _write_source(
     tokenizer: Tokenizer,
     fraction: float,
 ) -> SourceStats:
-    """Tokenises all documents of a source into the streams of its splits."""
+    """Tokenizes all documents of a source into the streams of its splits."""
     stats, tally = SourceStats(name=source.name, files=len(files)), Tally()
     dtype = _token_dtype(tokenizer)
     with contextlib.ExitStack() as stack:
@@ -179,8 +133,8 @@ def _write_source(
         total = sum(path.stat().st_size for path in files)
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=None)
         stack.enter_context(bar)
-        for text, raw in _documents(source, tally):
-            split = _split(raw, fraction)
+        for text, raw in read_documents(source, tally):
+            split = split_of(raw, fraction)
             ids = tokenizer.encode(text)
             ids = np.concatenate([[tokenizer.bos], ids, [tokenizer.eos]]).astype(dtype)
             outputs[split, "tokens"].write(ids.tobytes())
@@ -242,7 +196,7 @@ def _build_cache(
     tokenizer: Tokenizer,
     fraction: float,
 ) -> list[SourceStats]:
-    """Tokenises everything into a scratch folder and moves it into place in one step."""
+    """Tokenizes everything into a scratch folder and moves it into place in one step."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Whatever ends the build early, Ctrl-C included, takes the scratch folder with it.
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as scratch:
@@ -268,14 +222,14 @@ def _build_cache(
     return stats
 
 
-def tokenise(
+def tokenize_sources(
     sources: list[Source],
     tokenizer: Tokenizer,
     *,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
-) -> Tokenised:
-    """Tokenises the sources, or finds them tokenised.
+) -> TokenizedSources:
+    """Tokenizes the sources, or finds them tokenized.
 
     Args:
       valid_fraction: share of the documents, between 0 and 1, that validate.
@@ -285,7 +239,7 @@ def tokenise(
     Raises:
       ValueError: a file that cannot be read (see `Reader.documents`), or a bad `valid_fraction`.
     """
-    _require_fraction(valid_fraction)
+    require_fraction(valid_fraction)
     files = [source.reader.files() for source in sources]
     fingerprint = _fingerprint(sources, files, tokenizer, valid_fraction)
     folder = Path(cache_dir).expanduser() / f"corpus-{fingerprint[:16]}"
@@ -306,7 +260,7 @@ def tokenise(
         )
 
     names = [source.name for source in sources]
-    return Tokenised(
+    return TokenizedSources(
         streams={split: {name: stream(name, split) for name in names} for split in SPLITS},
         stats=stats,
         fingerprint=fingerprint,

@@ -4,7 +4,7 @@
 
 cuDNN runs it on codes with K last in both operands: E4M3 or E5M2 with an E8M0 scale for every 32
 numbers (MXFP8), or E2M1 with an E4M3 scale for every 16 (NVFP4), whose float32 scales of the whole
-tensor are multiplied into the result. What does not match is dequantised by XLA and multiplied in
+tensor are multiplied into the result. What does not match is dequantized by XLA and multiplied in
 16 bits, without a word: linear/dot.py lets nothing else in.
 """
 
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.numerics.scaling import Quantized, spread
+from fp8jax.numerics.quantization import Quantized
+from fp8jax.numerics.tiles import spread
 
 
 def scaled_matmul(

@@ -49,7 +49,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from fp8jax.kernels.hopper import BLOCK, launch, load, num_cores, require, scoped, swizzled
+from fp8jax.kernels.hopper import BLOCK, launch, load, num_cores, scoped, swizzled
+from fp8jax.kernels.requirements import require
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -74,7 +75,7 @@ class TuningConfig:
       warpgroups: that multiply; a tile has 64 rows for each.
       tile_n: columns of a tile, which meets at most two blocks of b.
       stages: blocks of K in shared memory at a time.
-      band: tiles that neighbouring cores take along one axis before the next (L2 cache).
+      band: tiles that neighboring cores take along one axis before the next (L2 cache).
       along_n: whether bands lie along N instead of M.
       copy_registers: registers a thread that the copying warpgroup keeps.
       cluster: blocks of threads whose tiles lie below one another. They share a tile of b, of which

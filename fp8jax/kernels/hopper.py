@@ -14,33 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.device.hardware import Device, device
+from fp8jax.kernels.requirements import require
 
 BLOCK = 128  # rows and columns of a tile; also the elements that share a scale in block recipes
-
-
-HOPPER = (9, 0)
-
-
-def refuses(here: Device) -> str | None:
-    """Why the kernels cannot run on such a device, or None."""
-    if here.capability != HOPPER:
-        return f"the kernels are for Hopper (compute capability 9.0), got {here.kind}"
-    return None
-
-
-def too_old() -> str | None:
-    """Why this jax cannot compile the kernels, or None."""
-    if not hasattr(plgpu, "InterpretGPUParams"):  # came with what they use of 0.11
-        return f"the kernels need the Pallas of jax 0.11 or later, got jax {jax.__version__}"
-    return None
-
-
-def require() -> None:
-    """Raises NotImplementedError where the kernels cannot run."""
-    reason = too_old() or refuses(device())
-    if reason is not None:
-        raise NotImplementedError(reason)
 
 
 def launch(

@@ -40,9 +40,9 @@ from jaxtyping import Array, Float, Shaped
 
 from fp8jax.kernels import block_gemm, quantize, row_gemm
 from fp8jax.kernels.hopper import BLOCK
-from fp8jax.kernels.quantize import Codes
+from fp8jax.kernels.quantize import TileCodes
 from fp8jax.numerics.formats import Format
-from fp8jax.numerics.scaling import ScaleRule
+from fp8jax.numerics.scales import ScaleRule
 
 Cut = dict[str, tuple[str, ...]]  # letter -> the mesh axes that cut it
 _TILES = {"m": BLOCK, "k": BLOCK}
@@ -107,7 +107,7 @@ def _on_mesh(
         sharding_rule=" -> ".join(", ".join(map(" ".join, of)) for of in (letters, results)),
         reduction_factors=tuple(letter for letter in whole if letter not in "".join(results)),
     )
-    # One after another under vmap: a model's layers are initialised so, and their results dropped.
+    # One after another under vmap: a model's layers are initialized so, and their results dropped.
     return sequential_vmap(lambda *given: partitioned(*given))(*operands, mark)
 
 
@@ -140,7 +140,7 @@ def cast_transpose(
 
 def quantize_tiles(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, rows: bool = True, columns: bool = True
-) -> tuple[Codes | None, Codes | None]:
+) -> tuple[TileCodes | None, TileCodes | None]:
     """`quantize.quantize_tiles`."""
     kernel = functools.partial(
         quantize.quantize_tiles, fmt=fmt, rule=rule, rows=rows, columns=columns
@@ -151,7 +151,7 @@ def quantize_tiles(
 
 def quantize_blocks(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, transposed: bool
-) -> Codes:
+) -> TileCodes:
     """`quantize.quantize_blocks`."""
     kernel = functools.partial(quantize.quantize_blocks, fmt=fmt, rule=rule, transposed=transposed)
     results = ("km" if transposed else "mk", "mk")

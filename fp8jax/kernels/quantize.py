@@ -1,4 +1,4 @@
-"""Quantisers that read their source once: codes, transposed codes, scales and amax in one pass.
+"""Quantizers that read their source once: codes, transposed codes, scales and amax in one pass.
 
 Legend: M rows, K columns; a tile is 128 x 128.
 
@@ -43,13 +43,15 @@ from jaxtyping import Array, Float, Shaped
 
 from fp8jax.kernels.hopper import BLOCK, launch, load, saturated, scoped, swizzled
 from fp8jax.numerics.formats import Format
-from fp8jax.numerics.scaling import E8M0, Fp32, Pow2, ScaleRule
+from fp8jax.numerics.scales import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
+
+
 _INF_BITS = 0x7F800000
 
 
-class Codes(NamedTuple):
+class TileCodes(NamedTuple):
     """Codes and their scales: of the rows [M, K], or transposed [K, M].
 
     The scale of `quantize_tiles` is float32 [K / 128, M] for rows and [M / 128, K] for columns: the
@@ -305,7 +307,7 @@ def _store_rows(numbers: jax.Array, rule: ScaleRule, fmt: Format, codes: Any, sc
 @functools.partial(jax.jit, static_argnames=("fmt", "rule", "rows", "columns"))
 def quantize_tiles(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, rows: bool = True, columns: bool = True
-) -> tuple[Codes | None, Codes | None]:
+) -> tuple[TileCodes | None, TileCodes | None]:
     """Codes [M, K] with a scale for each 1 x 128 of a row, and codes [K, M] of the transpose with
     a scale for each 128 rows of a column.
 
@@ -348,13 +350,13 @@ def quantize_tiles(
                 _store_rows(_columns(x_s), rule, fmt, codes, scales)
 
     found = _over_tiles(size, (x,), out, tile)
-    return Codes(*found[:2]) if rows else None, Codes(*found[-2:]) if columns else None
+    return TileCodes(*found[:2]) if rows else None, TileCodes(*found[-2:]) if columns else None
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "rule", "transposed"))
 def quantize_blocks(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, transposed: bool
-) -> Codes:
+) -> TileCodes:
     """Codes with a scale for each 128 x 128: [M, K], or [K, M] of the transpose. The scale is
     float32 [M / 128, K / 128] in both cases.
 
@@ -387,4 +389,4 @@ def quantize_blocks(
                 return _store(q_s, q, (q_s, q_g.at[at_m, at_k]))
             return _store(q_s, _transposed(q, after_s["half_s"]), (q_s, q_g.at[at_k, at_m]))
 
-    return Codes(*_over_tiles(x.shape, (x,), out, tile))
+    return TileCodes(*_over_tiles(x.shape, (x,), out, tile))

@@ -49,7 +49,8 @@ from fp8jax.kernels.block_gemm import (
     slots_given_back,
     write,
 )
-from fp8jax.kernels.hopper import BLOCK, load, require, scoped, swizzled
+from fp8jax.kernels.hopper import BLOCK, load, scoped, swizzled
+from fp8jax.kernels.requirements import require
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 

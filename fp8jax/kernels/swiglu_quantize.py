@@ -1,10 +1,10 @@
-"""Quantisers with what produces their source: an elementwise function runs inside the kernel.
+"""Quantizers with what produces their source: an elementwise function runs inside the kernel.
 
 Legend: M rows, K columns; a tile is 128 x 128.
 
 SwiGLU and its gradient are the widest arrays of a transformer's layer. Apart, XLA reads gate and
-up, writes h = silu(gate) * up, and a quantiser reads h again; in the backward it reads dh, gate and
-up, writes two gradients, and quantisers read both. Inside the quantiser h and the gradients never
+up, writes h = silu(gate) * up, and a quantizer reads h again; in the backward it reads dh, gate and
+up, writes two gradients, and quantizers read both. Inside the quantizer h and the gradients never
 reach memory: 5 bytes an element are moved instead of 10 forward, 11 instead of 18 backward. The
 forward needs h's codes by rows, the weight gradient those by columns: they are made in the
 backward, where h comes with its gradients anyway, so that no code of h is kept in between.
@@ -22,10 +22,9 @@ Derivatives are written out here: differentiating a kernel is not possible. The 
 with JAX's of the plain function.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ from jaxtyping import Array, Float
 from fp8jax.kernels.hopper import BLOCK, load, scoped
 from fp8jax.kernels.quantize import (
     WGMMA,
-    Codes,
+    TileCodes,
     _amax,
     _as_amax,
     _check,
@@ -49,44 +48,11 @@ from fp8jax.kernels.quantize import (
     _store,
     _tile,
 )
+from fp8jax.kernels.swiglu import Producer
 from fp8jax.numerics.formats import Format
-from fp8jax.numerics.scaling import ScaleRule
+from fp8jax.numerics.scales import ScaleRule
 
 _HALF = BLOCK // 2  # rows that are copied at a time; rows and columns that are computed at a time
-
-
-Registers = tuple[jax.Array, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Producer:
-    """An elementwise function of `sources` arrays with `results` values, in float32."""
-
-    name: str
-    sources: int
-    results: int
-    compute: Callable[..., Registers]
-
-
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def _swiglu(gate: jax.Array, up: jax.Array) -> Registers:
-    return (gate * _sigmoid(gate) * up,)
-
-
-def _swiglu_grad(dh: jax.Array, gate: jax.Array, up: jax.Array) -> Registers:
-    """Gradients of gate and of up, and h: silu'(x) = s + x s (1 - s) with s = sigmoid(x)."""
-    s = _sigmoid(gate)
-    silu = gate * s
-    return dh * up * (s + silu * (1.0 - s)), dh * silu, silu * up
-
-
-SWIGLU = Producer(name="swiglu", sources=2, results=1, compute=_swiglu)
-
-
-SWIGLU_GRAD = Producer(name="swiglu_grad", sources=3, results=3, compute=_swiglu_grad)
 
 
 def _check_sources(producer: Producer, sources: tuple[Array, ...], fmt: Format, rule=None) -> None:
@@ -227,7 +193,7 @@ def tiles_produced(
     fmt: Format,
     rule: ScaleRule,
     axes: tuple[Axes, ...],
-) -> tuple[dict[int, Codes], ...]:
+) -> tuple[dict[int, TileCodes], ...]:
     """What `quantize_tiles` gives of each result, by axis.
 
     Args:
@@ -264,4 +230,4 @@ def tiles_produced(
                 plgpu.copy_smem_to_gmem(scale_s, scales_g.at[k if axis == -1 else m, rows])
 
     found = iter(_over_tiles(size, sources, out, tile, approximate=True))
-    return tuple({axis: Codes(next(found), next(found)) for axis in of} for of in axes)
+    return tuple({axis: TileCodes(next(found), next(found)) for axis in of} for of in axes)

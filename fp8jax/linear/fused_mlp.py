@@ -3,8 +3,8 @@
     h = silu(x Wg) * (x Wu)        y = h Wd
 
 Of three separate products (dot.py), h and the gradients of both factors would be written in
-bfloat16, read again by their quantisers, and forgotten. Here they exist as codes only: the
-quantiser of h computes it from its factors, and the quantisers of the two gradients compute them
+bfloat16, read again by their quantizers, and forgotten. Here they exist as codes only: the
+quantizer of h computes it from its factors, and the quantizers of the two gradients compute them
 from dh and the factors (kernels/swiglu_quantize.py). What is computed is the same: casts, products,
 histories and residuals are those of dot.py, with whose pieces this is written. Kept for the
 backward are both factors, in bfloat16, and the codes of x. Those of h, which the gradient of Wd
@@ -20,24 +20,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, Producer
-from fp8jax.linear.backends import Operand, choose_backend, fuses
-from fp8jax.linear.dot import (
-    OF_G,
-    OF_X,
-    OPERAND,
-    Context,
-    State,
-    context_of,
+from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD, Producer
+from fp8jax.linear.amax_history import Histories, as_cotangent, record, to_float32
+from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.dot import make_context
+from fp8jax.linear.operands import Operand
+from fp8jax.linear.refusals import can_fuse_swiglu
+from fp8jax.linear.vjp import (
+    G_CASTS,
+    QUANTIZED_INPUT,
+    X_CASTS,
+    VjpContext,
+    cast_requests,
     forward,
+    forward_matmul,
     input_gradient,
-    next_state,
-    product_with,
-    quantized,
-    record,
-    requests_of,
-    sum_of,
-    to_float32,
+    quantize_operand,
+    sum_cotangents,
     weight_gradient,
 )
 from fp8jax.numerics.recipe import Recipe
@@ -47,16 +46,18 @@ class _Residuals(NamedTuple):
     x: Operand  # as wgrad reads it
     factors: tuple[jax.Array, ...]  # gate and up, [M, F]
     ws: tuple[jax.Array, ...]
-    states: tuple[State, ...]
-    recorded: tuple[State, ...]
+    states: tuple[Histories, ...]
+    recorded: tuple[Histories, ...]
     keys: tuple[jax.Array | None, ...]
 
 
-def _produced(context: Context, producer: Producer, sources, wanted):
+def _produced(context: VjpContext, producer: Producer, sources, wanted):
     """(operands by name, amax) of each result, from (recipe, casts, histories, key) of each."""
-    requests = [requests_of(*each) for each in wanted]
-    assert context.backend.produce is not None  # what `can_fuse` is for
-    found = context.backend.produce(producer, sources, tuple(tuple(r.values()) for r in requests))
+    requests = [cast_requests(*each) for each in wanted]
+    assert context.backend.quantize_swiglu is not None  # what `can_fuse` is for
+    found = context.backend.quantize_swiglu(
+        producer, sources, tuple(tuple(r.values()) for r in requests)
+    )
     return [
         (dict(zip(names, coded, strict=True)), amax)
         for names, (coded, amax) in zip(requests, found, strict=True)
@@ -64,12 +65,12 @@ def _produced(context: Context, producer: Producer, sources, wanted):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(contexts: tuple[Context, Context], x, ws, states, keys) -> jax.Array:
+def _mlp(contexts: tuple[VjpContext, VjpContext], x, ws, states, keys) -> jax.Array:
     """[M, K] x [K, F], [K, F], [F, N] -> [M, N]."""
     return _run(contexts, x, ws, states, keys, {"fwd_x": -1})[0]
 
 
-def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[str, int]):
+def _run(contexts: tuple[VjpContext, VjpContext], x, ws, states, keys, wanted: dict[str, int]):
     """y and what the backward needs, of the casts of x that are `wanted`."""
     first, second = contexts
     histories = tuple(map(to_float32, states))
@@ -77,7 +78,7 @@ def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[st
     ((qh, amax),) = _produced(
         second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, histories[2], keys[2])]
     )
-    y, of_w = product_with(
+    y, of_w = forward_matmul(
         second, qh["fwd_x"], ws[2], histories[2], keys[2], second.scopes[0], x.dtype
     )
     of_h = record(histories[2], "x", factors[0], amax)
@@ -85,8 +86,8 @@ def _run(contexts: tuple[Context, Context], x, ws, states, keys, wanted: dict[st
 
 
 def _mlp_fwd(contexts, x, ws, states, keys):
-    y, qx, factors, recorded = _run(contexts, x, ws, states, keys, OF_X)
-    x = checkpoint_name(qx["wgrad_x"], OPERAND)
+    y, qx, factors, recorded = _run(contexts, x, ws, states, keys, X_CASTS)
+    x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
     return y, _Residuals(x, factors, ws, states, recorded, keys)
 
 
@@ -94,9 +95,9 @@ def _mlp_bwd(contexts, kept: _Residuals, dy):
     (first, second), keys = contexts, kept.keys
     histories = tuple(map(to_float32, kept.states))
     dy = dy.astype(second.dtype)
-    qdy, amax_dy = quantized(second, dy, OF_G, histories[2], keys[2])
+    qdy, amax_dy = quantize_operand(second, dy, G_CASTS, histories[2], keys[2])
     dh = input_gradient(second, second.scopes[0], kept.ws[2], kept.states[2], keys[2], qdy)
-    wanted = [(first.recipe, OF_G, histories[i], keys[i]) for i in range(2)]
+    wanted = [(first.recipe, G_CASTS, histories[i], keys[i]) for i in range(2)]
     wanted.append((second.recipe, {"wgrad_x": -2}, histories[2], keys[2]))  # h: the same codes
     *of_factors, (qh, _) = _produced(first, SWIGLU_GRAD, (dh, *kept.factors), wanted)
     dws = [weight_gradient(second, qh["wgrad_x"], second.scopes[0], kept.ws[2], qdy)]
@@ -108,33 +109,35 @@ def _mlp_bwd(contexts, kept: _Residuals, dy):
         dxs.insert(0, input_gradient(first, *of_one, kept.states[i], keys[i], qg))
         dws.insert(0, weight_gradient(first, kept.x, *of_one, qg))
     states = tuple(
-        next_state(state, new | record(history, "g", dy, amax))
+        as_cotangent(state, new | record(history, "g", dy, amax))
         for state, new, history, amax in zip(
             kept.states, kept.recorded, histories, amaxes, strict=True
         )
     )
-    return sum_of(dxs), tuple(dws), states, None
+    return sum_cotangents(dxs), tuple(dws), states, None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
-def can_fuse(factor: Recipe, product: Recipe, backend: str | None, dtype) -> bool:
+def can_fuse_mlp(factor: Recipe, product: Recipe, backend: str | None, dtype) -> bool:
     """Whether `gated_mlp` runs here: on one device, in bfloat16, with kernels for both recipes."""
     mesh = jax.sharding.get_abstract_mesh()
     if dtype != jnp.bfloat16 or not (mesh.empty or mesh.size == 1):
         return False
-    if not factor.same_x or not fuses(factor, product):
+    if not factor.same_x or not can_fuse_swiglu(factor, product):
         return False
-    return all(choose_backend(backend, recipe).produce is not None for recipe in (factor, product))
+    return all(
+        choose_backend(backend, recipe).quantize_swiglu is not None for recipe in (factor, product)
+    )
 
 
-def gated_mlp(
+def fused_mlp(
     x: Float[Array, "*rows K"],
     ws: Sequence[Float[Array, "..."]],
     *,
     recipes: tuple[Recipe, Recipe],
-    states: Sequence[State],
+    states: Sequence[Histories],
     keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
     scopes: Sequence[str] = ("", "", ""),
@@ -151,10 +154,10 @@ def gated_mlp(
 
     Raises ValueError where `can_fuse` is False.
     """
-    if not can_fuse(*recipes, backend, x.dtype):
+    if not can_fuse_mlp(*recipes, backend, x.dtype):
         raise ValueError(f"no kernels for {recipes[0].name!r} and {recipes[1].name!r}, {x.dtype}")
     contexts = [
-        context_of(
+        make_context(
             recipe, states[part], keys[part], x.dtype, backend=backend, whole=True,
             scopes=scopes[part],
         )

@@ -25,30 +25,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
-from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.linear.dot import State, dot_general, dots, einsum
-from fp8jax.numerics.recipe import Recipe, as_recipe
-
-# The collection of amax histories, by flax's name for it.
-HISTORIES = OVERWRITE_WITH_GRADIENT
-
+from fp8jax.linear.amax_history import Histories, module_histories
+from fp8jax.linear.dot import dot_general, dot_general_shared, einsum
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipes import as_recipe
 
 _INIT = nn.initializers.lecun_normal()
-
-
-def _histories(module: nn.Module, recipe: Recipe) -> State:
-    """The module's amax histories, created empty: operand -> [H]."""
-    return {
-        operand: module.variable(
-            HISTORIES, f"{operand}_amax_history", jnp.zeros, (length,), jnp.float32
-        ).value
-        for operand, length in recipe.histories.items()
-    }
 
 
 class Fp8DotGeneral(nn.Module):
@@ -72,7 +56,7 @@ class Fp8DotGeneral(nn.Module):
         if precision is not None:
             raise ValueError(f"the recipe decides how a product is computed, got {precision=}")
         recipe = as_recipe(self.recipe)
-        state = _histories(self, recipe)
+        state = module_histories(self, recipe)
         return dot_general(
             lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=self.backend,
             preferred_element_type=preferred_element_type,
@@ -80,13 +64,13 @@ class Fp8DotGeneral(nn.Module):
 
 
 class Dense(nn.Module):
-    """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantised as `recipe` says.
+    """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantized as `recipe` says.
 
     Attributes:
       features: N.
       recipe, backend: as in `Fp8DotGeneral`.
       use_bias: adds a bias, in x's dtype.
-      kernel_init: initialiser of the float32 kernel.
+      kernel_init: initializer of the float32 kernel.
       kernel_axes: logical axis names of the kernel for sharding, () for none.
       preferred_element_type: dtype of y, None for x's.
     """
@@ -100,11 +84,11 @@ class Dense(nn.Module):
     preferred_element_type: Any = None
 
     @nn.compact
-    def variables_for(self, size: int) -> tuple[Any, Any, State]:
+    def variables_for(self, size: int) -> tuple[Any, Any, Histories]:
         """Its kernel [size, N], bias [N] or None, and histories; created where they are not yet."""
         init = _named(self.kernel_init, self.kernel_axes)
         kernel = self.param("kernel", init, (size, self.features))
-        histories = _histories(self, as_recipe(self.recipe))
+        histories = module_histories(self, as_recipe(self.recipe))
         if not self.use_bias:
             return kernel, None, histories
         init = _named(nn.initializers.zeros, self.kernel_axes[-1:])
@@ -116,10 +100,10 @@ class Dense(nn.Module):
         key: Shaped[Array, "..."] | None = None,
         input_scale: Float[Array, " K"] | None = None,
     ) -> Float[Array, "... N"]:
-        """`key` is for recipes that round stochastically. Before both are quantised, x is divided
+        """`key` is for recipes that round stochastically. Before both are quantized, x is divided
         by `input_scale`, powers of two, and the kernel's rows are multiplied: range moves from x to
         the kernel, of which a second one in float32 is kept for the backward."""
-        return _together((self,), ("",), x, (key,), input_scale)[0]
+        return apply_together((self,), ("",), x, (key,), input_scale)[0]
 
 
 def together(
@@ -129,13 +113,13 @@ def together(
     input_scale: Float[Array, " K"] | None = None,
 ) -> tuple[Float[Array, "... N"], ...]:
     """What each of the layers makes of x, bit for bit. Where their recipes are the same and none
-    rounds x stochastically, x is quantised once for all of them, and kept once."""
+    rounds x stochastically, x is quantized once for all of them, and kept once."""
     scopes = [str(layer.name) for layer in layers]
     alike = all(_as_one(layer) == _as_one(layers[0]) for layer in layers)
     if alike and as_recipe(layers[0].recipe).same_x:
-        return _together(layers, scopes, x, keys, input_scale)
+        return apply_together(layers, scopes, x, keys, input_scale)
     return tuple(
-        _together((layer,), (scope,), x, (key,), input_scale)[0]
+        apply_together((layer,), (scope,), x, (key,), input_scale)[0]
         for layer, scope, key in zip(layers, scopes, keys, strict=True)
     )
 
@@ -145,7 +129,7 @@ def _as_one(layer: Dense) -> tuple[Any, ...]:
     return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type
 
 
-def _together(
+def apply_together(
     layers: Sequence[Dense], scopes: Sequence[str], x: Array, keys: Sequence[Any], input_scale
 ) -> tuple[Array, ...]:
     first = layers[0]
@@ -155,7 +139,7 @@ def _together(
     if input_scale is not None:
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
-    ys = dots(
+    ys = dot_general_shared(
         x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=states,
         keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
         scopes=scopes,
@@ -167,7 +151,7 @@ def _together(
 
 
 class Einsum(nn.Module):
-    """`jnp.einsum(equation, x, kernel)` with the product quantised as `recipe` says.
+    """`jnp.einsum(equation, x, kernel)` with the product quantized as `recipe` says.
 
     Attributes:
       equation: two operands, such as "bsd,dhk->bshk".
@@ -191,30 +175,10 @@ class Einsum(nn.Module):
         recipe = as_recipe(self.recipe)
         return einsum(
             self.equation, x, kernel,
-            recipe=recipe, state=_histories(self, recipe), key=key, backend=self.backend,
+            recipe=recipe, state=module_histories(self, recipe), key=key, backend=self.backend,
         )  # fmt: skip
 
 
 def _named(init: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:
     """`init` with logical axis names attached, where there are any."""
     return nn.with_logical_partitioning(init, axes) if axes else init
-
-
-def to_max_combining(histories: Any) -> Any:
-    """A tree of float32 histories in the dtype whose sum is the maximum; others stay."""
-    return jax.tree.map(
-        lambda h: lax.convert_element_type(h, fm32) if h.dtype == jnp.float32 else h, histories
-    )
-
-
-def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
-    """`module` with its amax histories converted at its door, so that several calls of one
-    submodule combine by maximum. Parameters and the tree of variables stay the same."""
-
-    def to_float32(variables: Any) -> Any:
-        return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), variables)
-
-    return nn.map_variables(
-        module, HISTORIES, trans_in_fn=to_max_combining, trans_out_fn=to_float32,
-        init=True, mutable=True,
-    )  # fmt: skip

@@ -22,29 +22,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from fp8jax.linear.dot import (
-    OF_X,
-    Context,
-    State,
-    backward,
-    context_of,
-    forward,
-    quantized,
-    record,
-    to_float32,
-)
+from fp8jax.linear.amax_history import Histories, record, to_float32
+from fp8jax.linear.dot import make_context
+from fp8jax.linear.vjp import X_CASTS, VjpContext, backward, forward, quantize_operand
 from fp8jax.numerics.recipe import Recipe
 
-Pair = tuple[Context, Context]  # the low recipe's, and the high one's
+Pair = tuple[VjpContext, VjpContext]  # the low recipe's, and the high one's
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _switched(pair: Pair, promoted, x, w, state: State, key) -> jax.Array:
+def _promotable(pair: Pair, promoted, x, w, state: Histories, key) -> jax.Array:
     return _forward(pair, promoted, x, w, state, key)[0]
 
 
-def _forward(pair: Pair, promoted, x, w, state: State, key) -> tuple[jax.Array, State]:
-    def run(context: Context):
+def _forward(pair: Pair, promoted, x, w, state: Histories, key) -> tuple[jax.Array, Histories]:
+    def run(context: VjpContext):
         def branch(x, w, state):
             (y,), _, (recorded,) = forward(
                 context, x, (w,), (to_float32(state),), (key,), {"fwd_x": -1}
@@ -57,7 +49,7 @@ def _forward(pair: Pair, promoted, x, w, state: State, key) -> tuple[jax.Array, 
     return lax.cond(promoted, run(pair[1]), run(pair[0]), x, w, state)
 
 
-def _fwd(pair: Pair, promoted, x, w, state: State, key):
+def _fwd(pair: Pair, promoted, x, w, state: Histories, key):
     y, recorded = _forward(pair, promoted, x, w, state, key)
     return y, (promoted, x, w, state, recorded, key)
 
@@ -65,10 +57,10 @@ def _fwd(pair: Pair, promoted, x, w, state: State, key):
 def _bwd(pair: Pair, kept: Any, g: jax.Array):
     promoted, x, w, state, recorded, key = kept
 
-    def run(context: Context):
+    def run(context: VjpContext):
         def branch(x, w, state, recorded, g):
-            wanted = {"wgrad_x": OF_X["wgrad_x"]}
-            qx, _ = quantized(context, x, wanted, to_float32(state), key)
+            wanted = {"wgrad_x": X_CASTS["wgrad_x"]}
+            qx, _ = quantize_operand(context, x, wanted, to_float32(state), key)
             return backward(context, qx["wgrad_x"], context.scopes[0], w, state, recorded, key, g)
 
         return branch
@@ -77,17 +69,17 @@ def _bwd(pair: Pair, kept: Any, g: jax.Array):
     return None, dx, dw, new, None
 
 
-_switched.defvjp(_fwd, _bwd)
+_promotable.defvjp(_fwd, _bwd)
 
 
-def switched_dot(
+def promotable_dot(
     x: Float[Array, "*rows K"],
     w: Float[Array, "K N"],
     promoted: Bool[Array, ""],
     *,
     low: Recipe,
     high: Recipe,
-    state: State,
+    state: Histories,
     key: Shaped[Array, "..."] | None,
     backend: str | None = None,
     scope: str = "",
@@ -107,9 +99,9 @@ def switched_dot(
         raise ValueError(f"{high.name!r} keeps amax histories: a promoted product has none")
     settings: Any = dict(backend=backend, whole=bool(x.size and w.size), scopes=(scope,))
     pair = (
-        context_of(low, (state,), (key,), x.dtype, **settings),
-        context_of(high, ({},), (key,), x.dtype, **settings),
+        make_context(low, (state,), (key,), x.dtype, **settings),
+        make_context(high, ({},), (key,), x.dtype, **settings),
     )
     rows_MK = x.reshape(-1, x.shape[-1])
-    y_MN = _switched(pair, promoted, rows_MK, w, state, key)
+    y_MN = _promotable(pair, promoted, rows_MK, w, state, key)
     return jnp.reshape(y_MN, (*x.shape[:-1], -1))

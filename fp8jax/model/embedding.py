@@ -11,7 +11,7 @@ sixth digit of the loss by step 20. On an H200, for 16,384 positions (docs/log.m
     128256 x 4096    0.9 ms        29 ms             54 ms                         2.3 ms
 
 Sorted: positions are brought into the order of their ids (stable, so that ties have an order too),
-equal ids are then neighbours, and a segmented sum by doubling adds them: after pass k an entry
+equal ids are then neighbors, and a segmented sum by doubling adds them: after pass k an entry
 holds the sum of the up to 2^k entries of its id that end with it. The last one of each run is
 written to its row; no two are written to the same. CPUs and TPUs scatter in one fixed order; there
 the sum is a scatter-add.

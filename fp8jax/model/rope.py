@@ -3,7 +3,7 @@
 RoPE (arXiv 2104.09864) turns the pair (x_i, x_{i + H/2}) of a head of size H at position p by the
 angle p * f_i, with the frequency f_i = theta^(-2i/H), i = 0 … H/2 - 1. The scalar product of two
 turned vectors then depends on the difference of their positions only. Pairs are halves apart, as
-in the published Llama and Qwen checkpoints of Hugging Face, not neighbours as in the paper.
+in the published Llama and Qwen checkpoints of Hugging Face, not neighbors as in the paper.
 
 A model trained on `original` positions sees larger angles than it knows when rows grow. A scaling
 multiplies each frequency by a number between 1 / factor and 1:

@@ -21,7 +21,7 @@ Saturation. A plain ``astype`` turns 1e4 into NaN (e4m3) or an infinity (e5m2): 
 destroy a product. `cast` clips first, so that 1e4 becomes 448. That hides an overflow, hence the
 companion rule in scaling.py: where the source itself is not finite, the *scale* becomes NaN.
 
-Stochastic rounding rounds x between its neighbours lo <= x <= hi up with probability
+Stochastic rounding rounds x between its neighbors lo <= x <= hi up with probability
 (x - lo) / (hi - lo), so that its expectation is x. The alternative that was rejected, adding
 uniform noise to the bits below the mantissa, is biased among the subnormals, where the spacing is
 no longer a fixed number of bits.
@@ -156,7 +156,7 @@ def cast(
 
 
 def _round_stochastically(x: jax.Array, fmt: Format, key: jax.Array) -> jax.Array:
-    """float32 `x` within ±fmt.max to a neighbour in `fmt`, still as float32. Exact arithmetic."""
+    """float32 `x` within ±fmt.max to a neighbor in `fmt`, still as float32. Exact arithmetic."""
     binade = jnp.maximum(power_of_two_below(x), 2.0**fmt.min_exponent)
     spacing = binade * 2.0**-fmt.mantissa
     steps = x / spacing  # a power of two: no rounding

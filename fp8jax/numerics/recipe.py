@@ -50,24 +50,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fp8jax.lookup import lookup, unknown
+from fp8jax.lookup import unknown
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format
-from fp8jax.numerics.scaling import (
-    BLOCK128,
-    MX32,
-    NV16,
-    ROW,
-    SCALES,
-    TENSOR,
-    TILE128,
-    Constant,
-    NV16x16,
-    NvFp4,
-    Pow2,
-    ScaleRule,
-    Tile,
-    check_hadamard,
-)
+from fp8jax.numerics.hadamard import check_hadamard
+from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule
+from fp8jax.numerics.tiles import TENSOR, Tile
 
 TIMINGS = ("current", "delayed", "seeding", "constant")
 
@@ -75,18 +62,9 @@ TIMINGS = ("current", "delayed", "seeding", "constant")
 AMAXES = ("max", "newest")
 
 
-HISTORY = 16  # steps; see above
-
-
-CSCALE_BIAS = 6  # see above
-
-
-HADAMARD = 16  # elements that NVFP4's rotation mixes
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand of one product is quantised.
+    """How one operand of one product is quantized.
 
     Attributes:
       format: one of `FORMATS`.
@@ -157,7 +135,7 @@ class Cast:
         return dataclasses.replace(self, timing="seeding") if self.delayed else self
 
 
-class Product(NamedTuple):
+class GemmCasts(NamedTuple):
     """The casts of one product's two operands, None for high precision."""
 
     lhs: Cast | None
@@ -181,7 +159,7 @@ class Recipe:
             lengths = {cast.history for cast in casts if cast.delayed}
             if len(lengths) > 1:
                 raise ValueError(f"{operand} has one history, but its casts ask for {lengths}")
-        for name, pair in self.products.items():
+        for name, pair in self.gemms.items():
             sizes = [1 if cast is None else cast.hadamard for cast in pair]
             if sizes[0] != sizes[1]:
                 raise ValueError(
@@ -202,12 +180,12 @@ class Recipe:
         return tuple(cast for pair in self._operands().values() for cast in pair)
 
     @property
-    def products(self) -> dict[str, Product]:
+    def gemms(self) -> dict[str, GemmCasts]:
         """fwd (x, w), dgrad (g, w) and wgrad (x, g)."""
         return {
-            "fwd": Product(self.fwd_x, self.fwd_w),
-            "dgrad": Product(self.dgrad_g, self.dgrad_w),
-            "wgrad": Product(self.wgrad_x, self.wgrad_g),
+            "fwd": GemmCasts(self.fwd_x, self.fwd_w),
+            "dgrad": GemmCasts(self.dgrad_g, self.dgrad_w),
+            "wgrad": GemmCasts(self.wgrad_x, self.wgrad_g),
         }
 
     @property
@@ -226,7 +204,7 @@ class Recipe:
 
     @property
     def same_x(self) -> bool:
-        """Whether products with one x quantise it alike: none of its casts draws."""
+        """Whether products with one x quantize it alike: none of its casts draws."""
         casts = (self.fwd_x, self.wgrad_x)
         return all(cast is None or cast.rounding == "nearest" for cast in casts)
 
@@ -244,69 +222,3 @@ class Recipe:
     def with_forward(self, other: "Recipe") -> "Recipe":
         """This backward with the forward casts of another recipe."""
         return dataclasses.replace(self, fwd_x=other.fwd_x, fwd_w=other.fwd_w, name="custom")
-
-
-E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
-
-
-def _recipe(name: str, x: Cast, w: Cast | None = None, g: Cast | None = None) -> Recipe:
-    """One cast an operand, the same in both of its products; w and g are cast as x if not given."""
-    w, g = w or x, g or x
-    return Recipe(name=name, fwd_x=x, fwd_w=w, dgrad_g=g, dgrad_w=w, wgrad_x=x, wgrad_g=g)
-
-
-def _per_tensor(name: str, **fields) -> Recipe:
-    """One scale a tensor: E4M3 for weights and activations, E5M2 for gradients."""
-    return _recipe(name, Cast(format=E4M3, **fields), g=Cast(format=E5M2, **fields))
-
-
-def _blocks(name: str, scale: ScaleRule) -> Recipe:
-    """1x128 tiles, and 128x128 blocks for weights."""
-    tile = Cast(format=E4M3, tile=TILE128, scale=scale)
-    return _recipe(name, tile, w=dataclasses.replace(tile, tile=BLOCK128))
-
-
-def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recipe:
-    """NVIDIA's methods: weights in `block`, stochastic gradients, wgrad's operands rotated."""
-    x = Cast(format=E2M1, tile=tile, scale=scale)
-    g = dataclasses.replace(x, rounding="stochastic")
-    recipe = _recipe(name, x, w=dataclasses.replace(x, tile=block), g=g)
-    rotated = [dataclasses.replace(cast, hadamard=HADAMARD) for cast in (x, g)]
-    return dataclasses.replace(recipe, wgrad_x=rotated[0], wgrad_g=rotated[1])
-
-
-def _table() -> tuple[Recipe, ...]:
-    block = _blocks("fp8_block", SCALES["fp32"])
-    naive = _recipe("fp4_naive", Cast(format=E2M1, tile=TILE128))
-    row = _recipe("fp8_rowwise", Cast(format=E4M3, tile=ROW))
-    constant = Constant(2.0**-CSCALE_BIAS)
-    return (
-        Recipe(name="bf16"),
-        _per_tensor("fp8_delayed", timing="delayed", history=HISTORY),
-        _per_tensor("fp8_current"),
-        _per_tensor("fp8_amax", scale=Pow2()),
-        _per_tensor("fp8_cscale", timing="constant", scale=constant),
-        row,
-        dataclasses.replace(
-            row, name="fp8_rowwise_wgrad_bf16", dgrad_w=Cast(format=E4M3), wgrad_x=None,
-            wgrad_g=None,
-        ),
-        block,
-        _blocks("fp8_block_ue8m0", SCALES["e8m0"]),
-        _recipe("mxfp8", Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"])),
-        dataclasses.replace(block.with_forward(naive), name="fp4_block"),
-        naive,
-        _fp4_training("nvfp4", NV16, NV16x16, SCALES["nvfp4"]),
-        _fp4_training("mxfp4", MX32, MX32, SCALES["e8m0"]),
-    )  # fmt: skip
-
-
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _table()}
-
-
-HIGH_PRECISION = RECIPES["bf16"]
-
-
-def as_recipe(recipe: str | Recipe) -> Recipe:
-    """`recipe`, resolved if it is a name. Raises ValueError for an unknown one."""
-    return recipe if isinstance(recipe, Recipe) else lookup("recipe", recipe, RECIPES)

@@ -31,9 +31,8 @@ mesh. That is 1.01 to 1.03 bytes an element, COAT 1.05 to 1.10. A last axis shor
 one scale for all of it.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,111 +40,11 @@ import jax.numpy as jnp
 import optax
 from flax.linen import Partitioned
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int
 
 from fp8jax.device.mesh import RULES
-from fp8jax.numerics.formats import FORMATS, cast
-from fp8jax.numerics.scaling import Quantized, Tile, dequantize, quantize, spread
-
-E4M3 = FORMATS["e4m3"]
-
-
-_MOST_POWER = 16.0  # bfloat16 holds the sixteenths up to here
-
-
-_RANGE = math.log2(E4M3.max**2 / 2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MomentFormat:
-    """How a moment is kept.
-
-    Attributes:
-      name: a key of `MOMENTS`.
-      encode: float32 array, elements a group, key -> a tree of arrays.
-      decode: back to float32.
-      group: elements that share a scale along an axis that no mesh cuts.
-      cut_group: the same where a mesh may cut it.
-      positive: whether a second moment that would underflow becomes the smallest code instead.
-    """
-
-    name: str
-    encode: Callable[[Float[Array, "..."], int, Shaped[Array, ""]], Any]
-    decode: Callable[[Any], Float[Array, "..."]]
-    group: int = 128
-    cut_group: int = 32
-    positive: bool = False
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Grouped:
-    """Codes [..., K], and arrays [..., ceil(K / group)] of what the groups along K share; boxed
-    with axis names if the parameter was."""
-
-    values: Any
-    shared: tuple[Any, ...]
-    group: int = dataclasses.field(metadata={"static": True})
-
-
-def _scaled(x, group: int, key) -> Grouped:
-    q = quantize(x, E4M3, Tile(1, group), scale="e8m0", rounding="stochastic", key=key)
-    return Grouped(q.values, (q.scale,), group)
-
-
-def _unscaled(e: Grouped) -> jax.Array:
-    (scale,) = e.shared
-    return dequantize(Quantized(e.values, scale, None, _tile(e.values, e.group)))
-
-
-def _tile(x: jax.Array, group: int) -> tuple[int, ...]:
-    return (1,) * (x.ndim - 1) + (group,)
-
-
-def _expanded(x, group: int, key) -> Grouped:
-    tiles = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % group)])
-    tiles = jnp.abs(tiles).reshape(*x.shape[:-1], -1, group)
-    most = jnp.max(tiles, axis=-1)
-    least = jnp.min(jnp.where(tiles > 0, tiles, jnp.inf), axis=-1)
-    empty = most == 0
-    most, least = (jnp.log2(jnp.where(empty, 1.0, m)) for m in (most, least))
-    power = jnp.floor(16 * _RANGE / jnp.maximum(most - least, 1e-3)) / 16
-    power = jnp.clip(power, 1 / 16, _MOST_POWER).astype(jnp.bfloat16)
-    centre = jnp.exp2((most + least) / 2).astype(jnp.bfloat16)
-    k, s0 = power.astype(jnp.float32), centre.astype(jnp.float32)
-    scale = (jnp.exp2(k * (most - jnp.log2(s0))) / E4M3.max).astype(jnp.bfloat16)
-    parts = (part.astype(jnp.float32) for part in (scale, power, centre))
-    scale_each, k, s0 = (spread(part, _tile(x, group), x.shape) for part in parts)
-    y = (jnp.abs(x) / s0) ** k
-    codes = cast(jnp.sign(x) * y / scale_each, E4M3)
-    return Grouped(codes, (scale, power, centre), group)
-
-
-def _contracted(e: Grouped) -> jax.Array:
-    parts, tile = (part.astype(jnp.float32) for part in e.shared), _tile(e.values, e.group)
-    scale, k, s0 = (spread(part, tile, e.values.shape) for part in parts)
-    y = e.values.astype(jnp.float32)
-    return jnp.sign(y) * (jnp.abs(y) * scale) ** (1 / k) * s0
-
-
-def _to_float32(x: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    return x.astype(jnp.float32)
-
-
-MOMENTS = {
-    f.name: f
-    for f in (
-        MomentFormat(name="float32", encode=lambda x, group, key: x, decode=_to_float32),
-        MomentFormat(
-            name="bf16", encode=lambda x, group, key: x.astype(jnp.bfloat16), decode=_to_float32
-        ),
-        MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, positive=True),
-        MomentFormat(name="fp8_coat", encode=_expanded, decode=_contracted, cut_group=64),
-        MomentFormat(
-            name="fp8_unscaled", encode=lambda x, group, key: cast(x, E4M3), decode=_to_float32
-        ),
-    )
-}
+from fp8jax.numerics.formats import cast
+from fp8jax.optim.moment_formats import E4M3, GroupedMoment, MomentFormat
 
 
 class StoredState(NamedTuple):
@@ -160,7 +59,7 @@ def _is_box(leaf: Any) -> bool:
 
 
 def _is_coded(leaf: Any) -> bool:
-    return isinstance(leaf, Grouped)
+    return isinstance(leaf, GroupedMoment)
 
 
 def _group(leaf: Any, fmt: MomentFormat) -> int:
@@ -183,10 +82,10 @@ def _encode(fmt: MomentFormat, tree: Any, groups: list[int], second: bool, key: 
     return jax.tree.unflatten(treedef, coded)
 
 
-def _not_zero(e: Grouped, x: jax.Array) -> Grouped:
+def _not_zero(e: GroupedMoment, x: jax.Array) -> GroupedMoment:
     """The same, the smallest code where that of a positive x is zero."""
     least = cast(jnp.float32(E4M3.tiny), E4M3)
-    return Grouped(jnp.where((e.values == 0) & (x > 0), least, e.values), e.shared, e.group)
+    return GroupedMoment(jnp.where((e.values == 0) & (x > 0), least, e.values), e.shared, e.group)
 
 
 def stored(

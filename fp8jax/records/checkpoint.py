@@ -20,9 +20,7 @@ Invariants:
 - Damage falls back to the step before and is said; a checkpoint of another model raises.
 """
 
-import concurrent.futures
 import dataclasses
-import hashlib
 import json
 import logging as python_logging
 import math
@@ -38,8 +36,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
-_HASHES = "sha256.json"
-
+from fp8jax.records.checkpoint_files import HASHES, find_damage, hash_files, list_files, short_error
+from fp8jax.records.differences import abstract_leaf, require_same_structure, tree_structure
 
 _META = "meta"
 
@@ -125,7 +123,7 @@ class Checkpointer:
         """
         if _META in arrays:
             raise ValueError(f"{_META!r} names the JSON part: call the arrays something else")
-        structure = {name: _structure(tree) for name, tree in arrays.items()}
+        structure = {name: tree_structure(tree) for name, tree in arrays.items()}
         record: dict[str, Any] = {"structure": structure, _META: dict(meta)}
         if metric is not None and math.isfinite(metric):
             record["metric"] = float(metric)
@@ -167,13 +165,13 @@ class Checkpointer:
             these: the message says which.
           RuntimeError: there are steps and all are damaged.
         """
-        abstract = {name: jax.tree.map(_abstract, tree) for name, tree in abstract.items()}
+        abstract = {name: jax.tree.map(abstract_leaf, tree) for name, tree in abstract.items()}
         self.wait()
         for step in self._steps(at_most):
             record = self._check(step)
             if record is None:
                 continue
-            _require_same_structure(self._directory / str(step), record["structure"], abstract)
+            require_same_structure(self._directory / str(step), record["structure"], abstract)
             arrays = self._read(step, abstract)
             if arrays is not None:
                 self._tip = step
@@ -266,7 +264,7 @@ class Checkpointer:
         if (step, part) not in self._sound:
             reason = None
             if jax.process_index() == 0:
-                reason = _damage(self._directory / str(step), part)
+                reason = find_damage(self._directory / str(step), part)
             if jax.process_count() > 1:
                 # One process reads all files and all do as it finds, or they would part ways.
                 sound = multihost_utils.broadcast_one_to_all(reason is None)
@@ -279,7 +277,7 @@ class Checkpointer:
                         "structure": record["structure"], _META: record[_META], "metric": metric
                     }  # fmt: skip
                 except Exception as error:
-                    reason = f"its meta cannot be read: {_short(error)}"
+                    reason = f"its meta cannot be read: {short_error(error)}"
             if reason is not None:
                 if (self._directory / str(step)).exists():
                     self._reject(step, reason)
@@ -296,12 +294,12 @@ class Checkpointer:
         try:
             arrays = self._load(step, items) if items else {}
         except Exception as error:
-            hashed = (self._directory / str(step) / _HASHES).exists()
+            hashed = (self._directory / str(step) / HASHES).exists()
             # Sound files that cannot be read are no damage (memory, for one). And where processes
             # fail one by one they cannot agree on another step.
             if hashed or jax.process_count() > 1:
                 raise
-            self._reject(step, f"its arrays cannot be read: {_short(error)}")
+            self._reject(step, f"its arrays cannot be read: {short_error(error)}")
             return None
         return {name: arrays[name] if name in items else tree for name, tree in abstract.items()}
 
@@ -352,9 +350,9 @@ class Checkpointer:
             return  # Orbax raises it once in every thread that waits: again in wait()
         path = self._directory / str(step)
         try:
-            written = path / f"{_HASHES}.tmp"
-            written.write_text(json.dumps(_hashes(path, _files(path)), indent=0))
-            os.replace(written, path / _HASHES)
+            written = path / f"{HASHES}.tmp"
+            written.write_text(json.dumps(hash_files(path, list_files(path)), indent=0))
+            os.replace(written, path / HASHES)
         except OSError as error:
             logging.warning("checkpoint %s stays without hashes: %s", path, error)
 
@@ -373,116 +371,6 @@ class _BestN:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         best = dict(self.ranked([info.step for info in checkpoints])[: self.n])
         return [info.step in best for info in checkpoints]
-
-
-def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Says where two nested dicts differ.
-
-    Returns:
-      Sorted lines `a.b: old -> new`, with `(missing)` for a key that only one side has. A tuple
-      equals the list that JSON makes of it.
-    """
-    flat_old, flat_new = _flat(old), _flat(new)
-    return [
-        f"{key}: {flat_old[key] if key in flat_old else '(missing)'}"
-        f" -> {flat_new[key] if key in flat_new else '(missing)'}"
-        for key in sorted(flat_old.keys() | flat_new.keys())
-        if key not in flat_old or key not in flat_new or flat_old[key] != flat_new[key]
-    ]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Each leaf's repr by its dotted key; an empty dict is a leaf."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = repr(_as_json(value))
-    return flat
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    return value
-
-
-def _structure(tree: Any) -> dict[str, str]:
-    """Each leaf's path with its dtype and shape, e.g. {"params/w": "float32[2,3]"}."""
-    structure = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not keys:
-            raise TypeError(f"Orbax takes no bare leaf: put it into a dict: {leaf!r}")
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-            raise TypeError(f"{path} is no array: {leaf!r}")
-        structure[path] = f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "")
-    return structure
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"{leaf!r} has no sharding: say where it is to go")
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _require_same_structure(
-    path: Path, saved: Mapping[str, Mapping[str, str]], abstract: Mapping[str, Any]
-) -> None:
-    """Raises a ValueError that says what differs; Orbax would cast dtypes in silence."""
-    for name, tree in abstract.items():
-        if name not in saved:
-            raise ValueError(f"{path} holds no {name!r}, only {sorted(saved)}")
-        lines = config_difference(saved[name], _structure(tree))
-        if lines:
-            more = [f"… and {len(lines) - 20} more"] if len(lines) > 20 else []
-            raise ValueError(
-                f"{path} holds another {name!r} than this run's (checkpoint -> run):\n  "
-                + "\n  ".join(lines[:20] + more)
-            )
-
-
-def _files(path: Path) -> list[str]:
-    """All files of a step but the hashes, relative to it."""
-    files = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()]
-    return sorted(file for file in files if not file.startswith(_HASHES))
-
-
-def _hashes(path: Path, files: list[str]) -> dict[str, str]:
-    def sha256(name: str) -> str:
-        with open(path / name, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    # Hashing lets go of the interpreter lock, so that threads use the cores.
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return dict(zip(files, pool.map(sha256, files), strict=True))
-
-
-def _damage(path: Path, part: str) -> str | None:
-    """What the hashes of a step say against it; None where it is sound or has no hashes.
-
-    Looks at the files below `part`, "" for all.
-    """
-    if not (path / _HASHES).exists():
-        logging.info("checkpoint %s has no hashes: only Orbax checks it", path)
-        return None
-    try:
-        listed = json.loads((path / _HASHES).read_text())
-        expected = {name: listed[name] for name in listed.keys() if name.startswith(part)}
-        if missing := sorted(expected.keys() - set(_files(path))):
-            return f"missing: {', '.join(missing)}"
-        found = _hashes(path, sorted(expected))
-    except (OSError, ValueError, AttributeError) as error:
-        return f"its files cannot be checked: {_short(error)}"
-    if changed := [name for name in found if found[name] != expected[name]]:
-        return f"changed since it was saved: {', '.join(changed)}"
-    return None
-
-
-def _short(error: Exception) -> str:
-    """TensorStore's messages run over pages."""
-    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _no_orbax_chatter(record: python_logging.LogRecord) -> bool:

@@ -12,46 +12,18 @@ files are opened.
 """
 
 import datetime
-import json
 import math
 import os
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import tensorboardX
-import tqdm
 from absl import logging
 
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-_NON_FINITE = ("NaN", "Infinity", "-Infinity")
-
-
-def _thousands(value: float) -> str:
-    """12345.6 as 12.3k."""
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.1f}{suffix}"
-    return f"{value:.0f}"
-
-
-# The scalars that the display shows, in this order; files and TensorBoard get all of them.
-_SHOWN: dict[str, Callable[[float], str]] = {
-    "loss": lambda x: f"loss {x:.4f}",
-    "valid_loss": lambda x: f"valid_loss {x:.4f}",
-    "valid_bits_per_byte": lambda x: f"valid_bits_per_byte {x:.4f}",
-    "grad_norm": lambda x: f"grad_norm {x:.2f}",
-    "learning_rate": lambda x: f"lr {x:.1e}",
-    "tokens_per_s": lambda x: f"{_thousands(x)} tok/s",
-    "mfu": lambda x: f"mfu {100 * x:.1f}%",
-    "step_s": lambda x: f"{x:.3f} s/step",
-    "peak_memory_bytes": lambda x: f"mem {x / 2**30:.1f} GiB",
-}
+from fp8jax.records.display import Display
+from fp8jax.records.jsonl import append_line, keep_lines
 
 
 class Metrics:
@@ -82,8 +54,8 @@ class Metrics:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.jsonl" for name in ("metrics", "samples", "events")]
         for path in paths[:2]:
-            _keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
-        _keep_lines(paths[2], lambda line: True)
+            keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
+        keep_lines(paths[2], lambda line: True)
         # Unbuffered: a line is in the file when write() returns, or the error is raised there.
         self._metrics_file, self._samples_file, self._events_file = (
             open(path, "ab", buffering=0) for path in paths
@@ -92,7 +64,7 @@ class Metrics:
         self._tensorboard = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else 0
         )
-        self._display = _Display(num_steps, start_step)
+        self._display = Display(num_steps, start_step)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -113,7 +85,7 @@ class Metrics:
         """
         if not self._writes:
             return
-        _append(self._metrics_file, {"step": step, **scalars})
+        append_line(self._metrics_file, {"step": step, **scalars})
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):
                 self._tensorboard.add_scalar(name, value, step)
@@ -127,7 +99,7 @@ class Metrics:
         """
         if not self._writes:
             return
-        _append(self._samples_file, {"step": step, "text": text})
+        append_line(self._samples_file, {"step": step, "text": text})
         self._tensorboard.add_text("sample", text, step)
         with self._display.aside():
             logging.info("step %d: a sample:\n%s", step, text)
@@ -146,7 +118,7 @@ class Metrics:
         if not self._writes:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        _append(self._events_file, {"time": now, "step": step, "kind": kind, **fields})
+        append_line(self._events_file, {"time": now, "step": step, "kind": kind, **fields})
         said = "".join(f"  {name}={value}" for name, value in fields.items())
         with self._display.aside():
             logging.info("step %d: %s%s", step, kind, said)
@@ -159,124 +131,3 @@ class Metrics:
             self._metrics_file.close()
             self._samples_file.close()
             self._events_file.close()
-
-
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads one of a run's files of JSON lines, also of a run that is still being written.
-
-    Returns:
-      One dict a line, in the file's order, with non-finite numbers as floats where they are a
-      line's own values (inside lists and objects they stay strings). A torn last line,
-      without a newline, is left out.
-
-    Raises:
-      ValueError: a whole line is no JSON object; the message names file and line.
-    """
-    return [parsed for _, parsed in _whole_lines(Path(path))]
-
-
-def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line that ends in a newline, as bytes and parsed."""
-    lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            parsed = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(parsed, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object: {parsed!r}")
-        for name, value in parsed.items():
-            if isinstance(value, str) and value in _NON_FINITE:
-                parsed[name] = float(value)
-        lines.append((line, parsed))
-    return lines
-
-
-def _keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cuts a file down to the whole lines that `keep` wants, byte for byte and atomically."""
-    if not path.exists():
-        return
-    kept = b"".join(line for line, parsed in _whole_lines(path) if keep(parsed))
-    if len(kept) == path.stat().st_size:
-        return
-    copy = path.with_name(path.name + ".tmp")
-    with open(copy, "wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(copy, path)
-
-
-def _finite(value: Any) -> Any:
-    """The same with each non-finite float as the string that stands for it."""
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)
-    return value
-
-
-def _append(file: BinaryIO, record: Mapping[str, Any]) -> None:
-    """Writes one line at once; an error names the file."""
-    line = json.dumps(_finite(record), allow_nan=False, default=str).encode() + b"\n"
-    try:
-        written = file.write(line)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write: {error.strerror}", file.name) from error
-    if written != len(line):
-        raise OSError(f"only {written} of {len(line)} bytes of a line fitted into {file.name}")
-
-
-class _Display:
-    """A bar where a person looks on, now and then a plain line elsewhere; both on stderr."""
-
-    def __init__(self, num_steps: int, start_step: int):
-        self._num_steps = num_steps
-        self._bar = None
-        if sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                total=num_steps, initial=start_step, unit="step", dynamic_ncols=True
-            )
-        # Step and time of the first step shown: what came before it is compilation.
-        self._first: tuple[int, float] | None = None
-        self._last_shown = -math.inf
-        self._not_shown: str | None = None
-
-    def show(self, step: int, scalars: Mapping[str, float | int | None]) -> None:
-        values = {name: scalars[name] for name in _SHOWN if name in scalars}
-        parts = [_SHOWN[name](value) for name, value in values.items() if value is not None]
-        if self._bar is not None:
-            self._bar.set_postfix_str("  ".join(parts), refresh=False)
-            self._bar.update(step - self._bar.n)
-            return
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-        elif step > self._first[0]:
-            rate = (now - self._first[1]) / (step - self._first[0])
-            left = datetime.timedelta(seconds=round(rate * (self._num_steps - step)))
-            parts.append(f"left {left}")
-        line = "  ".join([f"step {step}/{self._num_steps}", *parts])
-        validated = any(name.startswith("valid") for name in scalars)
-        due = now - self._last_shown >= _SECONDS_BETWEEN_LINES
-        if due or validated or step >= self._num_steps:
-            print(line, file=sys.stderr, flush=True)
-            self._last_shown, self._not_shown = now, None
-        else:
-            self._not_shown = line
-
-    def aside(self) -> Any:
-        """A context in which other lines may be written to the terminal."""
-        # external_write_mode takes the bar away and draws it again; it works without one too.
-        return tqdm.tqdm.external_write_mode(file=sys.stderr)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self._not_shown is not None:
-            print(self._not_shown, file=sys.stderr, flush=True)
-            self._not_shown = None

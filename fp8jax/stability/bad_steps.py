@@ -22,13 +22,11 @@ and nothing is judged before half a window was accepted. m / 50: losses that har
 spikes.
 """
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 ACCEPTED, SPIKE, NON_FINITE = range(3)  # verdicts
 
@@ -36,146 +34,14 @@ ACCEPTED, SPIKE, NON_FINITE = range(3)  # verdicts
 CAUSES = {SPIKE: "spike", NON_FINITE: "non_finite"}
 
 
-_NORMAL = 1.4826  # standard deviations of a normal distribution, from its MAD
-
-
-_SLACK = 1 / 50  # of the median: no spike below
-
-
 def is_finite(loss: Float[Array, ""], grad_norm: Float[Array, ""]) -> Bool[Array, ""]:
     """Whether a step may be applied. The norm is over all gradients: one NaN among them shows."""
     return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
 
-def gate(accept: Bool[Array, ""], new: Any, old: Any) -> Any:
+def select_if(accept: Bool[Array, ""], new: Any, old: Any) -> Any:
     """`new` if accepted, else `old`, leaf by leaf and bit for bit.
 
     Selected, never multiplied: 0 * NaN is NaN.
     """
     return jax.tree.map(lambda n, o: jnp.where(accept, n, o), new, old)
-
-
-# Spikes -------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpikeDetector:
-    """Settings of `judge`.
-
-    Attributes:
-      window: accepted losses that a new one is compared with, at least 8.
-      deviations: how many standard deviations above their median are a spike, positive.
-    """
-
-    window: int
-    deviations: float
-
-    def __post_init__(self):
-        if self.window < 8:
-            raise ValueError(f"spike_window={self.window} must be at least 8, or None")
-        if not self.deviations > 0:  # NaN is not
-            raise ValueError(f"spike_deviations={self.deviations} must be positive")
-
-    def init(self) -> dict[str, Array]:
-        """What `judge` remembers, before the first step."""
-        return {"losses": jnp.full(self.window, jnp.nan), "accepted": jnp.zeros((), jnp.int32)}
-
-
-def judge(
-    detector: SpikeDetector,
-    seen: Mapping[str, Array],
-    loss: Float[Array, ""],
-    grad_norm: Float[Array, ""],
-) -> tuple[Int[Array, ""], dict[str, Array]]:
-    """ACCEPTED, SPIKE or NON_FINITE, and what to remember: `seen` itself unless accepted."""
-    losses, accepted = seen["losses"], seen["accepted"]
-    median = jnp.nanmedian(losses)
-    mad = jnp.nanmedian(jnp.abs(losses - median))
-    limit = median + jnp.maximum(detector.deviations * _NORMAL * mad, _SLACK * jnp.abs(median))
-    spike = (accepted >= detector.window // 2) & (loss > limit)
-    verdict = jnp.where(is_finite(loss, grad_norm), jnp.where(spike, SPIKE, ACCEPTED), NON_FINITE)
-    kept = {
-        "losses": losses.at[accepted % detector.window].set(loss), "accepted": accepted + 1
-    }  # fmt: skip
-    return verdict, gate(verdict == ACCEPTED, kept, dict(seen))
-
-
-# What is done about a rejected step ---------------------------------------------------------------
-
-RUNGS = {
-    "repeat": "the same batch again, in the high-precision policy",
-    "skip": "on with the next batch",
-    "rollback": "back to the last checkpoint, and on with the next batch",
-}
-
-
-STOP = "stop"
-
-
-@dataclasses.dataclass(frozen=True)
-class Ladder:
-    """What is tried on a rejected step, in this order, each so many times a run. Then it stops.
-
-    Attributes:
-      rungs: (key of `RUNGS`, budget).
-    """
-
-    rungs: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> "Ladder":
-        """Of "repeat:5,skip:50", "" for none.
-
-        Raises ValueError for unknown or repeated rungs and for one without a positive budget.
-        """
-        rungs = []
-        for part in text.split(",") if text else ():
-            name, colon, budget = part.strip().partition(":")
-            if name not in RUNGS:
-                raise ValueError(f"recovery={text!r}: {name!r} is none of {', '.join(RUNGS)}")
-            if not (colon and budget.isdecimal() and int(budget)):
-                raise ValueError(f"recovery={text!r}: {name} needs a budget, as in {name}:10")
-            rungs.append((name, int(budget)))
-        names = [name for name, _ in rungs]
-        if len(set(names)) < len(names):
-            raise ValueError(f"recovery={text!r} names a rung twice")
-        return cls(tuple(rungs))
-
-    @property
-    def waits(self) -> bool:
-        """Whether the loop has to see a step's verdict before it starts the next."""
-        return any(name != "skip" for name, _ in self.rungs)
-
-    def next(self, spent: Mapping[str, int], tried: Collection[str]) -> str:
-        """The first rung with budget left that was not tried on this step, or STOP."""
-        left = (name for name, budget in self.rungs if spent[name] < budget and name not in tried)
-        return next(left, STOP)
-
-
-# What grows for long ------------------------------------------------------------------------------
-
-GROWTHS = 5  # validations in a row
-
-
-_FACTOR = 4.0  # two binades
-
-
-def growing(amaxes: Sequence[Sequence[float]]) -> list[int]:
-    """Layers whose SwiGLU output grew at each of the last `GROWTHS` validations, and fourfold.
-
-    Such growth precedes the divergence that FP8 training shows after 200 billion tokens, where two
-    columns of gate and up align and a few channels become outliers (arXiv 2409.12517). Validation
-    sees the same text each time, so that one value a layer and validation says it without noise.
-
-    Args:
-      amaxes: [validations, layers], the largest magnitudes, the oldest first.
-    """
-    last = amaxes[-GROWTHS - 1 :]
-    if len(last) <= GROWTHS:
-        return []
-    layers = zip(*last, strict=True)
-    return [
-        layer
-        for layer, seen in enumerate(layers)
-        if all(a < b for a, b in zip(seen, seen[1:], strict=False)) and seen[-1] > _FACTOR * seen[0]
-    ]

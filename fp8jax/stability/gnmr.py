@@ -75,7 +75,7 @@ class Gnmr:
         }  # fmt: skip
 
 
-def observe(
+def update_gnmr(
     config: Gnmr,
     seen: dict[str, Array],
     norms: Float[Array, " layers"],

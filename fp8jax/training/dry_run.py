@@ -19,15 +19,11 @@ and the histories: their totals are compiled too, and count for the verdict on w
 
 import dataclasses
 import math
-import os
 import textwrap
-import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from fp8jax.analysis.gemms import find_gemms, format_table
@@ -35,7 +31,14 @@ from fp8jax.data.sources import parse_sources
 from fp8jax.linear.backends import choose_backend
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
-from fp8jax.numerics.recipe import HIGH_PRECISION
+from fp8jax.training.programs import (
+    abstract_batch,
+    all_stages,
+    compile_programs,
+    device_bytes,
+    program_bytes,
+    training_programs,
+)
 from fp8jax.training.run import Run
 
 
@@ -49,7 +52,7 @@ class Plan:
       later: (finished steps when it begins, policy, what XLA allocates on each device for a step)
         of each later stage of the precision schedule.
       sources: names of the sources of text.
-      backends: recipe -> the backend that multiplies for it, for recipes that quantise, of all
+      backends: recipe -> the backend that multiplies for it, for recipes that quantize, of all
         stages.
       device_kind, devices, mesh: the vendor's name, how many, and mesh axis -> devices along it.
       parameters: embedding and head included.
@@ -62,12 +65,12 @@ class Plan:
       total_bytes: on each device, what XLA allocates for a step, the larger one of two programs.
       first_step_bytes: the same of the first step's program, where that is a program of its own
         (a delayed policy seeds its histories); else None.
-      initialise_bytes: on each device, what XLA allocates to make the state of step 0.
+      initialize_bytes: on each device, what XLA allocates to make the state of step 0.
       capacity_bytes: what JAX may use of a device, None where the device does not say.
       compile_seconds: of these programs, from the compilation cache where it has them.
       gemms: a table of the GEMMs of a step and their precisions (analysis/gemms.py), for each
       stage.
-      gains: what the size gate says of each stage that quantises (analysis/size_gate.py).
+      gains: what the size gate says of each stage that quantizes (analysis/size_gate.py).
     """
 
     model: str
@@ -92,7 +95,7 @@ class Plan:
     activations_bytes: int
     total_bytes: int
     first_step_bytes: int | None
-    initialise_bytes: int
+    initialize_bytes: int
     capacity_bytes: int | None
     compile_seconds: float
     gemms: tuple[str, ...]
@@ -116,7 +119,7 @@ class Plan:
     def peak_bytes(self) -> int:
         """On each device, the most that any program of the run allocates."""
         later = (size for _, _, size in self.later)
-        return max(self.total_bytes, self.initialise_bytes, *later)
+        return max(self.total_bytes, self.initialize_bytes, *later)
 
     def text(self) -> str:
         """The report, several lines: label, value and unit, then memory in GiB and in bytes."""
@@ -140,7 +143,7 @@ class Plan:
             ("all steps", f"{self.steps:,} steps = {self.tokens:,} tokens"),
             ("training FLOPs", f"{self.flops_per_token:.3e} a token, {self.flops:.3e} in all"),
             ("precision", f"policy {self.policy}"),
-            ("backend", backends or "any: nothing is quantised"),
+            ("backend", backends or "any: nothing is quantized"),
             ("devices", f"{self.devices} x {self.device_kind}, as {mesh}"),
             ("a checkpoint", f"{checkpoint}, before compression"),
             ("compile time", f"{self.compile_seconds:.1f} s, less if cached"),
@@ -174,10 +177,10 @@ class Plan:
                 "This is a CPU, and its programs were compiled: on a GPU activations and work"
                 " space differ, and with them the total. The other lines are the same."
             )
-        if self.initialise_bytes > self.total_bytes:
+        if self.initialize_bytes > self.total_bytes:
             yield (
                 "Making the state of step 0 takes more than a step:"
-                f" {self.initialise_bytes / 2**30:,.3f} GiB, not needed where a run is resumed."
+                f" {self.initialize_bytes / 2**30:,.3f} GiB, not needed where a run is resumed."
             )
         if self.capacity_bytes is None:
             return
@@ -204,16 +207,16 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
       ValueError: a source of text that is unknown or has no files.
     """
     sources = tuple(source.name for source in parse_sources(config.data))
-    compiled, seconds = _compile(run, config, ["initialise", *training_programs(run)])
+    compiled, seconds = compile_programs(run, config, ["initialize", *training_programs(run)])
     totals = {name: program_bytes(program) for name, program in compiled.items()}
     batch = abstract_batch(run, config.batch_size, config.seq_len)
     parts = [run.state.params, run.state.opt_state, run.state.histories, batch]
     weights, optimizer, histories, inputs = map(device_bytes, parts)
-    initialise = totals.pop("initialise")
+    initialize = totals.pop("initialize")
     total = max(totals.values())
     later, gemms = [], [_gemms(run, compiled["step"])]
     for begin, stage in run.later:
-        programs, more = _compile(stage, config, training_programs(stage))
+        programs, more = compile_programs(stage, config, training_programs(stage))
         later.append((begin, stage.policy.name, max(map(program_bytes, programs.values()))))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more
@@ -231,9 +234,9 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
         batch_bytes=inputs, gradients_bytes=weights, activations_bytes=max(rest, 0),
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
-        initialise_bytes=initialise, capacity_bytes=_memory_stat(run, "bytes_limit"),
+        initialize_bytes=initialize, capacity_bytes=_memory_stat(run, "bytes_limit"),
         compile_seconds=seconds, gemms=tuple(gemms),
-        gains=tuple(stage.gains for stage in _stages(run) if stage.gains),
+        gains=tuple(stage.gains for stage in all_stages(run) if stage.gains),
     )  # fmt: skip
 
 
@@ -241,14 +244,6 @@ def _gemms(stage: Run, program: Any) -> str:
     paths, backend = stage.model.config.linears, stage.model.backend
     found = find_gemms(program.as_text(), stage.policy, paths, backend=backend, high=stage.high)
     return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(found)}"
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes of a tree of (abstract) sharded arrays on each device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def bytes_in_use(run: Run) -> int | None:
@@ -263,155 +258,11 @@ def _memory_stat(run: Run, name: str) -> int | None:
     return None if not known else min(known) if name == "bytes_limit" else max(known)
 
 
-def program_bytes(program: Any) -> int:
-    """What XLA allocates on each device for one call of a compiled program, arguments included.
-
-    Not `peak_memory_in_bytes`: XLA allocates all temporaries as one block, whose size exceeds what
-    is alive in it at any time; and on CPUs that figure leaves them out.
-    """
-    memory = program.memory_analysis()
-    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-
-
-def _stages(run: Run) -> list[Run]:
-    return [run, *(stage for _, stage in run.later)]
-
-
 def _backends(run: Run) -> dict[str, str]:
     paths = run.model.config.modules
-    recipes = [stage.policy.recipe(path) for stage in _stages(run) for path in paths]
+    recipes = [stage.policy.recipe(path) for stage in all_stages(run) for path in paths]
     return {
         recipe.name: choose_backend(run.model.backend, recipe).name
         for recipe in recipes
         if recipe.casts
     }
-
-
-# Programs -----------------------------------------------------------------------------------------
-
-
-def abstract_batch(run: Run, rows: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch as data/loader.py makes it, sharded as the run takes it."""
-
-    def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, seq_len), dtype, sharding=run.batch_sharding)
-
-    ids = ("tokens", "targets", "segments", "positions")
-    return {name: array(jnp.int32) for name in ids} | {"weights": array(jnp.float32)}
-
-
-def training_programs(run: Run) -> list[str]:
-    """The fields of `run` that training steps use: `step`, where there are new histories after one
-    of `seed_step`."""
-    return ["seed_step", "step"] if run.seeds else ["step"]
-
-
-def _lower(run: Run, config: ConfigDict, name: str) -> Any:
-    """The program in that field of `run`, traced for the shapes that the loop gives it."""
-    if name == "initialise":
-        return run.initialise.lower()  # type: ignore[attr-defined]  # build gives jitted functions
-    micro = config.batch_size // config.grad_accum
-    rows = micro if name == "eval_step" else config.batch_size
-    with jax.set_mesh(run.mesh):
-        return getattr(run, name).lower(run.state, abstract_batch(run, rows, config.seq_len))
-
-
-def _compile(run: Run, config: ConfigDict, names: list[str]) -> tuple[dict[str, Any], float]:
-    """The compiled programs by name, and the seconds that tracing and compiling took."""
-    begin = time.perf_counter()
-    compiled = {name: _lower(run, config, name).compile() for name in names}
-    return compiled, time.perf_counter() - begin
-
-
-def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) -> list[Path]:
-    """Writes every program of training and validation as text, before and after XLA.
-
-    Those of later stages of the precision schedule have the number of the stage before their name.
-
-    Args:
-      run: what `build(config)` gave.
-      config: all keys of configs/base.py.
-      directory: made if missing. Files of the same names are replaced.
-
-    Returns:
-      The files: NAME.stablehlo.txt is what JAX asks for, NAME.hlo.txt what XLA made of it for this
-      device; NAME is step, eval_step, and seed_step where the first step is a program of its own;
-      stage2_step and so on for the second stage of the precision schedule.
-    """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for number, stage in enumerate(_stages(run), start=1):
-        prefix = "" if number == 1 else f"stage{number}_"
-        for name in [*training_programs(stage), "eval_step"]:
-            lowered = _lower(stage, config, name)
-            texts = {"stablehlo": lowered.as_text(), "hlo": lowered.compile().as_text()}
-            for kind, text in texts.items():
-                written.append(folder / f"{prefix}{name}.{kind}.txt")
-                written[-1].write_text(text, encoding="utf-8")
-    return written
-
-
-# Parameters ---------------------------------------------------------------------------------------
-
-
-def parameter_table(run: Run) -> str:
-    """One line a parameter: path, shape, dtype, mesh axes of its dimensions, bytes on each device,
-    and the recipe of the linear that multiplies by it ("-" for biases, norms and look-ups), in each
-    stage of the precision schedule."""
-    begins = [f"after step {begin}" for begin, _ in run.later]
-    rows = [("parameter", "shape", "dtype", "sharding", "bytes a device", "recipe", *begins)]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run.state.params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        shape = "x".join(map(str, leaf.shape))
-        sharding = str(leaf.sharding.spec)
-        size = f"{device_bytes(leaf):,}"
-        recipes = [_recipe_name(stage, name) for stage in _stages(run)]
-        rows.append((name, shape, str(leaf.dtype), sharding, size, *recipes))
-    sizes = f"{device_bytes(run.state.params):,}"
-    rows.append(("total", "", "", "", sizes, *("" for _ in _stages(run))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i == 4 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, *_exempt_notes(run)])
-
-
-def _recipe_name(run: Run, parameter: str) -> str:
-    module, _, leaf = parameter.rpartition("/")
-    if run.model.config.tie_embeddings and parameter == "embedding":
-        module, leaf = "lm_head", "kernel"  # multiplies by the embedding
-    read_by_linear = leaf == "kernel" and module in run.model.config.modules
-    return run.policy.recipe(module).name if read_by_linear else "-"
-
-
-def _exempt_notes(run: Run) -> Iterable[str]:
-    n_layers = run.model.config.n_layers
-    for begin, stage in [(0, run), *run.later]:
-        first, last = stage.policy.exempt(n_layers)
-        if first + last:
-            when = f"After step {begin:,}, of" if begin else "Of"
-            yield (
-                f"{when} the {n_layers} stacked layers, the first {first} and the last {last} run"
-                f" in {HIGH_PRECISION.name}, whatever their recipe."
-            )
-
-
-# Flags --------------------------------------------------------------------------------------------
-
-
-def parse_profile(text: str) -> tuple[int, int]:
-    """The steps A to B to trace, of "A:B".
-
-    Raises:
-      ValueError: anything but two whole numbers with 1 <= A <= B.
-    """
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ValueError(f"profile={text!r}: give the first and last step as A:B, 1 <= A <= B")
-    return int(first), int(last)

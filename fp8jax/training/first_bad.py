@@ -18,9 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fp8jax.model.transformer import AMAXES, Transformer
-from fp8jax.numerics.policy import as_policy
-from fp8jax.training.step import Batch, TrainState, accumulate, as_variables, by_name, injected
+from fp8jax.data.loader import Batch
+from fp8jax.model.layer import AMAXES
+from fp8jax.model.transformer import Transformer
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.stability.faults import inject_gradient
+from fp8jax.training.policy_switch import leaves_by_path
+from fp8jax.training.step import TrainState, accumulate, as_variables
 
 _ORDER = (
     "attention_norm", "attention/q_norm", "attention/k_norm", "attention/q/", "attention/k/",
@@ -37,7 +41,7 @@ def find_bad(
     The kinds are "weight", "output" (of a part of a layer) and "gradient".
     """
     loss, grads, _ = accumulate(model, state, batch, grad_accum)
-    grads = injected(grads, batch)
+    grads = inject_gradient(grads, batch)
     key = state.key if as_policy(model.policy).stochastic else None
     _, watched = model.apply(
         as_variables(state.params, state.histories), batch["tokens"], batch["segments"],
@@ -49,9 +53,11 @@ def find_bad(
             axes = range(1 if name.startswith("layers/") else 0, x.ndim)
             return ~jnp.all(jnp.isfinite(x), axis=tuple(axes))
 
-        return {name: leaf(name, x) for name, x in by_name(tree).items()}
+        return {name: leaf(name, x) for name, x in leaves_by_path(tree).items()}
 
-    outputs = {_module(n): ~jnp.isfinite(amax) for n, amax in by_name(watched[AMAXES]).items()}
+    outputs = {
+        _module(n): ~jnp.isfinite(amax) for n, amax in leaves_by_path(watched[AMAXES]).items()
+    }
     outputs["loss"] = ~jnp.isfinite(loss)
     return {"weight": bad(state.params), "output": outputs, "gradient": bad(grads)}
 

@@ -14,20 +14,20 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8jax.data.loader import Batch
 from fp8jax.device.mesh import constrain
-from fp8jax.linear.modules import HISTORIES
-from fp8jax.model.transformer import AMAXES, HIDDEN, Transformer
-from fp8jax.numerics.policy import as_policy
-from fp8jax.numerics.scaling import merge_history
-from fp8jax.stability.bad_steps import ACCEPTED, SpikeDetector, gate, is_finite, judge
-from fp8jax.stability.gnmr import Gnmr, observe
-
-Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
+from fp8jax.linear.amax_history import HISTORIES, merge_history
+from fp8jax.model.layer import AMAXES, HIDDEN
+from fp8jax.model.transformer import Transformer
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
+from fp8jax.stability.faults import inject_gradient
+from fp8jax.stability.gnmr import Gnmr, update_gnmr
+from fp8jax.stability.spikes import SpikeDetector, judge
 
 
 @flax.struct.dataclass
@@ -137,7 +137,7 @@ def train_step(
     """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
     a detector also its verdict (stability/bad_steps.py), with GNMR which layers were promoted."""
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
-    grads = injected(grads, batch)
+    grads = inject_gradient(grads, batch)
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(
@@ -149,15 +149,15 @@ def train_step(
         seen=state.seen,
         gnmr=state.gnmr
         if gnmr is None
-        else observe(gnmr, state.gnmr, layer_norms(grads), state.key),
+        else update_gnmr(gnmr, state.gnmr, layer_norms(grads), state.key),
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
     if gnmr is not None:
         metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:
-        return gate(is_finite(loss, grad_norm), new, state), metrics
+        return select_if(is_finite(loss, grad_norm), new, state), metrics
     verdict, seen = judge(detector, state.seen, loss, grad_norm)
-    new = dataclasses.replace(gate(verdict == ACCEPTED, new, state), seen=seen)
+    new = dataclasses.replace(select_if(verdict == ACCEPTED, new, state), seen=seen)
     return new, metrics | {"verdict": verdict}
 
 
@@ -191,72 +191,3 @@ def eval_step(
         "nats": _nats(logits_BLV, batch), "tokens": jnp.sum(batch["weights"]),
         "bytes": jnp.sum(size), "hidden": hidden,
     }  # fmt: skip
-
-
-# A fault on purpose -------------------------------------------------------------------------------
-
-INJECTED = "injected"  # entry of a batch with a fault: [B, L], the layer counted from 1, else zeros
-
-
-def injected(grads: Any, batch: Batch) -> Any:
-    """The gradients; with a fault in the batch, infinite ones of that layer's mlp/down."""
-    if INJECTED not in batch:
-        return grads
-    layer = jnp.max(batch[INJECTED]).astype(jnp.int32)
-
-    def leaf(path, g):
-        if jax.tree_util.keystr(path, simple=True, separator="/") != "layers/mlp/down/kernel":
-            return g
-        hit = jnp.arange(g.shape[0]).reshape(-1, *[1] * (g.ndim - 1)) == layer - 1
-        return jnp.where(hit, jnp.inf, g)
-
-    return jax.tree_util.tree_map_with_path(leaf, grads)
-
-
-# Another policy -----------------------------------------------------------------------------------
-
-
-def by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as "layers/mlp/up/x_amax_history"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def kept_histories(
-    before: Transformer, old: TrainState, after: Transformer, new: TrainState
-) -> frozenset[str]:
-    """Names of the histories that a change from one policy to another keeps, from the models and
-    their abstract states: those that both have of a module and operand, in the same shape.
-
-    One leaf holds all layers of a module. Where some of them were in high precision before and are
-    not now, what it holds of them says nothing, and it begins anew.
-    """
-    shapes = {name: leaf.shape for name, leaf in by_name(old.histories).items()}
-    grown = not _quantised_layers(after) <= _quantised_layers(before)
-    return frozenset(
-        name
-        for name, leaf in by_name(new.histories).items()
-        if name in shapes and shapes[name] == leaf.shape
-        if not (grown and name.startswith("layers/"))
-    )
-
-
-def _quantised_layers(model: Transformer) -> set[int]:
-    first, last = as_policy(model.policy).exempt(model.config.n_layers)
-    return set(range(first, model.config.n_layers - last))
-
-
-def enter(state: TrainState, abstract: TrainState, kept: frozenset[str]) -> TrainState:
-    """`state` with the histories of `abstract`: those named in `kept` are the same arrays, the
-    others zeros. All else is the same arrays too; nothing is copied or compiled."""
-    old = by_name(state.histories)
-
-    def history(name: str, leaf: Any) -> Array:
-        if name in kept:
-            return old[name]
-        zeros = np.zeros(leaf.shape, leaf.dtype)
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])
-
-    leaves = [history(name, leaf) for name, leaf in by_name(abstract.histories).items()]
-    histories = jax.tree.unflatten(jax.tree.structure(abstract.histories), leaves)
-    return dataclasses.replace(state, histories=histories)

@@ -1,10 +1,10 @@
-"""Measured tables of products, quantisers and attention, each beside BF16, the device's measured
+"""Measured tables of products, quantizers and attention, each beside BF16, the device's measured
 limits, and what others make of the same where it is installed. experiments/bench/steps.py has the
 steps.
 
-    measure_gemm        products of quantised operands; linears, forward and backward
+    measure_gemm        products of quantized operands; linears, forward and backward
     sweep_gemm          the block-scaled products under several tunings
-    measure_quantize    the kernels that quantise, in bytes a second
+    measure_quantize    the kernels that quantize, in bytes a second
     measure_attention   the attention core, forward and backward
 
 Each takes `timed`, a race with its settings (experiments/bench/timing.py), and gives a `Report`.
@@ -15,7 +15,7 @@ bytes at the rate of a device copy. The figures:
 
     block_gemm_vs_cublas   speed of our 1x128 by 128x128 product over torch._scaled_mm's, geometric
                            mean over the shapes
-    quantize_bandwidth     bytes a second of our quantisers over a copy's, geometric mean
+    quantize_bandwidth     bytes a second of our quantizers over a copy's, geometric mean
 """
 
 import dataclasses
@@ -32,17 +32,21 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from experiments.bench import torch_peers
-from experiments.bench.timing import Entrants, Program, Race, Report, Row, mean_ratio
-from fp8jax.device import hardware
+from experiments.bench.report import Report, Row, mean_ratio
+from experiments.bench.timing import Contestants, Program, Timer
+from fp8jax.device import hardware, xla
 from fp8jax.kernels.block_gemm import TuningConfig, block_scaled_matmul
 from fp8jax.kernels.row_gemm import row_scaled_matmul
-from fp8jax.kernels.swiglu_quantize import SWIGLU, SWIGLU_GRAD, Producer, cast_produced
-from fp8jax.linear.backends import BACKENDS, Request
-from fp8jax.linear.dot import dot_general, init_state
+from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD, Producer
+from fp8jax.kernels.swiglu_quantize import cast_produced
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.backends import BACKENDS
+from fp8jax.linear.dot import dot_general
+from fp8jax.linear.operands import CastRequest
 from fp8jax.model.attention import dot_product_attention
 from fp8jax.numerics.formats import FORMATS, cast
-from fp8jax.numerics.policy import as_policy
-from fp8jax.numerics.recipe import RECIPES
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipes import RECIPES
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -60,7 +64,7 @@ def compiled(f: Callable[..., Any], *arrays: Any, items: int = 1) -> Callable[[]
     """What compiles `f` for these arrays, and shows its temporaries."""
 
     def prepare() -> Program:
-        program = jax.jit(f, compiler_options=hardware.compiler_options()).lower(*arrays).compile()
+        program = jax.jit(f, compiler_options=xla.compiler_options()).lower(*arrays).compile()
         memory = program.memory_analysis()
         size = None if memory is None else memory.temp_size_in_bytes
         return Program(call=lambda: program(*arrays), items=items, bytes=size)
@@ -97,8 +101,8 @@ class Limits:
     fp8: float
     copy: float
 
-    def matrix(self, quantised: bool) -> float:
-        return self.fp8 if quantised else self.bf16
+    def matrix(self, quantized: bool) -> float:
+        return self.fp8 if quantized else self.bf16
 
     def note(self) -> str:
         return (
@@ -111,7 +115,7 @@ def _plain(a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"
     return lax.dot_general(a, b, NT, preferred_element_type=jnp.bfloat16)
 
 
-def measure_limits(timed: Race, size: int = 8192) -> Limits:
+def measure_limits(timed: Timer, size: int = 8192) -> Limits:
     """The best of two products with sides around `size`, and a copy of as many numbers."""
     entrants: dict[str, Callable[[], Program]] = {}
     work = {}
@@ -183,7 +187,7 @@ def _flax_linear(operator: Any, x, w, g) -> Callable[[], Program]:
     return prepare
 
 
-def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool) -> Entrants:
+def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool) -> Contestants:
     x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
     a, b, blocks = cast(x, "e4m3"), cast(w.T, "e4m3"), -(-k // 128)
     scales = functools.partial(jax.random.uniform, jax.random.key(3), minval=0.5, maxval=2.0)
@@ -210,9 +214,9 @@ def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool)
 
 
 def measure_gemm(
-    shapes: Sequence[str], policies: Sequence[str], timed: Race, limits: Limits, *, peers: bool
+    shapes: Sequence[str], policies: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
 ) -> Report:
-    """Products M x K x N, and linears (three products, quantisation included) under policies."""
+    """Products M x K x N, and linears (three products, quantization included) under policies."""
     for policy in policies:
         as_policy(policy_and_backend(policy)[0])  # a wrong name costs no time
     rows, pairs = [], []
@@ -254,7 +258,7 @@ TUNINGS = {
 }  # fmt: skip
 
 
-def sweep_gemm(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
+def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
     """The block-scaled products under each of `TUNINGS`."""
     rows = []
     for shape in shapes:
@@ -284,10 +288,10 @@ def sweep_gemm(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
     )  # fmt: skip
 
 
-# Quantisers ---------------------------------------------------------------------------------------
+# Quantizers ---------------------------------------------------------------------------------------
 
 # What a step asks for: (recipe, cast, source's dtype, contracted axes of the wanted codes).
-QUANTISED = {
+QUANTIZED = {
     "one scale, both": ("fp8_delayed", "fwd_x", jnp.bfloat16, (-1, -2)),
     "one scale, float32": ("fp8_delayed", "fwd_w", jnp.float32, (-1,)),
     "one scale, float32, transposed": ("fp8_delayed", "fwd_w", jnp.float32, (-2,)),
@@ -297,14 +301,14 @@ QUANTISED = {
 }
 
 
-def _quantise(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], Program]:
+def _quantize(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], Program]:
     """Codes with the contracted axis last, scales, and for a delayed scale the amax."""
-    recipe, operand, _, axes = QUANTISED[kind]
+    recipe, operand, _, axes = QUANTIZED[kind]
     how = getattr(RECIPES[recipe], operand)
 
     def one(x):
         given = jnp.float32(5.0) if how.delayed else None
-        requests = tuple(Request(how, axis, given, None) for axis in axes)
+        requests = tuple(CastRequest(how, axis, given, None) for axis in axes)
         coded, amax = BACKENDS[backend].quantize(x, requests)
         if how.delayed and amax is None:
             amax = jnp.max(jnp.abs(x))
@@ -321,7 +325,7 @@ def _produced(producer: Producer, *sources: Array) -> Callable[[], Program]:
     return compiled(lambda *xs: cast_produced(producer, xs, scales, formats, axes), *sources)
 
 
-def _quantize_entrants(m: int, k: int) -> tuple[Entrants, dict[str, float]]:
+def _quantize_entrants(m: int, k: int) -> tuple[Contestants, dict[str, float]]:
     """Contestants, and the bytes that each has to move."""
     entrants: dict[str, Callable[[], Program]] = {}
     work: dict[str, float] = {}
@@ -329,13 +333,13 @@ def _quantize_entrants(m: int, k: int) -> tuple[Entrants, dict[str, float]]:
     arrays = {
         t: [normal(seed, (m, k), t) for seed in range(3)] for t in (jnp.bfloat16, jnp.float32)
     }
-    for kind, (recipe, operand, dtype, axes) in QUANTISED.items():
+    for kind, (recipe, operand, dtype, axes) in QUANTIZED.items():
         tile = getattr(RECIPES[recipe], operand).tile
         area = math.prod(m * k if side is None else side for side in (tile.free, tile.contract))
         scales = 4 * m * k / min(area, m * k)
         for backend in ("pallas", "xla"):
             name = f"{kind}: {backend}"
-            entrants[name] = _quantise(backend, kind, arrays[dtype][:2])
+            entrants[name] = _quantize(backend, kind, arrays[dtype][:2])
             work[name] = arrays[dtype][0].nbytes + len(axes) * (m * k + scales)
     for producer, codes in ((SWIGLU, 1), (SWIGLU_GRAD, 5)):
         name = f"{producer.name}, one scale: pallas"
@@ -344,8 +348,8 @@ def _quantize_entrants(m: int, k: int) -> tuple[Entrants, dict[str, float]]:
     return entrants, work
 
 
-def measure_quantize(shapes: Sequence[str], timed: Race, limits: Limits) -> Report:
-    """Quantisers of M x K numbers: ours, and XLA's of the same, by bytes read and written."""
+def measure_quantize(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
+    """Quantizers of M x K numbers: ours, and XLA's of the same, by bytes read and written."""
     rows, pairs = [], []
     for shape in shapes:
         entrants, work = _quantize_entrants(*sizes(shape, "MxK"))
@@ -355,7 +359,7 @@ def measure_quantize(shapes: Sequence[str], timed: Race, limits: Limits) -> Repo
             pairs += [(limit, timing.seconds)] if name.endswith("pallas") else []
     figures = {"quantize_bandwidth": mean_ratio(pairs)}
     return Report(
-        title="Quantisers", rate="GB/s", rows=rows, figures=figures, notes=[limits.note()]
+        title="Quantizers", rate="GB/s", rows=rows, figures=figures, notes=[limits.note()]
     )
 
 
@@ -382,7 +386,7 @@ def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[
 
 
 def measure_attention(
-    shapes: Sequence[str], names: Sequence[str], timed: Race, limits: Limits, *, peers: bool
+    shapes: Sequence[str], names: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
 ) -> Report:
     """Forward and backward of B x L x query heads x key heads x head size. FLOPs are the model's:
     three times the forward's, half of the square."""

@@ -1,9 +1,4 @@
-"""Faults on purpose, for tests and for who does not believe docs/reliability.md: `--inject`.
-
-    KIND@STEP[xCOUNT], with commas:    nan_loss@12,spike@30x10,kill@50
-
-Steps are counted from 1. Without `--inject` nothing of this runs; the compiled step is the same.
-"""
+"""TODO docstring."""
 
 import dataclasses
 import os
@@ -14,10 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fp8jax.data.loader import Batch
 from fp8jax.lookup import unknown
-from fp8jax.training.step import INJECTED
 
 Rows = dict[str, np.ndarray]
 
@@ -143,3 +140,23 @@ class Faults:
                 if fault.kind == "corrupt_checkpoint":
                     wait()
                 OF_STEPS[fault.kind](checkpoints)
+
+
+# A fault on purpose -------------------------------------------------------------------------------
+
+INJECTED = "injected"  # entry of a batch with a fault: [B, L], the layer counted from 1, else zeros
+
+
+def inject_gradient(grads: Any, batch: Batch) -> Any:
+    """The gradients; with a fault in the batch, infinite ones of that layer's mlp/down."""
+    if INJECTED not in batch:
+        return grads
+    layer = jnp.max(batch[INJECTED]).astype(jnp.int32)
+
+    def leaf(path, g):
+        if jax.tree_util.keystr(path, simple=True, separator="/") != "layers/mlp/down/kernel":
+            return g
+        hit = jnp.arange(g.shape[0]).reshape(-1, *[1] * (g.ndim - 1)) == layer - 1
+        return jnp.where(hit, jnp.inf, g)
+
+    return jax.tree_util.tree_map_with_path(leaf, grads)

@@ -1,0 +1,42 @@
+"""TODO docstring."""
+
+from collections.abc import Callable
+
+import optax
+
+from fp8jax.optim.config import OptimizerConfig
+
+
+def _cosine(c: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up, then a half cosine down to final_fraction at the last step."""
+    return optax.schedules.warmup_cosine_decay_schedule(
+        init_value=0.0, peak_value=c.learning_rate, warmup_steps=c.warmup_steps,
+        decay_steps=c.num_steps, end_value=c.final_fraction * c.learning_rate,
+    )  # fmt: skip
+
+
+def _wsd(c: OptimizerConfig) -> optax.Schedule:
+    """Warm-up, stable, then a half cosine over the last decay_fraction of the run (InfiR2's)."""
+    decay = round(c.decay_fraction * c.num_steps)
+    begin = c.num_steps - decay
+    if begin < c.warmup_steps:
+        raise ValueError(
+            f"wsd: the decay over the last {decay} of {c.num_steps} steps begins within the "
+            f"{c.warmup_steps} warm-up steps"
+        )
+    return optax.schedules.join_schedules(
+        [
+            optax.schedules.linear_schedule(0.0, c.learning_rate, max(c.warmup_steps, 1)),
+            optax.schedules.constant_schedule(c.learning_rate),
+            optax.schedules.cosine_decay_schedule(
+                c.learning_rate, max(decay, 1), alpha=c.final_fraction
+            ),
+        ],
+        boundaries=[c.warmup_steps, begin],
+    )
+
+
+SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
+    "cosine": _cosine,
+    "wsd": _wsd,
+}
