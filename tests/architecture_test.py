@@ -10,11 +10,10 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
 
 # The folders and files of fp8jax/, top first: each imports only from those below it. README.md has
 # the same list in its picture of the layers.
@@ -325,7 +324,12 @@ BAD = [
     ),
     (check_tops, "configs/smoke.py", "import experiments.train", "may not import experiments"),
     (check_tops, "experiments/bench/steps.py", "import tests.support", "may not import tests"),
-    (check_tops, "tests/train_test.py", "from colabs import a", "tests may not import colabs"),
+    (
+        check_tops,
+        "tests/training/loop_test.py",
+        "from colabs import a",
+        "tests may not import colabs",
+    ),
     (check_config_imports, "configs/smoke.py", "from fp8jax.recipe import RECIPES", "only ml_"),
     (check_config_imports, "configs/smoke.py", "import os", "imports os"),
     (check_config_imports, "configs/smoke.py", "from configs import lm_125m", "configs.lm_125m"),
@@ -366,7 +370,11 @@ GOOD = [
     (check_layers, "fp8jax/linear/dot.py", "from ..device import hardware\nfrom . import backends"),
     (check_layers, "fp8jax/nn.py", "from fp8jax.linear.modules import Dense"),
     (check_layers, "fp8jax/__init__.py", "from fp8jax.training.loop import train_and_evaluate"),
-    (check_tops, "tests/dot_test.py", "from tests import reference\nfrom configs import smoke"),
+    (
+        check_tops,
+        "tests/linear/dot_test.py",
+        "from tests.support import reference\nfrom configs import smoke",
+    ),
     (check_config_imports, "configs/smoke.py", "import ml_collections\nfrom configs import base"),
     (check_config_imports, "configs/smoke.py", "from configs.base import get_config"),
     (check_casts, "fp8jax/numerics/formats.py", "x.astype(fmt.dtype)"),

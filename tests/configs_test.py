@@ -4,10 +4,7 @@ import ast
 import dataclasses
 import importlib
 import io
-import os
 import re
-import subprocess
-import sys
 import tokenize
 from pathlib import Path
 
@@ -23,9 +20,10 @@ from fp8jax.device.mesh import MeshAxes
 from fp8jax.model.config import ModelConfig
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.training.build import build
-from tests.data_test import write_generated_text
+from tests.support import ROOT
+from tests.support.commands import command_line
+from tests.support.text import write_generated_text
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem[0] != "_")
 RUNS = [name for name in CONFIGS if name != "base"]
 
@@ -75,13 +73,13 @@ def test_config_builds_at_smoke_size(name, tmp_path):
     batch = abstract_batch(next(batches), run)
     batches.close()
     with jax.set_mesh(run.mesh):
-        for step in (run.seed_step, run.step):
-            state, metrics = jax.eval_shape(step, run.state, batch)
-            assert jax.tree.structure(state) == jax.tree.structure(run.state)
+        for step in (run.stages[0].programs.seed_step, run.stages[0].programs.step):
+            state, metrics = jax.eval_shape(step, run.stages[0].state, batch)
+            assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
             assert {k: v.shape for k, v in metrics.items()} == dict.fromkeys(
                 ("loss", "grad_norm", "learning_rate"), ()
             )
-        sums = jax.eval_shape(run.eval_step, run.state, batch)
+        sums = jax.eval_shape(run.stages[0].programs.eval_step, run.stages[0].state, batch)
     assert sums["nats"].dtype == jnp.float32
 
 
@@ -90,7 +88,7 @@ def test_config_resolves_as_it_is(name, size):
     config = load(name, size)
     run = build(config)  # full size: nothing is allocated
     assert not config.size_gate  # a policy of a published config is all of it
-    assert config.unroll in (1, run.model.config.n_layers)
+    assert config.unroll in (1, run.stages[0].model.config.n_layers)
     parse_sources(config.data)
 
 
@@ -173,16 +171,6 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
 # The command line ---------------------------------------------------------------------------------
 
 
-def command_line(*arguments: str) -> tuple[int, str]:
-    """Exit code and output, stderr last, of `experiments.train` with the smoke config."""
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.train", "--config=configs/smoke.py", *arguments],
-        cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
-
-
 def test_unknown_key_names_the_near_one(tmp_path):
     code, said = command_line(f"--workdir={tmp_path}/run", "--config.num_stepz=3")
     assert code != 0
@@ -199,7 +187,7 @@ def test_missing_workdir_is_named():
 def test_positional_argument_is_refused(tmp_path):
     code, said = command_line(f"--workdir={tmp_path}/run", "precision=bf16")
     assert code != 0 and "Traceback" not in said
-    assert "arguments that are no flags: ['precision=bf16']" in said
+    assert "arguments that are not flags: ['precision=bf16']" in said
     assert not (tmp_path / "run").exists()
 
 

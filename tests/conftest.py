@@ -36,6 +36,8 @@ install_import_hook("fp8jax", "beartype.beartype")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.support import text, tfds_examples  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
@@ -43,10 +45,27 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """(spec, cache) of a generated corpus of one source."""
-    from tests.data_test import write_generated_text  # after the settings above
-
     folder = tmp_path_factory.mktemp("data")
-    return write_generated_text(folder, documents=400), str(folder / "cache")
+    return text.write_generated_text(folder, documents=400), str(folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def tfds():
+    return tfds_examples.import_tfds()
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """A dataset that tfds prepared; returns its folder and its builder class."""
+    folder, builder = tmp_path_factory.mktemp("tfds"), tfds_examples.examples_class()
+    builder(data_dir=folder, file_format="array_record").download_and_prepare()
+    return folder, builder
+
+
+@pytest.fixture
+def data_dir(tfds, dataset, monkeypatch):
+    """Has tfds look where the dataset is, as TFDS_DATA_DIR does where tfds is not imported yet."""
+    monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(dataset[0]))
 
 
 def pytest_collection_modifyitems(items):

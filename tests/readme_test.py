@@ -3,7 +3,6 @@
 import re
 import sys
 import types
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,8 @@ from fp8jax.model.models import MODELS
 from fp8jax.model.transformer import count_params
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.policy_options import as_policy
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

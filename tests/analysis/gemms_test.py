@@ -1,0 +1,575 @@
+"""Which GEMMs are FP8: stored programs of an H200, doctored ones, and programs of this machine.
+
+The folder hlo/ holds excerpts of real programs (a loss and its gradients, layers unrolled, jax
+0.11.2 on an H200 unless the name says otherwise), made by `excerpt`.
+"""
+
+import collections
+import functools
+import gzip
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fp8jax.analysis.gemms import Fp8FallbackError, _missing, find_gemms, format_table, require_fp8
+from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram
+from fp8jax.data.loader import to_devices
+from fp8jax.device import hardware
+from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.modules import Dense
+from fp8jax.model.config import MODULES
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training import loop
+from fp8jax.training.build import build
+from fp8jax.training.loop import train_and_evaluate
+from tests.support.runs import tiny
+
+HLO = Path(__file__).parent / "hlo"
+H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
+LAYERS = MODULES[:-1]
+SEPARATE = {(module, product) for module in LAYERS for product in ROLES}
+# What XLA makes of q, k, v and of gate, up where they are small; dgrads have no common operand.
+QKV, GATE_UP = "layers/attention/q+k+v", "layers/mlp/gate+up"
+MERGED = {(module, "dgrad") for module in LAYERS} | {
+    (module, product)
+    for module in (QKV, "layers/attention/o", GATE_UP, "layers/mlp/down")
+    for product in ("fwd", "wgrad")
+}
+K_AND_V = (SEPARATE - {(f"layers/attention/{m}", p) for m in "kv" for p in ("fwd", "wgrad")}) | {
+    ("layers/attention/k+v", "fwd"), ("layers/attention/k+v", "wgrad")
+}  # fmt: skip
+STORED = {  # name: policy, layers, the products of a layer
+    "h200_bf16": ("bf16", 2, MERGED),
+    "h200_llama_bf16": ("bf16", 4, K_AND_V),
+    "h200_llama_delayed": ("fp8_delayed", 4, SEPARATE),
+    "h200_delayed": ("fp8_delayed", 2, SEPARATE),
+    "h200_current": ("fp8_current", 2, MERGED),
+    "h200_rowwise": ("fp8_rowwise", 2, MERGED),
+    "h200_rowwise_wgrad_bf16": ("fp8_rowwise_wgrad_bf16", 2, MERGED),
+    "h200_block": ("fp8_block", 2, SEPARATE),
+}
+
+
+@functools.cache
+def stored(name: str) -> str:
+    return gzip.decompress((HLO / f"{name}.txt.gz").read_bytes()).decode()
+
+
+def excerpt(text: str) -> str:
+    """What `find_gemms` reads of a program: products and custom calls, the definitions of their
+    operands, and the calls of the computations that they stand in."""
+    program, kept = _HloProgram(text), []
+    product = re.compile(r" (dot|scaled-dot|convolution|custom-call)\(([^)]*)")
+    bodies = program.computations.items()
+    needed = [name for name, body in bodies if any(map(product.search, body.values()))]
+    for computation in needed:  # which grows meanwhile
+        needed += [call[0] for call in program._calls[computation] if call[0] not in needed]
+    for computation, body in bodies:
+        names = set()
+        for name, right in body.items():
+            if found := product.search(right):
+                names |= {name, *re.findall(r"%([\w.-]+)", found[2])}
+            elif set(re.findall(r"=\{?%([\w.-]+)", right)) & set(needed):
+                names.add(name)
+        if computation in needed:
+            lines = [f"  %{name} = {right}" for name, right in body.items() if name in names]
+            kept += [f"%{computation} () -> () {{", *lines, "}"]
+    return "\n".join(kept) + "\n"
+
+
+def gemms_of(name: str, device: hardware.Device = H200) -> list[Gemm]:
+    return find_gemms(stored(name), POLICIES[STORED[name][0]], device=device)
+
+
+def counts(gemms: list[Gemm]) -> dict[tuple[str, str | None], int]:
+    found: dict[tuple[str, str | None], int] = {}
+    for gemm in gemms:
+        found[gemm.name, gemm.role] = found.setdefault((gemm.name, gemm.role), 0) + gemm.count
+    return found
+
+
+# Stored programs of a GPU -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_product_of_a_stored_program_is_found(name):
+    policy, layers, products = STORED[name]
+    head = {("lm_head", product): 1 for product in ROLES}
+    gemms = gemms_of(name)
+    assert counts(gemms) == {place: layers for place in products} | head
+    assert {g.recipe for g in gemms if g.module != "lm_head"} == {policy}
+    assert all(g.trips == 1 and g.shape for g in gemms)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_precision_that_runs_is_the_one_that_is_shown(name):
+    policy, layers, products = STORED[name]
+    recipe = RECIPES[policy]
+    fp8 = {
+        (module, product)
+        for module, product in products
+        if policy != "fp8_block" and None not in recipe.gemms[product]
+    }
+    for gemm in gemms_of(name):
+        assert gemm.fp8 == ((gemm.name, gemm.role) in fp8)
+        assert (gemm.kernel == "__cublas$lt$matmul$f8") == gemm.fp8
+        if gemm.fp8:
+            casts = recipe.gemms[gemm.role]
+            hlo = {"e4m3": "f8e4m3fn", "e5m2": "f8e5m2"}
+            assert gemm.operands == tuple(hlo[cast.format.name] for cast in casts)
+        elif policy == "fp8_block" and gemm.module != "lm_head":
+            assert gemm.operands == ("f32", "f32")
+        else:
+            assert gemm.operands == ("bf16", "bf16") and gemm.reason is None
+
+
+def test_shapes_are_those_of_the_products():
+    """d_model 4096, d_ff 14336, 16,384 tokens."""
+    shapes = {(g.module, g.role): g.shape for g in gemms_of("h200_llama_delayed")}
+    assert shapes["layers/mlp/down", "fwd"] == (16384, 14336, 4096)
+    assert shapes["layers/mlp/down", "dgrad"] == (16384, 4096, 14336)
+    assert shapes["layers/mlp/down", "wgrad"] == (14336, 16384, 4096)
+    assert shapes["lm_head", "fwd"] == (16384, 4096, 256)
+
+
+def test_what_should_be_fp8_and_is_passes():
+    for name in STORED:
+        if name != "h200_block":
+            require_fp8(gemms_of(name))
+
+
+def test_the_emulated_backend_is_a_fall_back_and_says_so():
+    def said_of(recipe: str, backend: str | None) -> str:
+        text = stored("h200_block").replace("fp8_block.", f"{recipe}.")
+        gemms = find_gemms(text, POLICIES[recipe], backend=backend, device=H200)
+        with pytest.raises(Fp8FallbackError) as error:
+            require_fp8(gemms)
+        return str(error.value)
+
+    said = said_of("fp8_block", "emulated")
+    assert said.startswith("42 GEMMs of a training step should run in FP8 and do not")
+    assert "layers/mlp/up fwd in f32 (2), layers/mlp/up dgrad in f32 (2)" in said
+    assert said.endswith("backend: emulated")
+    assert "lm_head" not in said
+    # None of the backends has MXFP8 on a Hopper.
+    said = said_of("mxfp8", None)
+    assert "backend: emulated; xla cannot: fwd has a scale for every 32 numbers" in said
+    assert "pallas cannot: fwd multiplies tiles of" in said
+
+
+def test_fp4_has_no_unit_on_a_hopper():
+    text = stored("h200_block").replace("fp8_block.", "fp4_block.")
+    reasons = {
+        g.role: g.reason
+        for g in find_gemms(text, POLICIES["fp4_block"], device=H200)
+        if g.module != "lm_head"
+    }
+    assert reasons["fwd"] == "backend: NVIDIA H200 has no FP4 matrix unit"
+    assert "emulated" in reasons["dgrad"] and "emulated" in reasons["wgrad"]
+
+
+def test_the_table_has_one_line_for_a_product_of_all_layers():
+    lines = format_table(gemms_of("h200_llama_delayed")).splitlines()
+    assert len(lines) == 1 + 7 * 3 + 3 + 1
+    assert re.fullmatch(
+        r"layers/mlp/up +fp8_delayed.dgrad +4 +f8e5m2 x f8e4m3fn +16384 x 14336 x 4096 +"
+        r"__cublas\$lt\$matmul\$f8",
+        lines[1 + 5 * 3 + 1],
+    )
+    assert lines[-1] == "FP8: 84 of 84 GEMMs that recipes cast to it; others: lm_head bf16 (3)"
+
+
+# Programs that fell back --------------------------------------------------------------------------
+
+
+def fallen(line: str) -> str:
+    """The lines that XLA leaves of an FP8 product that it widens (TurnF8DotIntoF16Dot)."""
+    operands = re.findall(r"%[\w.-]+", line.partition("custom-call(")[2].partition(")")[0])
+    for i, operand in enumerate(operands[:2]):
+        line = line.replace(operand, f"%wide.{i}", 1)
+    wide = [f"  %wide.{i} = bf16[16384,14336]{{1,0}} convert({operand})"
+            for i, operand in enumerate(operands[:2])]  # fmt: skip
+    return "\n".join([*wide, line.replace("matmul$f8", "matmul")])
+
+
+def doctored(change, place="mlp/up/fp8_delayed.dgrad/dot_general", times=1) -> str:
+    """h200_llama_delayed with the first GEMMs of a name changed."""
+    lines = stored("h200_llama_delayed").splitlines()
+    hit = [i for i, line in enumerate(lines) if " custom-call(" in line and place in line]
+    for i in hit[:times]:
+        lines[i] = change(lines[i])
+    return "\n".join(lines)
+
+
+def judged(text: str) -> list[Gemm]:
+    return find_gemms(text, POLICIES["fp8_delayed"], device=H200)
+
+
+def test_one_gemm_that_fell_back_to_bf16_is_found_with_its_reason():
+    gemms = judged(doctored(fallen))
+    [bad] = [gemm for gemm in gemms if gemm.reason]
+    assert (bad.module, bad.role, bad.recipe) == ("layers/mlp/up", "dgrad", "fp8_delayed")
+    assert bad.operands == ("bf16", "bf16") and bad.kernel == "__cublas$lt$matmul"
+    with pytest.raises(
+        Fp8FallbackError, match="1 GEMMs .*\n.*mlp/up dgrad in bf16 .1.: pattern: XLA"
+    ):
+        require_fp8(gemms)
+    lines = format_table(gemms).splitlines()
+    assert sum(line.startswith("layers/mlp/up ") for line in lines) == 4  # dgrad in two lines
+    assert any(line.startswith("FP8: 83 of 84 GEMMs") for line in lines)
+    assert any(line.startswith("NOT FP8: layers/mlp/up dgrad in bf16 (1): ") for line in lines)
+
+
+def test_a_shape_that_fp8_units_do_not_take_is_the_reason():
+    text = doctored(lambda line: fallen(line).replace("14336]", "14330]"))
+    [bad] = [gemm for gemm in judged(text) if gemm.reason]
+    assert bad.reason == ("shape: FP8 matrix units need multiples of 16, not 16384 x 14330 x 4096")
+
+
+def test_a_bare_dot_on_a_gpu_is_no_matrix_unit():
+    dot = ", lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata"
+    text = doctored(lambda line: re.sub(r"custom-call\((\S+), (\S+),.*?, custom_call.*?metadata",
+                                        rf"dot(\1, \2){dot}", line))  # fmt: skip
+    [bad] = [gemm for gemm in judged(text) if gemm.reason]
+    assert bad.operands == ("f8e5m2", "f8e4m3fn") and not bad.fp8
+    assert bad.reason == "layout: no library runs it, XLA left a bare dot"
+
+
+def test_a_product_that_lost_its_name_is_listed_and_missed():
+    text = doctored(lambda line: re.sub(r"op_name=\S+ ", "", fallen(line)), times=4)
+    gemms = judged(text)
+    [lost] = [gemm for gemm in gemms if gemm.reason]
+    assert (lost.module, lost.role, lost.count) == ("layers/mlp/up", "dgrad", 4)
+    assert lost.reason == "name: no GEMM has this name (4 of the program have none)"
+    assert counts(gemms)[UNNAMED, None] == 4
+    table = format_table(gemms)
+    assert f"{UNNAMED} bf16 (4)" in table
+    with pytest.raises(Fp8FallbackError, match="4 GEMMs .*\n.*mlp/up dgrad in nothing"):
+        require_fp8(gemms)
+
+
+def test_one_lost_name_of_four_layers_is_missed_too():
+    gemms = judged(doctored(lambda line: re.sub(r"op_name=\S+ ", "", line)))
+    assert [(g.name, g.role, g.count) for g in gemms if g.reason] == [("layers/mlp/up", "dgrad", 1)]
+
+
+def test_layers_that_are_exempt_are_not_missed():
+    """Two of four layers in BF16; and of one layer, exempt, nothing is FP8."""
+    policy = as_policy("fp8_delayed:bf16_last=2")
+    text = stored("h200_llama_delayed")
+    for module in LAYERS:
+        for product in ROLES:
+            name = f"{module.removeprefix('layers/')}/fp8_delayed.{product}/dot_general"
+            text = re.sub(rf"(custom-call\(.*){name}", rf"\1{name.replace('fp8_delayed', 'bf16')}",
+                          text, count=2)  # fmt: skip
+    gemms = find_gemms(text, policy, device=H200)
+    assert sum(g.recipe == "fp8_delayed" and g.fp8 for g in gemms) == 2 * 7 * 3
+    require_fp8(gemms)
+    require_fp8(find_gemms(stored("h200_bf16"), as_policy("fp8_delayed:bf16_last=2"), device=H200))
+
+
+# What else may stand in a program -----------------------------------------------------------------
+
+NAME = "jit(step)/transpose(jvp(Transformer))/while/body/Block/mlp/up"
+PARTS = """%wide (p: f8e4m3fn[64,32]) -> bf16[64,16] {
+  %a = f8e4m3fn[64,32]{1,0} parameter(0)
+  %b = f8e4m3fn[32,16]{0,1} parameter(1)
+  %s = f32[64,1]{1,0} parameter(2)
+  ROOT %y = INSTRUCTION
+}
+
+%body.1 (t: (s32[], bf16[64,16])) -> (s32[], bf16[64,16]) {
+  %x = bf16[64,16]{1,0} fusion(%t), kind=kCustom, calls=%wide, backend_config={"kind":"KIND"}
+}
+
+%cond.1 (t: (s32[], bf16[64,16])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (t: (s32[], bf16[64,16])) -> bf16[64,16] {
+  %t = (s32[], bf16[64,16]{1,0}) tuple(%i, %z)
+  %while.1 = (s32[], bf16[64,16]{1,0}) while(%t), condition=%cond.1, body=%body.1TRIPS
+}
+"""
+CONTRACTS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def program(instruction: str, kind: str = "loop", trips: int | None = 12) -> str:
+    known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    text = PARTS.replace("INSTRUCTION", instruction).replace("KIND", kind)
+    return text.replace("TRIPS", known)
+
+
+def only(text: str, **changes) -> Gemm:
+    policy = Policy((("layers/mlp/up", RECIPES["fp8_rowwise"]),))
+    [gemm] = find_gemms(text, policy, ["layers/mlp/up"], device=H200)[:1]
+    return gemm
+
+
+def call(target: str, scope: str = "fp8_rowwise.fwd/", name: str = NAME) -> str:
+    return (
+        f'bf16[64,16]{{1,0}} custom-call(%a, %b, %s), custom_call_target="{target}", '
+        f'metadata={{op_name="{name}/{scope}scaled_matmul"}}'
+    )
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["mosaic_gpu_v2", "__gpu$xla.gpu.triton", "__cublas$gemm", "__cublas$lt$matmul$f8",
+     "__cudnn$blockScaledDot", "__op$block_scaled_dot"],
+)  # fmt: skip
+def test_kernels_of_every_kind_are_gemms(target):
+    gemm = only(program(call(target)))
+    assert (gemm.name, gemm.role, gemm.recipe) == ("layers/mlp/up", "fwd", "fp8_rowwise")
+    assert gemm.fp8 and gemm.kernel == target and gemm.shape == (64, 32, 16)
+    assert gemm.count == gemm.trips == 12
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        call("mosaic_gpu_v2", scope=""),  # a cast of ours, say
+        call("__cudnn$fmhaSoftmax"),
+        call("__cudnn$convForward"),
+        call("Sharding"),
+        f'bf16[64,16]{{1,0}} convolution(%a, %b), metadata={{op_name="{NAME}/conv"}}',
+        f'bf16[64,16]{{1,0}} add(%a, %b), metadata={{op_name="{NAME}/fp8_rowwise.fwd/add"}}',
+    ],
+    ids=["pallas", "attention", "convolution", "sharding", "bare convolution", "add"],
+)
+def test_what_is_no_gemm(instruction):
+    policy = POLICIES["bf16"]
+    assert find_gemms(program(instruction), policy, device=H200) == []
+
+
+@pytest.mark.parametrize("kind", ["__triton_gemm", "__triton_nested_gemm_fusion", "__cudnn$fusion"])
+def test_a_fusion_around_a_dot_is_the_kernel(kind):
+    metadata = f'metadata={{op_name="{NAME}/fp8_rowwise.fwd/dot_general"}}'
+    gemm = only(program(f"bf16[64,16]{{1,0}} dot(%a, %b), {CONTRACTS}, {metadata}", kind))
+    assert gemm.kernel == kind and gemm.fp8 and gemm.shape == (64, 32, 16)
+    bare = only(program(f"bf16[64,16]{{1,0}} dot(%a, %b), {CONTRACTS}, {metadata}"))
+    assert bare.kernel == "dot" and not bare.fp8
+
+
+def test_a_loop_whose_length_is_not_known_counts_once_and_says_so():
+    text = program(call("mosaic_gpu_v2"), trips=None)
+    gemm = only(text)
+    assert gemm.count == 1 and gemm.trips is None
+    assert "1 (? turns)" in format_table([gemm])
+
+
+def test_modules_that_are_not_ours_keep_their_path():
+    name = "jit(f)/jvp(MLP)/MLP.body/rematted_computation/Dense_0"
+    assert only(program(call("mosaic_gpu_v2", name=name))).module == "Dense_0"
+    fused = only(program(call("__cublas$gemm", scope="", name=f"{name}/jit(silu)")))
+    assert (fused.module, fused.role, fused.recipe, fused.reason) == ("Dense_0", *[None] * 3)
+
+
+def test_a_large_program_is_read_in_a_moment():
+    """Quadratic work would take minutes for sixteen times the text."""
+    text = stored("h200_llama_delayed")
+    many = "\n".join(re.sub(r"%([\w.-]+)", rf"%\1.c{i}", text) for i in range(16))
+    assert sum(g.count for g in find_gemms(many, POLICIES["bf16"], device=H200)) == 16 * 87
+
+
+# Programs of this machine -------------------------------------------------------------------------
+
+
+def step_text(run: loop.Run, rows: int = 16, length: int = 64) -> str:
+    ids = jnp.zeros((rows, length), jnp.int32)
+    batch = {name: ids for name in ("tokens", "targets", "segments", "positions")}
+    with jax.set_mesh(run.mesh):
+        return (
+            run.stages[0]
+            .programs.step.lower(run.stages[0].state, batch | {"weights": ids + 1.0})
+            .compile()
+            .as_text()
+        )
+
+
+@pytest.fixture(scope="module")
+def scanned(data):
+    """(run, text) of a step with the layers in a loop, on one device."""
+    run = build(tiny(data, precision="fp8_delayed", backend="xla", unroll=1), jax.devices()[:1])
+    return run, step_text(run)
+
+
+def test_a_step_of_this_machine_has_every_module_and_product(scanned):
+    run, text = scanned
+    gemms = find_gemms(
+        text, run.stages[0].policy, run.stages[0].model.config.linears, backend="xla"
+    )
+    linears = {place: n for place, n in counts(gemms).items() if place[1]}
+    assert linears == {(m, p): 1 if m == "lm_head" else 2 for m in MODULES for p in ROLES}
+    assert {g.trips for g in gemms if g.name in LAYERS} == {2}
+    assert {m for m, product in counts(gemms) if product is None} == {"layers/attention"}
+    if hardware.platform() == "cpu":
+        reason = "backend: cpu has no FP8 matrix unit, XLA widened the operands"
+        assert {g.reason for g in gemms} == {None, reason}
+        assert "FP8: 0 of 42 GEMMs" in format_table(gemms)
+    assert find_gemms(excerpt(text), run.stages[0].policy, backend="xla") == gemms
+
+
+def test_rematerialized_forwards_count_twice():
+    gemms = find_gemms(stored("cpu_delayed_remat"), POLICIES["fp8_delayed"])
+    found = counts(gemms)
+    assert found["layers/mlp/up", "fwd"] == 8 and found["layers/mlp/up", "dgrad"] == 4
+    assert found["layers/mlp/down", "fwd"] == 4  # its result is not needed again
+    assert not any(gemm.kernel == "none" for gemm in gemms)
+
+
+def test_a_bare_module_is_found_by_its_name():
+    model = Dense(32, "fp8_current", "emulated", name="projection")
+    x = jnp.ones((16, 48), jnp.bfloat16)
+    params = model.init(jax.random.key(0), x)
+    loss = jax.grad(lambda v, x: model.apply(v, x).astype(jnp.float32).sum(), argnums=(0, 1))
+    text = jax.jit(loss).lower(params, x).compile().as_text()
+    gemms = find_gemms(text, POLICIES["bf16"], backend="emulated", device=H200)
+    assert {(g.role, g.recipe, g.reason) for g in gemms} <= {
+        (product, "fp8_current", "backend: emulated") for product in ROLES
+    }
+    assert gemms
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [(), ((0.5, "fp8_delayed"),)], ids=["first", "later"])
+def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_path, schedule):
+    if hardware.device().fp8:
+        # Nothing falls back there; that FP8 holds on such a device is the test marked gpu, below.
+        pytest.skip("this device has FP8 units")
+    precision = "bf16" if schedule else "fp8_delayed"
+    config = tiny(data, precision=precision, precision_schedule=schedule, require_fp8_gemms=True)
+    with pytest.raises(Fp8FallbackError, match="layers/mlp/up dgrad in .*no FP8 matrix unit"):
+        train_and_evaluate(config, str(tmp_path))
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, monkeypatch):
+    """Before the first step, which seeds and is a second program; the next step compiles none."""
+    compiled, tables, noted = [], [], []
+    log_gemms = loop.log_gemms
+
+    def noted_gemms(text, *args, **kwargs):
+        log_gemms(text, *args, **kwargs)
+        tables.append(format_table(find_gemms(text, *args[:2])))
+        noted.append(("table", len(compiled)))
+
+    def noted_to_devices(*args):  # batches are read ahead
+        noted.append(("batch", len(compiled)))
+        return to_devices(*args)
+
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    monkeypatch.setattr(loop, "log_gemms", noted_gemms)
+    monkeypatch.setattr(loop, "to_devices", noted_to_devices)
+    config = tiny(data, precision="fp8_delayed", num_steps=3, warmup_steps=1)
+    train_and_evaluate(config, str(tmp_path))
+    before = noted[0][1]
+    step, seed_step = before + 1, before + 2
+    assert noted == [("batch", before), ("table", step), ("batch", seed_step), ("batch", seed_step)]
+    assert len(tables) == 1 and "layers/mlp/down " in tables[0]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [("fp8_current", "bf16"), ("fp4_naive", "fp8_current"), ("bf16", "fp8_current")],
+)
+def test_products_of_layers_that_may_be_promoted(data, low, high):
+    """Each product of both recipes once a layer, by its module, whatever XLA merged."""
+    run = build(
+        tiny(data, precision=low, gnmr_alpha=(1.5,), gnmr_precision=high), jax.devices()[:1]
+    )
+    linears = run.stages[0].model.config.linears
+    gemms = find_gemms(
+        step_text(run), run.stages[0].policy, linears, backend="xla", high=run.stages[0].high
+    )
+    assert {g.module for g in gemms} <= {*linears, "layers/attention", UNNAMED}
+    counts = collections.Counter()
+    for gemm in gemms:
+        if gemm.role and gemm.operands != ("nothing",):
+            counts[gemm.recipe, gemm.role] += gemm.count
+    layers = 2 * (len(linears) - 1)
+    recipes = [low] if low == "bf16" else [low, high]  # without casts nothing is promoted
+    heads = collections.Counter({("bf16", product): 1 for product in ROLES})
+    products = {(recipe, product): layers for recipe in recipes for product in ROLES}
+    assert counts == collections.Counter(products) + heads
+    assert not [g for g in gemms if g.operands == ("nothing",)]
+
+
+def test_a_promoted_product_that_has_no_gemm_is_missing():
+    """Branches of a layer; of q's and o's, which are alike, XLA kept q's and calls it twice."""
+
+    def gemm(module, product, count):
+        return Gemm(
+            module=module, recipe="fp8_block", role=product, operands=("f8e4m3fn",) * 2,
+            result="bf16", kernel="__cublas$lt$matmul$f8", count=count,
+        )  # fmt: skip
+
+    def missing(sizes):
+        lacking = _missing(found, POLICIES["fp8_block"], [q, o, up], sizes)
+        return [(g.module, g.role, g.count) for g in lacking]
+
+    q, o, up = "layers/attention/q", "layers/attention/o", "layers/mlp/up"
+    sizes = {q: (64, 64), o: (64, 64), up: (64, 128)}
+    found = [gemm(module, product, 4) for module in sizes for product in ROLES[1:]]
+    found += [gemm(q, "fwd", 8)]
+    assert missing(sizes) == [(up, "fwd", 4)]
+    assert missing({}) == [(o, "fwd", 4), (up, "fwd", 4)]
+    found[-1] = gemm(q, "fwd", 4)  # called once: one of the two has none
+    assert missing(sizes) == [(o, "fwd", 4), (up, "fwd", 4)]
+
+
+def test_a_checkpoint_older_than_the_key_is_resumed(data, tmp_path, monkeypatch):
+    config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
+    train_and_evaluate(config, str(tmp_path))
+    read_meta = loop.Checkpointer.read_meta
+
+    def old_meta(self):
+        step, meta = read_meta(self)
+        del meta["config"]["require_fp8_gemms"]
+        return step, meta
+
+    monkeypatch.setattr(loop.Checkpointer, "read_meta", old_meta)
+    train_and_evaluate(config, str(tmp_path))
+    resumed = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume"]
+    assert [event["changes"] for event in resumed] == [[]]
+    config.require_fp8_gemms = True
+    with pytest.raises(ValueError, match="require_fp8_gemms: False -> True"):
+        train_and_evaluate(config, str(tmp_path))
+
+
+def native() -> list[str]:
+    """Recipes that quantize and need not be emulated here; none on a CPU."""
+    if "gpu" not in hardware.platform():
+        return []
+    return [r.name for r in RECIPES.values()
+            if r.casts and choose_backend(None, r).name != "emulated"]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_all_that_should_be_fp8_is_on_this_gpu(data, name, unroll):
+    shape = dict(model_overrides__d_model=256, model_overrides__d_ff=512)
+    config = tiny(data, precision=name, unroll=unroll, **shape)
+    run = build(config, jax.devices()[:1])
+    gemms = find_gemms(step_text(run), run.stages[0].policy, run.stages[0].model.config.linears)
+    table = format_table(gemms)
+    named = {(m, g.role) for g in gemms if g.role for m in g.modules}
+    assert named == {(m, p) for m in MODULES for p in ROLES}, table
+    assert not any(g.kernel == "none" for g in gemms), table
+    if name in ("bf16", *native()):
+        require_fp8(gemms)
+    else:
+        with pytest.raises(Fp8FallbackError, match="emulated|no FP4"):
+            require_fp8(gemms)

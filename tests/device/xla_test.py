@@ -1,0 +1,159 @@
+"""Flags reach XLA only when the user has not set them; the cache is hit by a second process."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from fp8jax.device import hardware, xla
+
+_FLAG = "--xla_gpu_enable_triton_gemm"
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (None, f"{_FLAG}=false"),
+        ("", f"{_FLAG}=false"),
+        ("--xla_dump_to=/x", f"--xla_dump_to=/x {_FLAG}=false"),
+        (f"{_FLAG}=true", f"{_FLAG}=true"),
+        (f"--xla_a=1 {_FLAG} --xla_b=2", f"--xla_a=1 {_FLAG} --xla_b=2"),
+        (f"{_FLAG}_of_another_name=true", f"{_FLAG}_of_another_name=true {_FLAG}=false"),
+    ],
+)
+def test_the_flag_is_added_unless_named(monkeypatch, before, after):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    xla.set_xla_flags()
+    xla.set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == after
+
+
+def test_a_file_of_flags_is_read_but_not_edited(monkeypatch, tmp_path):
+    path = tmp_path / "flags"
+    path.write_text("--xla_dump_to=/x\n")
+    monkeypatch.setenv("XLA_FLAGS", str(path))
+    with pytest.warns(RuntimeWarning, match="names a file"):
+        xla.set_xla_flags()
+    path.write_text(f"--xla_dump_to=/x\n{_FLAG}=true\n")
+    xla.set_xla_flags()
+    assert os.environ["XLA_FLAGS"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "--xla_gpu_autotune_level=0"),
+        (f"{_FLAG}=false", f"{_FLAG}=false --xla_gpu_autotune_level=0"),
+        ("--xla_gpu_autotune_level=2", "--xla_gpu_autotune_level=2"),
+        ("/a/file/of/flags", "/a/file/of/flags"),
+    ],
+)
+def test_a_dry_run_takes_no_memory_of_a_gpu(monkeypatch, before, after):
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    xla.allocate_nothing()
+    xla.allocate_nothing()
+    assert os.environ["XLA_FLAGS"] == after
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_too_late_on_a_gpu_is_said(monkeypatch):
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.warns(RuntimeWarning, match="before fp8jax was imported"):
+        xla.set_xla_flags()
+    xla.set_xla_flags()  # the flag is named now: said once
+
+
+# Prints the cache directory, hits, misses and the result's bits. fp8jax's own __init__ is not
+# under test here, so device/hardware.py is all that it needs.
+_CACHED = """
+import sys, jax, jax.numpy as jnp
+from fp8jax import runtime
+runtime.set_xla_flags()
+count = {"hits": 0, "misses": 0}
+def listen(event, **_):
+    for name in count:
+        count[name] += event.endswith("compilation_cache/cache_" + name)
+jax.monitoring.register_event_listener(listen)
+print(runtime.set_compilation_cache())
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+mesh = jax.sharding.Mesh(jax.devices(), "d")
+x = jnp.arange(64.0).reshape(8, 8) / 64
+x = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d")))
+@jax.jit
+def step(x):
+    return jax.grad(lambda x: jnp.tanh(jax.nn.softmax(x @ x.T) @ x).sum())(x)
+print(float(step(x).sum()).hex(), mesh.size, count["hits"] > 0, count["misses"] > 0)
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_second_process_hits_the_cache_in_silence(tmp_path, devices):
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.getcwd(),
+    }
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    lines = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", _CACHED], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        lines.append(done.stdout.splitlines())
+    directory = tmp_path / "fp8jax" / "xla"
+    assert lines[0][0].startswith(str(directory / "cpu-")) and os.listdir(lines[0][0])
+    bits = lines[0][1].split()[0]
+    assert lines[0][1] == f"{bits} {devices} False True"
+    assert lines[1] == [lines[0][0], f"{bits} {devices} True False"]
+
+
+@pytest.fixture
+def restored_cache_settings():
+    names = (
+        "jax_enable_compilation_cache",
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    hardware.compilation_cache.reset_cache()
+
+
+def test_what_the_user_set_stays_and_an_argument_wins(
+    monkeypatch, tmp_path, restored_cache_settings
+):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "user"))
+    assert xla.set_compilation_cache() == str(tmp_path / "user")
+    used = xla.set_compilation_cache(str(tmp_path / "run"))
+    assert used is not None and used.startswith(str(tmp_path / "run"))
+    assert jax.config.jax_compilation_cache_dir == used
+    assert xla.set_compilation_cache() == used
+
+
+def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_settings):
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert xla.set_compilation_cache(str(tmp_path)) is None
+    assert not os.listdir(tmp_path)
+
+
+def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
+    assert not xla.folds_scales()  # a CPU
+    assert xla.compiler_options() == {"xla_allow_excess_precision": False}
+    monkeypatch.setattr(hardware, "platform", lambda: "gpu")
+    assert xla.folds_scales() and xla.compiler_options() == {}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
+    assert not xla.folds_scales()

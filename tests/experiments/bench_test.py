@@ -1,0 +1,490 @@
+"""The benchmark: turns and medians by hand, its page and figures, and each table once at tiny size.
+
+No time is asserted: what a CPU takes says nothing. What is asserted is who runs, who is refused and
+why, and that figures are the quotients that they claim to be.
+"""
+
+import datetime
+import functools
+import itertools
+import json
+import math
+import re
+import shlex
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from experiments import markdown
+from experiments.bench import operators, size_gains, steps, timing, torch_peers
+from experiments.bench.operators import Limits
+from experiments.bench.report import Report, Row, mean_ratio, versions, write
+from experiments.bench.timing import Program, Timing, time_in_turns
+from fp8jax.analysis import gains_table
+from fp8jax.device import xla
+from fp8jax.kernels.block_gemm import TuningConfig
+from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.model.transformer import Transformer, count_params
+from fp8jax.training.build import build
+from tests.support.commands import run_command
+
+QUICK = functools.partial(time_in_turns, rounds=1, seconds=0.0)
+LIMITS = Limits(bf16=1e10, fp8=2e10, copy=1e9)
+
+
+# Turns --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Advances only as contestants say, and notes who was called."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def contestant(self, name: str, times, **fields):
+        """Calls take the next of `times` each, the last one for ever."""
+        left = list(times)
+
+        def call():
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return lambda: Program(call=call, wait=lambda _: None, **fields)
+
+
+def test_contestants_take_turns_and_medians_are_of_rounds():
+    clock = Clock()
+    # The first two calls warm up, the third says how long one takes.
+    entrants = {
+        "a": clock.contestant("a", [9, 9, 1, 1, 5, 3]),
+        "b": clock.contestant("b", [9, 9, 0.5, 2, 2, 2, 2, 4, 4]),
+    }
+    found = time_in_turns(entrants, rounds=3, seconds=1.0, clock=clock)
+    assert clock.calls == ["a"] * 3 + ["b"] * 3 + ["a", "b", "b"] * 3
+    assert found["a"] == Timing(seconds=3.0, spread=4 / 3)  # of 1, 5 and 3
+    assert found["b"] == Timing(seconds=2.0, spread=1.0)  # of 2, 2 and 4
+
+
+def test_items_share_the_time_of_a_call():
+    clock = Clock()
+    entrants = {"a": clock.contestant("a", [4.0], items=4, bytes=7)}
+    found = time_in_turns(entrants, rounds=2, seconds=8.0, clock=clock)
+    assert found["a"] == Timing(seconds=1.0, bytes=7)
+    assert len(clock.calls) == 3 + 2 * 2
+
+
+def test_a_batch_is_bounded_and_has_one_call_at_least():
+    for each, calls in ((1e-9, timing._MOST_CALLS), (100.0, 1)):
+        clock = Clock()
+        time_in_turns({"a": clock.contestant("a", [each])}, rounds=1, seconds=1.0, clock=clock)
+        assert len(clock.calls) == 3 + calls
+
+
+def test_whoever_fails_is_a_reason_and_the_others_go_on():
+    clock, closed = Clock(), []
+    missing = lambda: (_ for _ in ()).throw(ImportError("no module\nnamed peer"))  # noqa: E731
+
+    def tires():
+        calls = iter(range(4))
+        return Program(
+            call=lambda: next(calls), wait=lambda _: None, close=lambda: closed.append("tires")
+        )
+
+    fine = clock.contestant("fine", [1.0], close=lambda: closed.append("fine"))
+    found = time_in_turns({"missing": missing, "tires": tires, "fine": fine}, rounds=3, clock=clock)
+    assert found["missing"].reason == "ImportError: no module named peer"
+    assert found["tires"].reason.startswith("StopIteration") and math.isnan(found["tires"].seconds)
+    assert found["fine"] == Timing(seconds=1.0)
+    assert closed == ["tires", "fine"]  # what failed is gone before the others go on
+
+
+def test_results_are_dropped_before_the_next_call():
+    class Result:
+        alive = 0
+
+        def __init__(self):
+            Result.alive += 1
+            assert Result.alive == 1, "the result before is still there"
+
+        def __del__(self):
+            Result.alive -= 1
+
+    clock = Clock()
+
+    def call():
+        clock.now += 1.0
+        return Result()
+
+    program = Program(call=call, wait=lambda _: None)
+    found = time_in_turns({"a": lambda: program}, rounds=2, seconds=3.0, clock=clock)
+    assert found["a"] == Timing(seconds=1.0) and Result.alive == 0
+
+
+# Page and figures ---------------------------------------------------------------------------------
+
+
+def report(**figures) -> Report:
+    rows = [
+        Row(case="4x4", name="a", timing=Timing(seconds=0.002, spread=0.1, bytes=2**29), work=4e9,
+            limit=0.001, baseline=0.003),
+        Row(case="4x4", name="b", timing=Timing(reason="ValueError: no"), work=4e9, limit=0.001),
+    ]  # fmt: skip
+    return Report(title="T", rate="TFLOP/s", rows=rows, figures=figures, notes=["A note."])
+
+
+def test_table_by_hand():
+    assert report().table().splitlines() == [
+        "| case | contestant | ms | spread | TFLOP/s | of the limit | against BF16 | GiB | note |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| 4x4 | a | 2.000 | 10% | 2 | 50.0% | 1.500x | 0.50 |  |",
+        "| 4x4 | b |  |  |  |  |  |  | ValueError: no |",
+    ]
+    bare = Report(title="", rate="GB/s", figures={}, rows=[
+        Row(case="c", name="a", timing=Timing(seconds=1.0), work=2e9)])  # fmt: skip
+    assert bare.table().splitlines()[0] == "| case | contestant | ms | spread | GB/s |"
+
+
+def test_writers_replace_one_section_and_merge_figures(tmp_path):
+    path = tmp_path / "new" / "h200"
+    write(path, "step", report(x=1.0, lost=math.nan), "one")
+    write(path, "gemm", report(y=2.0), "two")
+    first = path.with_suffix(".md").read_text()
+    write(path, "step", report(x=3.0), "three")
+    page = path.with_suffix(".md").read_text()
+    assert first.startswith("# Benchmarks: h200\n\n<!-- section: step -->\n\n## T\n\n```bash\none")
+    assert page == first.replace("one", "three").replace("`x`: 1", "`x`: 3")
+    assert page.count("<!-- section: ") == page.count("<!-- end: ") == 2
+    assert f"jax {jax.__version__}" in page and "A note." in page and "lost" not in page
+    figures = json.loads(path.with_suffix(".json").read_text())
+    assert figures == {
+        "x": {"value": 3.0, "command": "three"}, "y": {"value": 2.0, "command": "two"},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="'step' has no end"):
+        markdown.replace_section(page.replace("<!-- end: step -->\n", ""), "step", "")
+
+
+def test_mean_ratio_skips_what_has_no_time():
+    pairs = [(4.0, 2.0), (8.0, 1.0), (math.nan, 1.0), (1.0, math.nan)]
+    assert mean_ratio(pairs) == pytest.approx(4.0)
+    assert math.isnan(mean_ratio([(math.nan, 1.0)]))
+
+
+# The tables ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Programs that compile in half the time: how fast they run is not asked."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    monkeypatch.setattr(xla, "compiler_options", lambda: options)
+
+
+def by_name(made: Report) -> dict[str, Timing]:
+    return {row.name: row.timing for row in made.rows}
+
+
+def ran(made: Report) -> set[str]:
+    return {name for name, timing in by_name(made).items() if not timing.reason}
+
+
+def test_limits_are_measured():
+    limits = operators.measure_limits(QUICK, 64)
+    assert min(limits.bf16, limits.fp8, limits.copy) > 0
+    assert limits.matrix(True) == limits.fp8 and limits.matrix(False) == limits.bf16
+
+
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated:DeprecationWarning")
+def test_gemm(without_torch, hasty):
+    policies = ["bf16", "fp8_delayed", "fp8_delayed@pallas"]
+    with jax.numpy_rank_promotion("allow"):  # flax does
+        made = operators.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
+    assert ran(made) == {
+        "JAX bf16", "JAX f8, one scale", "linear bf16", "linear fp8_delayed",
+        "linear flax Fp8DotGeneralOp", "linear flax Fp8DirectDotGeneralOp",
+    }  # fmt: skip
+    found = by_name(made)
+    refused = found["linear fp8_delayed@pallas"].reason
+    assert refused.startswith("NotImplementedError: backend 'pallas' cannot run")
+    assert "torch" in found["torch bf16"].reason and "ours 1x128 by 128x128" in found
+    rows = {row.name: row for row in made.rows}
+    product, linear = 2 * 256 * 128 * 128, 6 * 256 * 128 * 128
+    assert rows["JAX bf16"].limit == product / LIMITS.bf16
+    assert rows["linear fp8_delayed"].limit == linear / LIMITS.fp8
+    assert rows["linear fp8_delayed"].baseline == found["linear bf16"].seconds
+    assert not made.known  # neither ours nor theirs had a time
+    with pytest.raises(ValueError, match="unknown policy 'fp8_blok'"):
+        operators.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
+
+
+@pytest.mark.parametrize("shape", ["256x128", "256x128x0", "axbxc"])
+def test_a_wrong_shape_raises(shape):
+    with pytest.raises(ValueError, match="expected MxKxN, positive"):
+        operators.measure_gemm([shape], [], QUICK, LIMITS, peers=False)
+
+
+def even(entrants) -> dict[str, Timing]:
+    """A race that everyone finishes in a second, and `pallas` in half of one; nobody is called."""
+    return {n: Timing(seconds=0.5 if n.endswith("pallas") else 1.0) for n in entrants}
+
+
+def test_figures_of_products_and_quantizers_by_hand():
+    made = operators.measure_gemm(["256x128x128"], [], even, LIMITS, peers=True)
+    assert made.figures == {"block_gemm_vs_cublas": 1.0}
+    # Bytes read and written of 256 x 128 numbers: bfloat16 or float32 in, one a code out, and a
+    # float32 scale for the tensor, for 128 or for 16,384 numbers. SwiGLU reads two and gives one
+    # code, its gradient reads three and gives both codes of two and one of h.
+    n = 256 * 128
+    work = {
+        "one scale, both": 4 * n + 8, "one scale, float32": 5 * n + 4,
+        "one scale, float32, transposed": 5 * n + 4, "1x128, both": 4 * n + 8 * n / 128,
+        "128x128, float32": 5 * n + 4 * 2, "128x128, float32, transposed": 5 * n + 4 * 2,
+        "swiglu, one scale": 5 * n, "swiglu_grad, one scale": 11 * n,
+    }  # fmt: skip
+    made = operators.measure_quantize(["256x128"], even, LIMITS)
+    assert {row.name.rpartition(": ")[0]: row.work for row in made.rows} == work
+    speed = math.exp(np.mean([math.log(bytes_ / 0.5 / LIMITS.copy) for bytes_ in work.values()]))
+    assert made.figures == {"quantize_bandwidth": pytest.approx(speed)}
+
+
+def test_sweep():
+    made = operators.sweep_gemm(["256x128x128"], QUICK, LIMITS)
+    assert len(made.rows) == sum(map(len, operators.TUNINGS.values())) and not ran(made)
+    assert all(isinstance(t, TuningConfig) for ts in operators.TUNINGS.values() for t in ts)
+
+
+def test_attention(without_torch):
+    names = ["xla", "cudnn_causal"]
+    made = operators.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
+    assert ran(made) == {"xla"} and made.rows[0].timing.bytes > 0
+    assert "needs an NVIDIA GPU" in by_name(made)["cudnn_causal"].reason
+    assert made.rows[-1].name.startswith("torch ") and "torch" in made.rows[-1].timing.reason
+    assert made.rows[0].work == 3 * (2 * 2 * 64 * 64 * 4 * 32 * 2 / 2)
+
+
+def test_step(hasty):
+    policies = ["bf16", "fp8_block", "fp8_current@pallas"]
+    made = steps.measure_step(
+        ["tiny"], policies, QUICK, LIMITS, attention="xla", remat="dots", peers=False
+    )
+    assert ran(made) == {"bf16", "fp8_block"}
+    found = by_name(made)
+    assert found["fp8_current@pallas"].reason.startswith("NotImplementedError")
+    bf16, fp8 = found["bf16"], found["fp8_block"]
+    assert made.known == {
+        "step_speedup_tiny_dots/fp8_block": bf16.seconds / fp8.seconds,
+        "step_memory_tiny_dots/fp8_block": fp8.bytes / bf16.bytes,
+    }
+
+
+def test_figures_of_steps_by_hand():
+    times = {"bf16": 3.0, "fp8_block": 2.0, "torch.compile bf16": 4.0}
+
+    def timed(entrants):
+        return {
+            n: Timing(seconds=times[n], bytes=int(times[n])) if n in times else Timing(reason="no")
+            for n in entrants
+        }
+
+    settings = {"attention": "xla", "peers": True}
+    small = {"tiny": steps.STEPS["tiny"], "d4096": steps.STEPS["tiny"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "STEPS", small)
+        patch.setattr(steps, "_init_params", lambda config: {})  # nobody is called
+        made = steps.measure_step(
+            ["d4096", "tiny_1x32"], ["bf16", "fp8_block"], timed, LIMITS, **settings
+        )
+    assert made.known == {
+        f"{name}{suffix}{end}": value
+        for suffix in ("", "_tiny_1x32")
+        for name, end, value in (
+            ("step_speedup", "/fp8_block", 1.5), ("step_memory", "/fp8_block", 2 / 3),
+            ("bf16_vs_torch", "", 4 / 3),
+        )
+    }  # fmt: skip
+    names = [row.name for row in made.rows if row.case == "d4096"]
+    assert names == [*times, "torchao tensorwise", "torchao rowwise"]
+
+
+def test_gains(hasty, tmp_path):
+    """On a CPU every kind runs; the file holds the printed times."""
+    shapes = ["64x128x128", "64x128x256", "64x256x256"]
+    made = size_gains.measure_gains(shapes, QUICK)
+    policies = ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "fp8_rowwise"]
+    assert [(row.case, row.name) for row in made.rows] == list(itertools.product(shapes, policies))
+    assert ran(made) == set(policies) and not made.figures
+    size_gains.write(tmp_path / "gains.json", made, "a command")
+    text = (tmp_path / "gains.json").read_text()
+    found = json.loads(text)
+    facts = (found["device"], found["versions"], found["command"])
+    assert (
+        facts == ("cpu", versions(), "a command") and gains_table.parse_table(text).device == "cpu"
+    )
+    rows = {(f"{m}x{k}x{n}", kind): times for kind, m, k, n, *times in found["rows"]}
+    assert len(rows) == 3 * 4
+    for row in made.rows:
+        if row.name != "bf16":
+            (kind,) = (kind for kind, name in gains_table.KINDS.items() if name == row.name)
+            times = [round(1e6 * seconds, 2) for seconds in (row.baseline, row.timing.seconds)]
+            assert rows[row.case, kind] == times
+
+
+def test_a_kind_that_did_not_run_everywhere_is_left_out_of_the_table(hasty, tmp_path):
+    turns = []
+
+    def timed(entrants):
+        turns.append(list(entrants))
+        no_block = Timing(reason="out of memory") if len(turns) == 2 else Timing(seconds=0.5)
+        return {n: Timing(seconds=1.0) for n in entrants} | {"fp8_block": no_block}
+
+    made = size_gains.measure_gains(["8x16x16", "8x16x32", "8x32x32"], timed)
+    size_gains.write(tmp_path / "gains.json", made, "")
+    table = gains_table.parse_table((tmp_path / "gains.json").read_text())
+    assert set(table.gains) == {"delayed", "current", "row"}
+    assert len(turns) == 3 and "out of memory" in made.table()
+
+
+def test_the_shapes_of_the_size_gate_are_a_grid():
+    assert len(size_gains.SHAPES) == 30 == len(set(size_gains.SHAPES))
+    assert {"1024x1024x1024", "4096x2048x8192", "16384x8192x8192"} <= set(size_gains.SHAPES)
+
+
+def test_step_shapes():
+    model, rows, length = steps.step_shape("d4096_16x1024")
+    assert (model.d_model, model.d_ff, rows, length) == (4096, 14_336, 16, 1024)
+    assert steps.step_shape("d1536")[1:] == (2, 8192)
+    with pytest.raises(ValueError, match="unknown shape 'd4097'"):
+        steps.step_shape("d4097")
+
+
+def test_the_limit_of_a_step_is_its_products_and_attention():
+    """Weights of the layer and the head by hand, six FLOPs a token for each."""
+    config, rows, length = steps.step_shape("tiny")
+    weights = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256 + 128 * 256
+    floor = steps.step_floor(config, rows, length, "xla", even, LIMITS)
+    products = 6 * weights * 2 * 64
+    assert floor[False] == pytest.approx(products / LIMITS.bf16 + 1.0)
+    assert floor[True] == pytest.approx(products / LIMITS.fp8 + 1.0)
+
+
+def test_a_delayed_policy_starts_from_what_its_seeding_step_saw():
+    config, rows, length = steps.step_shape("tiny")
+    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
+    params = steps._init_params(config)
+    model = Transformer(config, "fp8_delayed")
+    state = steps._seeded(model, params, batch)
+    histories = jax.tree.leaves(state.histories)
+    assert histories and all(bool(jnp.all(h[..., 0] > 0)) for h in histories)
+    assert jax.tree.structure(state.histories) == jax.tree.structure(
+        jax.eval_shape(model.init, state.key, *([batch["tokens"]] * 3), state.key)[HISTORIES]
+    )
+
+
+@pytest.mark.slow
+def test_training(monkeypatch, hasty):
+    config = base.get_config()
+    config.model_overrides.update(
+        d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16, mlp="gelu_tanh"
+    )
+    config.update(seq_len=32, batch_size=4, grad_accum=1)
+    monkeypatch.setattr(steps, "step_floor", lambda *_: {True: 0.001})
+    llama_tiny = build(config, jax.devices()[:1]).model.config
+    made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
+    found = by_name(made)
+    assert ran(made) == set(found) == {"fp8_delayed", "fp8_delayed, no optimizer", "optimizer"}
+    whole, step, optimizer = (t.seconds for t in found.values())
+    assert made.known == {"train_vs_bench": (step + optimizer) / whole}
+    assert found["fp8_delayed"].bytes > 3 * 4 * count_params(llama_tiny)
+
+
+def test_the_papers_setting_has_its_own_names():
+    config = base.get_config()
+    config.update(model="qwen2.5_1.5b", seq_len=8192, batch_size=4, grad_accum=2)
+    times = {"bf16": 4.0, "bf16, no optimizer": 3.0, "fp8_block": 3.0, "optimizer": 0.5,
+             "fp8_block, no optimizer": 2.0}  # fmt: skip
+    found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
+    figures = steps._training_figures(config, ["bf16", "fp8_block"], found)
+    assert figures == {
+        "infir2_time": 0.75, "infir2_memory": 0.75, "train_vs_bench": pytest.approx(2.5 / 3.0),
+    }  # fmt: skip
+
+
+# Peers --------------------------------------------------------------------------------------------
+
+
+def test_torch_without_a_gpu_is_a_reason(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = QUICK(torch_peers.gemms(256, 256, 256))
+    assert all("sees no CUDA device" in t.reason for t in found.values())
+
+
+def test_torchs_model_is_the_same_model(monkeypatch):
+    """The same parameters in number, and where there is torch, the loss of the same weights."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch_peers, "DEVICE", "cpu")
+    config, rows, length = steps.step_shape("tiny")
+    theirs = torch_peers._model(torch, config, length).float()
+    assert sum(p.numel() for p in theirs.parameters()) == count_params(config)
+    params = jax.tree.map(np.asarray, steps._init_params(config))
+    layer = jax.tree.map(lambda leaf: torch.tensor(leaf[0]), params["layers"])
+    transposed = lambda *names: torch.cat([layer_of[n]["kernel"] for n in names], 1).T  # noqa: E731
+    layer_of = layer["attention"] | layer["mlp"]
+    with torch.no_grad():
+        theirs.embedding.weight.copy_(torch.tensor(params["embedding"]))
+        theirs.head.weight.copy_(torch.tensor(params["lm_head"]["kernel"]).T)
+        ours = theirs.layers[0]
+        ours.qkv.weight.copy_(transposed("q", "k", "v"))
+        ours.o.weight.copy_(transposed("o"))
+        ours.gate_up.weight.copy_(transposed("gate", "up"))
+        ours.down.weight.copy_(transposed("down"))
+    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
+    model = Transformer(config, dtype=jnp.float32)
+    state = steps._seeded(model, params, batch)
+    loss = jax.jit(lambda s, b: steps.accumulate(model, s, b, 1)[0])(state, batch)
+    tokens, targets = (torch.tensor(np.asarray(batch[k])).long() for k in ("tokens", "targets"))
+    # Both in float32, whose sums differ in order only: some hundred roundings of 2^-24.
+    assert float(theirs(tokens, targets).detach()) == pytest.approx(float(loss), rel=2**-16)
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_command_prints_and_keeps(tmp_path):
+    flags = ["quantize", "--tiny", "--rounds=1", "--seconds=0", f"--output={tmp_path}"]
+    done = run_command("bench", *flags)
+    assert done.returncode == 0, done.stderr
+    command = shlex.join(["python", "-m", "experiments.bench", *flags])
+    assert command in done.stdout and "| 256x128 | 1x128, both: xla |" in done.stdout
+    name = f"cpu_{datetime.date.today():%Y_%m}"
+    page = tmp_path.joinpath(f"{name}.md").read_text()
+    assert done.stdout.strip() in page and "<!-- section: quantize -->" in page
+    assert json.loads(tmp_path.joinpath(f"{name}.json").read_text()) == {}
+    assert re.search(r"pallas \|  \|  .*NotImplementedError", page)
+
+
+def test_command_writes_the_table_of_the_size_gate(tmp_path):
+    flags = ["gains", "--tiny", "--rounds=1", "--seconds=0", f"--output={tmp_path}"]
+    done = run_command("bench", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "| 64x128x256 | fp8_block |" in done.stdout
+    table = gains_table.parse_table(tmp_path.joinpath("cpu_gains.json").read_text())
+    assert set(table.gains) == set(gains_table.KINDS)
+    assert set(table.gains["row"]) == {(64, 128, 128), (64, 128, 256), (64, 256, 256)}
+
+
+def test_command_refuses_in_one_line():
+    done = run_command("bench", "quantize", "--remat=full")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: --remat is not for quantize\n"

@@ -1,0 +1,93 @@
+"""The commands of experiments/, as a shell would run them."""
+
+import argparse
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8jax.data.bpe import train_bpe
+from fp8jax.data.documents import training_documents
+from fp8jax.data.tokenizers import tokenizer
+from tests.support.commands import run_command
+
+# The tokenizer ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """One hundred documents of real text."""
+    text = "".join(Path(module.__file__).read_text() for module in (argparse, ast))
+    size = len(text) // 100
+    lines = [json.dumps({"text": text[i * size : (i + 1) * size]}) for i in range(100)]
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("\n".join(lines))
+    return f"jsonl:{path}"
+
+
+def test_tokenizer_learns_from_the_training_split(tmp_path, data):
+    output = tmp_path / "new" / "tokenizer.json"
+    flags = [f"--data={data}", "--valid_fraction=0.5", "--vocab_size=600", f"--output={output}"]
+    done = run_command("tokenizer", *flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    documents = list(training_documents(data, 0.5))
+    assert 20 < len(documents) < 80
+    assert output.read_text() == train_bpe(iter(documents), 600).to_str(pretty=True)
+    made = tokenizer(f"bpe:{output}")
+    num_bytes = sum(len(document.encode()) for document in documents)
+    ratio = num_bytes / sum(len(made.encode(document)) for document in documents)
+    assert done.stdout.splitlines() == [
+        f"{output}: 600 tokens, {ratio:.2f} bytes a token",
+        f"on the first {len(documents)} documents of the training split ({num_bytes:,} bytes)",
+    ]
+    before = output.read_bytes()
+    done = run_command("tokenizer", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: --output={output} exists and is not overwritten\n"
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--vocab_size=257"], "error: vocab_size=257 must be at least 258"),
+        (["--vocab_size=99999"], "error: the text gives only "),
+        (["--valid_fraction=2"], "error: valid_fraction"),
+        (["--data=jsonl:/nowhere/*"], "error: "),
+    ],
+)
+def test_tokenizer_refuses_in_one_line(tmp_path, data, flags, message):
+    output = tmp_path / "tokenizer.json"
+    done = run_command("tokenizer", f"--data={data}", f"--output={output}", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+    assert not output.exists()
+
+
+# Studies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["recipes", "--output=docs/recipes.md", "--seeds=1"], "error: --seeds is not for recipes"),
+        (["curves", "--config=configs/smoke.py", "--workdir={}",
+          "--precisions=fp8_block,fp8_delayed:history=4,margn=1"],
+         "error: unknown option 'margn'; did you mean 'margin'"),
+    ],
+)  # fmt: skip
+def test_study_refuses_in_one_line(tmp_path, flags, message):
+    done = run_command("study", *(flag.format(tmp_path / "study") for flag in flags))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "study").exists()
+
+
+def test_study_needs_a_command():
+    done = run_command("study", "--workdir=runs/x")
+    assert done.returncode == 1
+    assert (
+        "the first argument must be one of recipes, curves, sweep; got []"
+        in done.stdout + done.stderr
+    )

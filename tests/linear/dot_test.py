@@ -1,0 +1,503 @@
+"""The quantized product and its gradients: exact by construction, and within derived bounds.
+
+One suite for every recipe under every backend that claims it; the others must raise.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.device import hardware
+from fp8jax.kernels import blackwell
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.backends import BACKENDS, choose_backend
+from fp8jax.linear.dot import dot_general, einsum
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.quantization import dequantize, quantize
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.tiles import TENSOR, TILE128
+from tests.support import reference
+from tests.support.products import CONTRACTED, KERNELS, MATMUL, PER_TENSOR, float8_products, variant
+
+# No tile of 128 divides these; with 128-tiles each axis has two or three of them.
+M, K, N = 136, 264, 144
+
+
+# Every recipe, and the readings that their papers leave open.
+CASES = RECIPES | {
+    name: variant(name)
+    for name in (
+        "fp8_amax:margin=3", "fp8_delayed:history=4,margin=1,amax=newest", "fp8_cscale:bias=2",
+        "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
+    )
+}  # fmt: skip
+BLACKWELL = hardware.Device("gpu", "B200", (10, 0))
+PAIRS = [
+    (case, backend)
+    for case in CASES
+    for backend in BACKENDS
+    if BACKENDS[backend].refuses(CASES[case], hardware.device()) is None
+]
+REFUSED = [(r, b) for r in RECIPES for b in BACKENDS if (r, b) not in PAIRS]
+KEY = jax.random.key(7)
+SHAPES = {"x": (M, K), "w": (K, N), "g": (M, N)}
+
+
+def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
+    """Histories that hold the present amaxes (the newest slot), as in a steady state."""
+    state = init_state(recipe)
+    return {
+        k: h.at[0].set(np.abs(operands[k]).max()) if np.abs(operands[k]).max() else h
+        for k, h in state.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "backend"))
+def run(x, w, g, state, *, recipe: Recipe, backend: str):
+    """y, dx, dw, the new state; of batches of matrices if there are three axes."""
+    numbers = MATMUL if x.ndim == 2 else (((2,), (1,)), ((0,), (0,)))
+    f = functools.partial(dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend)
+    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=KEY), x, w, state)
+    return y, *vjp(g)
+
+
+def float_products(x, w, g) -> dict[str, np.ndarray]:
+    x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
+    return {"fwd": x @ w, "dgrad": g @ w.swapaxes(-1, -2), "wgrad": x.swapaxes(-1, -2) @ g}
+
+
+def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
+    """Operands that the casts of the product hit exactly, with power-of-two scales: the only
+    rounding left is that of the result to its dtype, since float32 holds all sums (checked)."""
+    rng, unit = np.random.default_rng(1), 1.0
+    operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in shapes.items()}
+    for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
+        operands[operand] = reference.pinned(rng, shapes[operand], cast, axis)
+        unit *= reference.unit(cast)
+    magnitudes = float_products(*(np.abs(operands[k]) for k in "xwg"))[product]
+    assert magnitudes.max() / unit < 2**24
+    x, w, g = (jnp.asarray(operands[k]) for k in "xwg")
+    y, dx, dw, _ = run(
+        x.astype(dtype), w, g.astype(dtype), state_for(recipe, operands),
+        recipe=recipe, backend=backend,
+    )  # fmt: skip
+    got = {"fwd": y, "dgrad": dx, "wgrad": dw}[product]
+    expected = float_products(x, w, g)[product].astype(np.float32)
+    assert got.dtype == {"fwd": dtype, "dgrad": dtype, "wgrad": jnp.float32}[product]
+    np.testing.assert_array_equal(
+        np.asarray(got, np.float32), np.asarray(jnp.asarray(expected).astype(got.dtype), np.float32)
+    )
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
+def test_exact_on_representable_operands(name, backend, product):
+    check_exact(CASES[name], backend, product, jnp.float32, SHAPES)
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        (name, backend)
+        for name, backend in PAIRS  # one of each way through the product
+        if name in ("bf16", "fp8_delayed", "fp8_rowwise_wgrad_bf16", "fp8_block", "mxfp8", "nvfp4")
+    ],
+)
+def test_exact_on_representable_operands_in_bfloat16(name, backend, product):
+    check_exact(CASES[name], backend, product, jnp.bfloat16, SHAPES)
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize("name", RECIPES)
+def test_exact_on_representable_batches(name, product):
+    """An einsum with a batch axis, [E, M, K] x [E, K, N]: experts, for instance."""
+    shapes = {"x": (2, 24, 40), "w": (2, 40, 32), "g": (2, 24, 32)}
+    check_exact(RECIPES[name], "emulated", product, jnp.float32, shapes)
+
+
+def random_operands(seed=0):
+    """Normal data of unlike scales: nothing is near 1, and gradients are as small as they are."""
+    rng = np.random.default_rng(seed)
+    sigma = {"x": 3.0, "w": 0.02, "g": 1e-5}
+    return {k: (rng.normal(size=s) * sigma[k]).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def as_seen(value: np.ndarray, name: str, cast: Cast | None, axis: int) -> np.ndarray:
+    """An operand as its product sees it, in float64: rotated where that is asked for, quantized."""
+    return reference.apply_cast(value, cast, axis, key=KEY, name=name)
+
+
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
+def test_products_are_those_of_the_reference_quantizers(name, backend):
+    """y, dx and dw equal the products of operands quantized by tests/support/reference.py.
+
+    Bound: both sides multiply the same numbers, so what differs is float32 accumulation over at
+    most 264 terms, 264 * 2^-24 relative to the sum of magnitudes, and the rounding of a scale.
+    """
+    recipe, operands = CASES[name], random_operands()
+    x, w, g = (operands[k] for k in "xwg")
+    y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
+    got = {"fwd": y, "dgrad": dx, "wgrad": dw}
+    for product, casts in recipe.gemms.items():
+        (a, ca), (b, cb) = CONTRACTED[product]
+        left = as_seen(operands[a], f"{product}_{a}", casts.lhs, ca)
+        right = as_seen(operands[b], f"{product}_{b}", casts.rhs, cb)
+        left = left if ca == -1 else left.T
+        right = right if cb == -2 else right.T
+        bound = (264 + 4) * 2.0**-24 * (np.abs(left) @ np.abs(right))
+        assert (np.abs(np.asarray(got[product], np.float64) - left @ right) <= bound).all()
+
+
+@pytest.mark.parametrize(("name", "backend"), PAIRS)
+def test_error_is_what_the_roundings_imply(name, backend):
+    """With independent roundings of relative size r and s (root mean square), the product of two
+    operands is off by sqrt(r^2 + s^2 + r^2 s^2) in Frobenius norm; both are measured on the
+    operands. Two-sided, within 10%: an operand that is silently not quantized fails too."""
+    recipe, operands = CASES[name], random_operands(2)
+    x, w, g = (operands[k] for k in "xwg")
+    y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
+    exact = float_products(x, w, g)
+    for product, got in {"fwd": y, "dgrad": dx, "wgrad": dw}.items():
+        roundings = []
+        for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
+            value = operands[operand]
+            rounded = as_seen(value, f"{product}_{operand}", cast, axis)
+            if cast is not None:
+                value = reference.hadamard(value, cast.hadamard, axis)
+            roundings.append(np.linalg.norm(rounded - value) / np.linalg.norm(value))
+            if cast is not None:
+                assert roundings[-1] > 0.3 * cast.format.unit_roundoff
+        expected = np.sqrt(np.prod([1 + r**2 for r in roundings]) - 1)
+        error = np.linalg.norm(got - exact[product]) / np.linalg.norm(exact[product])
+        assert abs(error - expected) <= 0.1 * expected + 264 * 2.0**-24
+
+
+@pytest.mark.parametrize(("name", "backend"), REFUSED)
+def test_a_backend_that_cannot_do_a_recipe_says_why(name, backend):
+    with pytest.raises(NotImplementedError, match=f"{backend}.*{name}.*cpu.*: "):
+        dot_general(
+            jnp.ones((2, 4)), jnp.ones((4, 3)), MATMUL, recipe=name, backend=backend,
+            state=init_state(name), key=KEY,
+        )  # fmt: skip
+
+
+# Recipe -> where it runs natively if not where all float8 does.
+NATIVE = {
+    hardware.Device("gpu", "T4", (7, 5)): {"bf16"},
+    hardware.Device("gpu", "A100", (8, 0)): {"bf16"},
+    hardware.Device("gpu", "L4", (8, 9)): PER_TENSOR,
+    hardware.Device("gpu", "H200", (9, 0)): PER_TENSOR,
+    BLACKWELL: PER_TENSOR | {"mxfp8", "nvfp4"},
+    hardware.Device("gpu", "RTX 5090", (12, 0)): PER_TENSOR,
+    hardware.Device("tpu", "TPU v6 lite"): {"bf16"},
+    hardware.Device("cpu", "cpu"): PER_TENSOR,  # when asked for: XLA widens
+}
+
+
+@pytest.mark.parametrize("device", NATIVE, ids=lambda device: device.kind)
+def test_the_table_of_backends_is_as_documented(device):
+    for name, recipe in RECIPES.items():
+        assert BACKENDS["emulated"].refuses(recipe, device) is None
+        refusal = BACKENDS["xla"].refuses(recipe, device)
+        assert (refusal is None) == (name in NATIVE[device]), (name, refusal)
+        refusal = BACKENDS["pallas"].refuses(recipe, device)
+        kernels = name in KERNELS and device.capability == (9, 0)
+        assert (refusal is None) == (kernels or name == "bf16"), (name, refusal)
+        best = choose_backend(None, recipe, device).name
+        native = name in NATIVE[device] and name != "bf16" and device.platform == "gpu"
+        assert best == ("pallas" if kernels else "xla" if native else "emulated")
+        split = choose_backend(None, recipe, device, whole=False).name
+        assert split == ("xla" if native else "emulated")
+
+
+def test_a_refusal_names_what_is_missing():
+    e4m3, e5m2 = Cast(format=FORMATS["e4m3"]), Cast(format=FORMATS["e5m2"])
+    hopper, t4 = (hardware.Device("gpu", "an H200", (9, 0)), hardware.Device("gpu", "a T4", (7, 5)))
+    refuses = BACKENDS["xla"].refuses
+    assert "a T4 has no FP8 matrix unit" in refuses(RECIPES["fp8_current"], t4)
+    assert "high-precision operand" in refuses(Recipe(fwd_x=e4m3), hopper)
+    assert "e5m2 by e5m2" in refuses(Recipe(fwd_x=e5m2, fwd_w=e5m2), hopper)
+    assert "4-bit" in refuses(Recipe(fwd_x=Cast(format=FORMATS["e2m1"]), fwd_w=e4m3), hopper)
+    assert "change along the contraction" in refuses(RECIPES["fp8_block"], BLACKWELL)
+    assert "every 32 numbers: no unit for that" in refuses(RECIPES["mxfp8"], hopper)
+    assert "e2m1" in refuses(RECIPES["mxfp4"], BLACKWELL)
+
+
+def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
+    """What jax.nn.scaled_matmul, which only GPUs have, says it computes."""
+    assert preferred_element_type == jnp.float32 and a.shape[0] == b.shape[0]
+    block = a.shape[-1] // a_scales.shape[-1]
+    assert (a.dtype.itemsize, a_scales.dtype, block) in [
+        (1, jnp.float8_e8m0fnu, 32), (1, jnp.float8_e4m3fn, 16)
+    ]  # fmt: skip
+    left, right = (
+        codes.astype(jnp.float32) * jnp.repeat(scales.astype(jnp.float32), block, axis=-1)
+        for codes, scales in ((a, a_scales), (b, b_scales))
+    )
+    return jnp.einsum("BMK,BNK->BMN", left, right, precision="highest")
+
+
+@pytest.mark.parametrize("product", CONTRACTED)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, product, monkeypatch):
+    monkeypatch.setattr(hardware, "device", lambda: BLACKWELL)
+    monkeypatch.setattr(jax.nn, "scaled_matmul", documented_scaled_matmul)
+    jax.clear_caches()  # the other tests' programs
+    check_exact(CASES[name], "xla", product, jnp.float32, SHAPES)
+    shapes = {"x": (2, 24, 40), "w": (2, 40, 30), "g": (2, 24, 30)}
+    check_exact(CASES[name], "xla", product, jnp.bfloat16, shapes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_scaled_matmul_computes_what_it_says(name):
+    """Off Blackwell XLA dequantizes its operands: the layout is tested there, too."""
+    recipe, operands = RECIPES[name], random_operands()
+    args = (operands["x"], recipe.fwd_x), (operands["w"], recipe.fwd_w)
+    x, w = (
+        quantize(jnp.asarray(a), c.format, c.tile, contract_axis=axis, scale=c.scale)
+        for (a, c), axis in zip(args, (-1, -2), strict=True)
+    )
+    got = jax.jit(lambda x, w: blackwell.scaled_matmul(x, w, -1, -2))(x, w)
+    left, right = (np.asarray(dequantize(q), np.float64) for q in (x, w))
+    # Dequantized to bfloat16 where it has no unit: 2^-9 an operand, and float32 sums.
+    bound = (2 * 2.0**-8 + K * 2.0**-24) * (np.abs(left) @ np.abs(right))
+    assert (np.abs(np.asarray(got, np.float64) - left @ right) <= bound).all()
+
+
+# State --------------------------------------------------------------------------------------------
+
+
+def test_new_histories_are_the_cotangents_of_the_old():
+    recipe, operands = RECIPES["fp8_delayed"], random_operands()
+    old = {k: jnp.arange(16, dtype=jnp.float32) + 1 for k in "xwg"}
+    *_, new = run(*(operands[k] for k in "xwg"), old, recipe=recipe, backend="emulated")
+    for k in "xwg":
+        assert new[k][0] == np.abs(operands[k]).max()
+        np.testing.assert_array_equal(new[k][1:], old[k][:-1])
+
+
+def test_a_non_finite_operand_poisons_the_product_but_no_history():
+    recipe, operands = RECIPES["fp8_delayed"], random_operands()
+    old = {k: jnp.full(16, 5.0) for k in "xwg"}
+    operands["g"][3, 4] = np.inf
+    y, dx, dw, new = run(*(operands[k] for k in "xwg"), old, recipe=recipe, backend="emulated")
+    assert np.isfinite(y).all() and not np.isfinite(dx).any() and not np.isfinite(dw).any()
+    np.testing.assert_array_equal(new["g"], old["g"])
+    operands["x"][0, 0] = np.nan
+    y, *_, new = run(*(operands[k] for k in "xwg"), old, recipe=recipe, backend="emulated")
+    assert np.isnan(y).all()
+    np.testing.assert_array_equal(new["x"], old["x"])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", CASES)
+def test_an_overflow_in_a_source_never_hides(name, bad):
+    """What an operand's element (3, 4) is part of is not finite, and histories stay finite."""
+    recipe = CASES[name]
+    affected = {"x": ("y", 3, "dw", 4), "w": ("y", (slice(None), 4), "dx", (slice(None), 3)),
+                "g": ("dx", 3, "dw", (slice(None), 4))}  # fmt: skip
+    for operand, (one, there, other, where) in affected.items():
+        operands = random_operands()
+        state = state_for(recipe, operands)
+        operands[operand][3, 4] = bad
+        got = run(*(operands[k] for k in "xwg"), state, recipe=recipe, backend="emulated")
+        values = dict(zip(("y", "dx", "dw"), map(np.asarray, got[:3]), strict=True))
+        assert not np.isfinite(values[one][there]).any()
+        assert not np.isfinite(values[other][where]).any()
+        for history in jax.tree.leaves(got[3]):
+            assert np.isfinite(history).all()
+
+
+def test_seeding_takes_the_current_amax_and_writes_histories():
+    recipe, operands = RECIPES["fp8_delayed"], random_operands()
+    operands["g"] *= 0.1  # all below half of e5m2's smallest number, 2^-17
+    args = [operands[k] for k in "xwg"]
+    empty = init_state(recipe)
+    seeded = run(*args, empty, recipe=recipe.seeding(), backend="xla")
+    current = run(*args, {}, recipe=RECIPES["fp8_current"], backend="xla")
+    for a, b in zip(seeded[:3], current[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert all(seeded[3][k][0] == np.abs(operands[k]).max() for k in "xwg")
+    # What it is for: with an empty history the scale is 1 and every gradient is flushed to zero.
+    _, dx, dw, _ = run(*args, empty, recipe=recipe, backend="xla")
+    assert (np.asarray(dx) == 0).all() and (np.asarray(dw) == 0).all()
+    assert (np.asarray(seeded[1]) != 0).all() and (np.asarray(seeded[2]) != 0).all()
+
+
+# Lowering -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+def test_xla_makes_exactly_three_float8_products(name):
+    recipe, operands = RECIPES[name], random_operands()
+    args = (*(operands[k] for k in "xwg"), init_state(recipe))
+    jaxpr = jax.make_jaxpr(functools.partial(run, recipe=recipe, backend="xla"))(*args)
+    assert float8_products(jaxpr.jaxpr) == 3
+
+
+@pytest.mark.parametrize("name", [r for r in RECIPES if RECIPES[r].wgrad_x is not None])
+def test_no_high_precision_activation_is_a_residual(name):
+    """x is bfloat16, two bytes an element: what is kept of it has one. w is kept as it came."""
+    recipe = RECIPES[name]
+    padded = -(-M // recipe.wgrad_x.hadamard) * recipe.wgrad_x.hadamard  # tokens, if rotated
+    x, w = jnp.ones((M, K), jnp.bfloat16), jnp.ones((K, N), jnp.float32)
+    f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, backend="emulated")
+    _, vjp = jax.eval_shape(
+        lambda x, w: jax.vjp(lambda x, w: f(x, w, state=init_state(recipe), key=KEY), x, w), x, w
+    )
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size") and leaf.size >= M * K]
+    assert [leaf.dtype.itemsize for leaf in kept if leaf.shape == (padded, K)] == [1]
+    assert all(leaf.shape in ((padded, K), (K, N)) for leaf in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+def test_exact_on_the_matrix_unit(name):
+    """As above, within the 14 bits that Hopper's FP8 sums keep: the element that pins an amax
+    meets zeros, and what is left are sums of at most 264 products of at most 9."""
+    recipe, rng = CASES[name], np.random.default_rng(0)
+    operands = {k: rng.integers(-3, 4, s).astype(np.float32) for k, s in SHAPES.items()}
+    x, w, g = (operands[k] for k in "xwg")
+    for operand in (x, w, g):
+        operand[:2], operand[:, :2] = 0, 0
+    x[0, 0] = w[1, 1] = 448
+    g *= 128
+    g[1, 1] = 57344
+    run_xla = functools.partial(run, recipe=recipe, backend="xla")
+    *got, _ = run_xla(*map(jnp.asarray, (x, w, g)), state_for(recipe, operands))
+    for value, exact in zip(got, float_products(x, w, g).values(), strict=True):
+        assert np.count_nonzero(exact) > 0.9 * exact.size
+        np.testing.assert_array_equal(np.asarray(value, np.float64), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4096, 192])
+def test_the_scale_is_multiplied_in_float32_inside_the_gemm(m):
+    """bfloat16 results round once: they are those of a float32 result, rounded."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(m, 1024)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(1024, 512)), jnp.float32)
+    f = functools.partial(
+        dot_general, dimension_numbers=MATMUL, recipe="fp8_current", backend="xla"
+    )
+    narrow = jax.jit(f)
+    wide = jax.jit(functools.partial(f, preferred_element_type=jnp.float32))
+    assert narrow.lower(x, w).compile().as_text().count("__cublas$lt$matmul$f8") == 1
+    np.testing.assert_array_equal(narrow(x, w), wide(x, w).astype(jnp.bfloat16))
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "equation",
+    ["bsd,dh->bsh", "bsd,dhk->bshk", "bshk,hkd->bsd", "ebd,edf->ebf", "bed,edf->bef", "ab,cb->ca"],
+)
+def test_einsum_equals_jax_on_any_layout(equation):
+    """bf16 recipe: the layout is what is tested, gradients included; integers are exact."""
+    sizes = dict(b=3, s=5, d=6, h=2, k=4, e=7, f=8, a=2, c=3)
+    rng = np.random.default_rng(0)
+    terms = equation.split("->")[0].split(",")
+    lhs, rhs = (jnp.asarray(rng.integers(-4, 5, [sizes[c] for c in t]), jnp.float32) for t in terms)
+    ours, vjp = jax.vjp(lambda a, b: einsum(equation, a, b, recipe="bf16"), lhs, rhs)
+    theirs, their_vjp = jax.vjp(lambda a, b: jnp.einsum(equation, a, b), lhs, rhs)
+    np.testing.assert_array_equal(ours, theirs)
+    g = jnp.asarray(rng.integers(-4, 5, ours.shape), jnp.float32)
+    for a, b in zip(vjp(g), their_vjp(g), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_batched_tensor_has_one_scale_per_tensor_and_one_each_per_tile():
+    rng = np.random.default_rng(0)
+    lhs = rng.normal(size=(3, 4, 128)).astype(np.float32) * np.float32([[[1]], [[8]], [[64]]])
+    rhs = np.broadcast_to(np.eye(128, dtype=np.float32), (3, 128, 128))
+    for tile in (TENSOR, TILE128):
+        cast = Cast(format=FORMATS["e4m3"], tile=tile)
+        y = einsum("bmk,bkn->bmn", jnp.asarray(lhs), jnp.asarray(rhs), recipe=Recipe(fwd_x=cast))
+        np.testing.assert_allclose(y, reference.apply_cast(lhs, cast, -1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 128, 1), (0, 8, 4), (4, 0, 3), (5, 8, 0)])
+def test_empty_and_one_row_operands(name, m, k, n):
+    x, w, g = jnp.ones((m, k)), jnp.ones((k, n)), jnp.ones((m, n))
+    recipe = RECIPES[name].seeding()
+    y, dx, dw, _ = run(x, w, g, init_state(recipe), recipe=recipe, backend="emulated")
+    # Ones are exact with a power-of-two scale; with 1 / 6 in e4m3 under a float32 one not quite.
+    np.testing.assert_allclose(y, np.full((m, n), float(k)), rtol=0.01)
+    assert dx.shape == x.shape and dw.shape == w.shape and np.isfinite(dw).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_zero_in_zero_out(name):
+    recipe = RECIPES[name]
+    x, w, g = jnp.zeros((M, K)), jnp.zeros((K, N)), jnp.zeros((M, N))
+    for value in run(x, w, g, init_state(recipe), recipe=recipe, backend="emulated")[:3]:
+        assert (np.asarray(value) == 0).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_eight_devices_equal_one(name):
+    """Sharded along tokens and features, amaxes over all devices: the same codes. So results differ
+    by the order of float32 sums only, of at most 272 terms on either side."""
+    recipe, operands = RECIPES[name], random_operands()
+    state = state_for(recipe, operands)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"x": ("a", None), "w": ("b", "a"), "g": ("a", "b")}
+    sharded = [
+        jax.device_put(operands[k], jax.NamedSharding(mesh, jax.P(*specs[k]))) for k in "xwg"
+    ]
+    *one, histories = run(*(operands[k] for k in "xwg"), state, recipe=recipe, backend="emulated")
+    *eight, sharded_histories = run(*sharded, state, recipe=recipe, backend="emulated")
+    for product, got, expected in zip(recipe.gemms, eight, one, strict=True):
+        (a, ca), (b, cb) = CONTRACTED[product]
+        casts = recipe.gemms[product]
+        left = np.abs(as_seen(operands[a], f"{product}_{a}", casts.lhs, ca))
+        right = np.abs(as_seen(operands[b], f"{product}_{b}", casts.rhs, cb))
+        sums = (left if ca == -1 else left.T) @ (right if cb == -2 else right.T)
+        assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 272 * 2.0**-24 * sums).all()
+    for operand, history in histories.items():
+        np.testing.assert_array_equal(sharded_histories[operand], history)
+
+
+# Randomness and bad input -------------------------------------------------------------------------
+
+
+def test_stochastic_casts_follow_the_key():
+    plain = Cast(format=FORMATS["e4m3"])
+    recipe = Recipe(fwd_x=dataclasses.replace(plain, rounding="stochastic"), fwd_w=plain)
+    x, w = (jnp.asarray(random_operands()[k]) for k in "xw")
+    f = functools.partial(dot_general, x, w, MATMUL, recipe=recipe)
+    np.testing.assert_array_equal(f(key=jax.random.key(0)), f(key=jax.random.key(0)))
+    assert (f(key=jax.random.key(0)) != f(key=jax.random.key(1))).any()
+    with pytest.raises(ValueError, match="needs a key"):
+        f()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (dict(recipe="fp8_blok"), ValueError, "fp8_blok.; did you mean .fp8_block"),
+        (dict(recipe="bf16", backend="xna"), ValueError, "xna.; did you mean .xla"),
+        (dict(recipe="fp8_delayed"), ValueError, r"keeps amax histories .*16.* got \{\}"),
+        (dict(recipe="bf16", state={"x": jnp.zeros(4)}), ValueError, r"keeps amax histories \{\}"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        dot_general(jnp.ones((2, 4)), jnp.ones((4, 3)), MATMUL, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "equation", ["ab,bc", "ab,bc,cd->ad", "aab,bc->ac", "ab,bc->a", "ab,bc->acz"]
+)
+def test_equations_that_are_no_product(equation):
+    with pytest.raises(ValueError, match="got|letter"):
+        einsum(equation, jnp.ones((2, 2)), jnp.ones((2, 2)), recipe="bf16")

@@ -1,0 +1,371 @@
+"""Optimizers against a recursion written by hand, schedules at points computed by hand."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.optimizers import OPTIMIZERS, is_matrix, make_optimizer
+from fp8jax.optim.schedules import SCHEDULES
+
+CONFIG = OptimizerConfig(
+    name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,
+    decay_fraction=0.3, final_fraction=0.1, weight_decay=0.3, b1=0.9, b2=0.95, eps=1e-8,
+    clip_norm=1.5, moments="float32", seed=0,
+)  # fmt: skip
+
+
+def configured(**changes) -> OptimizerConfig:
+    return dataclasses.replace(CONFIG, **changes)
+
+
+def schedule_of(**changes):
+    """finished steps -> learning rate, as float."""
+    schedule = make_optimizer(configured(**changes))[1]
+    return lambda count: float(schedule(jnp.asarray(count, jnp.int32)))
+
+
+# Shaped like a model: stacked kernels and norms, an embedding, a bias, a norm of one axis.
+DECAYED = ("embedding", "layers/mlp/up/kernel", "lm_head/kernel")
+PLAIN = ("final_norm/scale", "layers/mlp_norm/scale", "lm_head/bias")
+LEAF_SHAPES = dict(zip((*DECAYED, *PLAIN), [(5, 3), (2, 3, 4), (3, 5), (3,), (2, 3), (5,)],
+                       strict=True))  # fmt: skip
+
+
+def nested(flat: dict) -> dict:
+    tree: dict = {}
+    for path, leaf in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def random_leaves(seed: int, size=1.0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {k: (size * rng.normal(size=s)).astype(np.float32) for k, s in LEAF_SHAPES.items()}
+
+
+# AdamW --------------------------------------------------------------------------------------------
+
+
+def adamw_by_hand(params, gradients, c: OptimizerConfig, rates):
+    """Algorithm 2 of arXiv 1711.05101 after clipping, in float64, with an error bound a leaf.
+
+    The bound, in units of 2^-24 and to first order. One step's update is lr * (m / sqrt(v) + decay
+    * p). With b2 = 0.95 the bias correction 1 - b2^t is at least 0.05, so a rounding of b2^t is
+    worth 20 units of it, of its root 10; that of b1 = 0.9 is worth 10. Clipping, moments, root,
+    quotient and products are 40 roundings of them or fewer, the schedule is 20. The moment's
+    roundings count relative to its sum of |g|, since g may cancel in m. Then the sum p + update
+    rounds once, relative to p. Errors do not grow from step to step but add up.
+    """
+    m = {k: np.zeros(p.shape) for k, p in params.items()}
+    m_abs, v, bound = ({k: np.zeros(p.shape) for k, p in params.items()} for _ in range(3))
+    p = {k: np.asarray(value, np.float64) for k, value in params.items()}
+    clipped = []
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        norm = math.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in g.values()))
+        clipped.append(norm > c.clip_norm)
+        shrink = min(1.0, c.clip_norm / norm)
+        for k in p:
+            x = shrink * np.asarray(g[k], np.float64)
+            m[k] = c.b1 * m[k] + (1 - c.b1) * x
+            m_abs[k] = c.b1 * m_abs[k] + (1 - c.b1) * np.abs(x)
+            v[k] = c.b2 * v[k] + (1 - c.b2) * x * x
+            root = np.sqrt(v[k] / (1 - c.b2**t)) + c.eps
+            decay = c.weight_decay if k in DECAYED else 0.0
+            update = m[k] / (1 - c.b1**t) / root + decay * p[k]
+            size = m_abs[k] / (1 - c.b1**t) / root + decay * np.abs(p[k])
+            p[k] = p[k] - rate * update
+            bound[k] += (80 * rate * size + np.abs(p[k]) + rate * size) * 2.0**-24
+    return p, bound, clipped
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_five_steps_of_adamw(schedule):
+    c = configured(schedule=schedule)
+    params = random_leaves(0)
+    # Global norms from about 0.7 to 20: some are clipped, some are not.
+    gradients = [random_leaves(10 + t, size) for t, size in enumerate([0.1, 3, 0.2, 1, 0.1])]
+    optimizer, rate = make_optimizer(c)
+    update = jax.jit(optimizer.update)
+    ours, state = nested({k: jnp.asarray(p) for k, p in params.items()}), None
+    state = optimizer.init(ours)
+    for g in gradients:
+        updates, state = update(nested({k: jnp.asarray(x) for k, x in g.items()}), state, ours)
+        ours = optax.apply_updates(ours, updates)
+    rates = [float(rate(jnp.asarray(t))) for t in range(5)]
+    expected, bound, clipped = adamw_by_hand(params, gradients, c, rates)
+    assert set(clipped) == {True, False}
+    for (path, got), want, limit in zip(
+        jax.tree_util.tree_leaves_with_path(ours),
+        jax.tree.leaves(nested(expected)), jax.tree.leaves(nested(bound)), strict=True,
+    ):  # fmt: skip
+        assert got.dtype == jnp.float32
+        assert (np.abs(np.asarray(got, np.float64) - want) <= limit).all(), path
+    for moment in jax.tree.leaves(state):
+        assert moment.dtype in (jnp.float32, jnp.int32)
+
+
+def test_weight_decay_is_for_kernels_and_embeddings():
+    mask = is_matrix(nested({k: np.zeros(s) for k, s in LEAF_SHAPES.items()}))
+    assert mask == nested({k: k in DECAYED for k in LEAF_SHAPES})
+
+
+def test_without_a_gradient_only_decay_moves_a_parameter():
+    """p - lr * decay * p for kernels and embeddings; norms, stacked ones too, keep every bit."""
+    optimizer, rate = make_optimizer(CONFIG)
+    leaves = random_leaves(0)
+    params = nested({k: jnp.asarray(p) for k, p in leaves.items()})
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    new = optax.apply_updates(params, updates)
+    shrink = 1 - float(rate(jnp.asarray(0))) * CONFIG.weight_decay
+    expected = {k: p * shrink if k in DECAYED else p for k, p in leaves.items()}
+    # Three roundings of the update, far below p, and one of the sum.
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(nested(expected)), strict=True)
+    for name, (got, want) in zip(sorted(LEAF_SHAPES), pairs, strict=True):
+        tolerance = 2.0**-23 if name in DECAYED else 0
+        np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=name)
+
+
+def test_clipping_leaves_what_is_short_enough_and_shrinks_what_is_not():
+    """Seen through the first moment of the first step, (1 - b1) * clipped."""
+    params = {"kernel": jnp.ones(4)}
+    optimizer, _ = make_optimizer(CONFIG)
+
+    def first_moment(g):
+        _, state = optimizer.update({"kernel": g}, optimizer.init(params), params)
+        (mu,) = [x for x in jax.tree.leaves(optax.tree.get(state, "mu"))]
+        return np.asarray(mu) / np.float32(1 - CONFIG.b1)
+
+    short = jnp.asarray([0.5, -0.5, 0.5, 0.5])  # norm 1
+    np.testing.assert_allclose(first_moment(short), short, rtol=3 * 2.0**-24)
+    long = 8 * short  # norm 8: shrunk to 1.5
+    np.testing.assert_allclose(first_moment(long), 1.5 * short, rtol=6 * 2.0**-24)
+
+
+# Schedules ----------------------------------------------------------------------------------------
+
+# A learning rate is a float32 product of a few float32 numbers, one of them a cosine.
+CLOSE = dict(rel=8 * 2.0**-24, abs=8 * 2.0**-24 * CONFIG.learning_rate)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [1, 2, 7])
+def test_the_warmup_starts_at_one_share_and_ends_at_the_peak(schedule, warmup):
+    rate = schedule_of(schedule=schedule, warmup_steps=warmup, decay_fraction=0.2)
+    for finished in range(warmup):
+        assert rate(finished) == pytest.approx(0.02 * (finished + 1) / warmup, **CLOSE)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+def test_the_last_step_has_the_final_rate(schedule, warmup, final):
+    rate = schedule_of(schedule=schedule, warmup_steps=warmup, final_fraction=final)
+    assert rate(9) == pytest.approx(final * 0.02, **CLOSE)
+
+
+def test_cosine_point_by_point():
+    """Two steps of warm-up, then 0.1 + 0.9 * (1 + cos(pi * u)) / 2, u = 1/8 ... 8/8."""
+    rate = schedule_of()
+    assert rate(0) == pytest.approx(0.01, **CLOSE)
+    assert rate(1) == pytest.approx(0.02, **CLOSE)
+    assert rate(5) == pytest.approx(0.02 * 0.55, **CLOSE)  # half way: the mean of 1 and 0.1
+    assert rate(3) == pytest.approx(0.02 * (0.1 + 0.45 * (1 + math.sqrt(0.5))), **CLOSE)
+    assert rate(7) == pytest.approx(0.02 * (0.1 + 0.45 * (1 - math.sqrt(0.5))), **CLOSE)
+    assert rate(9) == pytest.approx(0.002, **CLOSE)
+    rates = [rate(n) for n in range(1, 10)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_wsd_is_flat_and_then_decays():
+    """20 steps, warm-up 4, the last 0.3 * 20 = 6 decay: steps 4 to 14 are at the peak, step 17 is
+    half way down, step 20 at the end."""
+    rate = schedule_of(schedule="wsd", num_steps=20, warmup_steps=4)
+    assert [rate(n) for n in range(3, 14)] == [pytest.approx(0.02, **CLOSE)] * 11
+    assert rate(14) < 0.02 * (1 - 0.05)  # 0.1 + 0.45 * (1 + cos(pi / 6)) = 0.9397
+    assert rate(14) == pytest.approx(0.02 * (0.1 + 0.45 * (1 + math.sqrt(0.75))), **CLOSE)
+    assert rate(16) == pytest.approx(0.02 * 0.55, **CLOSE)
+    assert rate(18) == pytest.approx(0.02 * (0.1 + 0.45 * (1 - math.sqrt(0.75))), **CLOSE)
+    assert rate(19) == pytest.approx(0.002, **CLOSE)
+
+
+def test_wsd_without_a_decay_stays_at_the_peak():
+    rate = schedule_of(schedule="wsd", decay_fraction=0.0)
+    assert [rate(n) for n in range(1, 10)] == [pytest.approx(0.02, **CLOSE)] * 9
+
+
+def test_wsd_phases_may_touch_but_not_overlap():
+    rate = schedule_of(schedule="wsd", warmup_steps=7)  # 7 + 0.3 * 10 = 10
+    assert rate(6) == pytest.approx(0.02, **CLOSE)
+    assert rate(7) == pytest.approx(0.02 * (0.1 + 0.45 * 1.5), **CLOSE)  # cos(pi / 3) = 0.5
+    with pytest.raises(ValueError, match="last 3 of 10 steps begins within the 8 warm-up steps"):
+        make_optimizer(configured(schedule="wsd", warmup_steps=8))
+
+
+# Signs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "decay"), [("stosignsgd", 1.0), ("stosignsgd_v2", 0.99995)])
+def test_stosignsgd_equals_the_algorithm(name, decay):
+    """Algorithms 3 and 11 in float64, with the noise of the seed, the step and the leaf. An element
+    whose sign the rounding to float32 may turn is left out: few are."""
+    c = configured(name=name, weight_decay=0.3, clip_norm=1e9, seed=7)
+    optimizer, rate = make_optimizer(c)
+    params = random_leaves(0)
+    state, given = optimizer.init(nested(params)), nested(params)
+    x = {k: v.astype(np.float64) for k, v in params.items()}
+    m, bound = ({k: np.zeros(v.shape) for k, v in params.items()} for _ in range(2))
+    order = [path for path, _ in flat_paths(given)]
+    for t in range(6):
+        g = random_leaves(10 + t)
+        updates, state = optimizer.update(nested(g), state, given)
+        given = optax.apply_updates(given, updates)
+        key = jax.random.fold_in(jax.random.key(7), t)
+        for i, k in enumerate(order):
+            m[k] = g[k] if t == 0 else c.b1 * m[k] + (1 - c.b1) * g[k]
+            bound[k] = np.maximum(decay * bound[k], np.abs(m[k]))
+            noise = jax.random.uniform(jax.random.fold_in(key, i), x[k].shape, minval=-1.0)
+            sign = np.sign(m[k] + bound[k] * np.asarray(noise, np.float64))
+            sure = np.abs(m[k] + bound[k] * noise) > 1e-5 * bound[k]
+            lr = float(rate(t))
+            decayed = c.weight_decay * x[k] if k in DECAYED else 0.0
+            x[k] = x[k] - lr * sign - lr * decayed
+            assert sure.mean() > 0.9
+            got = np.asarray(dict(flat_paths(given))[k])
+            np.testing.assert_allclose(got[sure], x[k][sure], rtol=1e-5, atol=1e-6)
+            x[k] = got.astype(np.float64)  # where a sign was turned, go on from it
+
+
+def flat_paths(tree) -> list[tuple[str, jax.Array]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+@pytest.mark.parametrize("name", ["stosignsgd", "stosignsgd_v2", "sign_adamw"])
+def test_the_mean_of_the_signs_is_the_mean_update(name):
+    """Over n rows with the same gradients, within five standard errors, 1 / sqrt(n) each: m / G of
+    StoSignSGD, and Adam's update where that is at most 1."""
+    rows, rng = 20_000, np.random.default_rng(0)
+    columns = [jnp.asarray(rng.normal(size=16), jnp.float32) for _ in range(3)]
+    params = {"kernel": jnp.zeros((rows, 16))}
+
+    def last(name):
+        core, _ = OPTIMIZERS[name](configured(name=name))
+        state = core.init(params)
+        for g in columns:
+            update, state = core.update({"kernel": jnp.tile(g, (rows, 1))}, state, params)
+        return update["kernel"], state
+
+    signs, state = last(name)
+    assert set(np.unique(signs)) <= {-1.0, 0.0, 1.0}
+    if name == "sign_adamw":
+        expected = last("adamw")[0][0]
+    else:
+        expected = state.mu["kernel"][0] / state.bound["kernel"][0]
+    error = np.mean(np.asarray(signs, np.float64), axis=0) - np.clip(expected, -1, 1)
+    assert np.abs(error).max() <= 5 / np.sqrt(rows)
+    assert np.abs(expected).min() < 0.5 < np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["stosignsgd", "sign_adamw"])
+def test_signs_do_not_depend_on_the_mesh(name):
+    optimizer, _ = make_optimizer(configured(name=name))
+    params = {"kernel": jnp.ones((16, 8))}
+    grads = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)}
+    update = jax.jit(optimizer.update)
+    whole, _ = update(grads, optimizer.init(params), params)
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    cut = jax.device_put(grads, jax.NamedSharding(mesh, jax.P("fsdp")))
+    other, _ = update(cut, optimizer.init(params), params)
+    np.testing.assert_array_equal(whole["kernel"], other["kernel"])
+
+
+# Every optimizer ----------------------------------------------------------------------------------
+
+
+def _left_by_signs(goal, curvature) -> float:
+    """The expected loss after the 300 steps below, of one leaf."""
+    rate = schedule_of(learning_rate=0.05, num_steps=300, warmup_steps=10, final_fraction=1e-4)
+    error, variance = np.asarray(goal, np.float64), np.zeros(goal.shape)
+    for t in range(300):
+        kept = 1 - np.minimum(rate(t) / np.abs(goal), 1)
+        error, variance = error * kept, variance * kept**2 + rate(t) ** 2
+    return float(np.sum(np.asarray(curvature) * (error**2 + variance)) / 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_convergence_on_a_quadratic_without_recompiling(name):
+    """sum a (p - q)^2 / 2 with curvatures a from 0.1 to 10. An optimizer with steps near the
+    learning rate, 0.05, covers the distances of 2 and less within 40 of the 300 steps; the decay
+    of the rate to 1e-4 of that damps what remains: a thousandth of the loss is easy. The wrong
+    sign, or no step, is not.
+
+    StoSignSGD's mean step is rate * m / G with G the first gradient, a |q|: a share rate / |q| of
+    the way, with a variance of at most rate^2. What both leave is computed; three times that is
+    far out for forty elements."""
+    c = configured(
+        name=name, learning_rate=0.05, num_steps=300, warmup_steps=10, weight_decay=0.0,
+        final_fraction=1e-4, clip_norm=1e3,
+    )  # fmt: skip
+    optimizer, _ = make_optimizer(c)
+    rng = np.random.default_rng(0)
+    goal = {"kernel": jnp.asarray(rng.uniform(-2, 2, (4, 8)), jnp.float32),
+            "scale": jnp.asarray(rng.uniform(-2, 2, 8), jnp.float32)}  # fmt: skip
+    curvature = {"kernel": jnp.asarray(np.geomspace(0.1, 10, 32).reshape(4, 8), jnp.float32),
+                 "scale": jnp.ones(8)}  # fmt: skip
+
+    def loss(params):
+        terms = jax.tree.map(lambda p, q, a: jnp.sum(a * (p - q) ** 2) / 2, params, goal, curvature)
+        return sum(jax.tree.leaves(terms))
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = jax.tree.map(jnp.zeros_like, goal)
+    state, first = optimizer.init(params), loss(params)
+    for _ in range(300):
+        params, state, value = step(params, state)
+    allowed = 1e-3 * first
+    if name.startswith("stosignsgd"):
+        allowed = 3 * sum(map(_left_by_signs, *map(jax.tree.leaves, (goal, curvature))))
+    assert value < allowed < 0.05 * first
+    assert step._cache_size() == 1  # nothing of the state changed its type after the first step
+
+
+# Bad configurations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(warmup_steps=10), r"warmup_steps=10 .*num_steps=10"),
+        (dict(warmup_steps=-1), r"warmup_steps=-1 .*num_steps=10"),
+        (dict(warmup_steps=0, num_steps=0), r"warmup_steps=0 .*num_steps=0"),
+        (dict(decay_fraction=1.5), r"decay_fraction=1.5 does not lie in \[0, 1\]"),
+        (dict(final_fraction=-0.1), r"final_fraction=-0.1 does not lie in \[0, 1\]"),
+        (dict(final_fraction=math.nan), "final_fraction=nan"),
+        (dict(learning_rate=0.0), "learning_rate=0.0 .* must both be positive"),
+        (dict(learning_rate=-0.1), "learning_rate=-0.1 .* must both be positive"),
+        (dict(clip_norm=0.0), "clip_norm=0.0 must both be positive"),
+        (dict(name="adam_w"), "unknown optimizer 'adam_w'; did you mean 'adamw'"),
+        (dict(moments="fp8_coad"), "unknown moment format 'fp8_coad'; did you mean 'fp8_coat'"),
+        (dict(schedule="cosin"), "unknown schedule 'cosin'; did you mean 'cosine'"),
+    ],
+)
+def test_bad_configurations_raise_with_their_values(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(configured(**changes))

@@ -1,0 +1,55 @@
+"""Products: their dimension numbers, the recipes of policies, and what a program has of them."""
+
+import jax
+from jax import lax
+
+from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.recipe import Recipe
+
+MATMUL = (((1,), (0,)), ((), ()))
+# Product -> its operands as (cast, contracting axis of the canonical operand).
+CONTRACTED = {
+    "fwd": (("x", -1), ("w", -2)),
+    "dgrad": (("g", -1), ("w", -1)),
+    "wgrad": (("x", -2), ("g", -2)),
+}
+PER_TENSOR = {
+    "bf16", "fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_rowwise",
+    "fp8_rowwise_wgrad_bf16",
+}  # fmt: skip
+# What kernels/ have, on Hopper.
+KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
+
+
+def variant(name: str) -> Recipe:
+    """The recipe of a policy's layers, options and all."""
+    return as_policy(name).recipe("layers/mlp/up")
+
+
+def float8_products(jaxpr) -> int:
+    """dot_generals with two float8 operands, nested jaxprs included."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is lax.dot_general_p:
+            count += all(v.aval.dtype.itemsize == 1 for v in eqn.invars)
+        for sub in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
+            inner = getattr(sub, "jaxpr", sub)
+            if hasattr(inner, "eqns"):
+                count += float8_products(inner)
+    return count
+
+
+def equations(jaxpr, times=1):
+    """(equation, how often it runs) with those inside loops and calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        inner_times = times * (eqn.params["length"] if eqn.primitive is lax.scan_p else 1)
+        subs = jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        )
+        for sub in subs:
+            inner = getattr(sub, "jaxpr", sub)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner, inner_times)

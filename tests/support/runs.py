@@ -1,0 +1,64 @@
+"""Short runs of a tiny model on generated text, and what they leave."""
+
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from configs import base
+from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.data.tokenizers import tokenizer
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training.build import build
+
+
+@functools.cache
+def corpus(spec, cache):
+    return build_corpus(
+        spec, tokenizer("bytes"), seq_len=64, valid_fraction=0.1, cache_dir=cache
+    )  # fmt: skip
+
+
+def tiny(data, **changes):
+    """A run of seconds; changes by key, dotted ones with two underscores."""
+    config = base.get_config()
+    config.data, config.cache_dir = data
+    config.model_overrides.update(
+        d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16
+    )
+    config.update(
+        seq_len=64, batch_size=16, num_steps=20, warmup_steps=5, valid_every=10, valid_batches=2,
+        checkpoint_every=5, learning_rate=3e-3, valid_fraction=0.1,
+    )  # fmt: skip
+    config.unroll = 2  # compiles in half the time of a loop
+    for key, value in changes.items():
+        group, _, name = key.rpartition("__")
+        (config[group] if group else config)[name] = value
+    return config
+
+
+def steps(config, num_steps, devices=None):
+    """(losses, run, last state) of the first steps, in the loop's order of programs."""
+    run = build(config, devices)
+    rows = corpus(config.data, config.cache_dir).train
+    batches = train_batches(rows, seed=config.seed, batch_size=config.batch_size)
+    losses = []
+    with jax.set_mesh(run.mesh):
+        state = run.stages[0].programs.initialize()
+        for i in range(num_steps):
+            seeding = i == 0 and POLICIES[config.precision].delayed
+            step = run.stages[0].programs.seed_step if seeding else run.stages[0].programs.step
+            state, out = step(state, to_devices(next(batches), run.batch_sharding))
+            losses.append(float(out["loss"]))
+    batches.close()
+    return np.array(losses), run, state
+
+
+def numbers(workdir: Path) -> list[dict]:
+    """Every line of the metrics but for what a clock decides."""
+    clock = ("step_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+    lines = read_jsonl(workdir / "metrics.jsonl")
+    return [{key: line[key] for key in line if key not in clock} for line in lines]

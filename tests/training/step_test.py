@@ -1,0 +1,108 @@
+"""One step as a pure function: accumulation, what histories never reach, the gate."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.model.transformer import abstract_variables
+from fp8jax.training.build import build
+from fp8jax.training.step import accumulate as accumulate_step
+from fp8jax.training.step import loss_sum
+from tests.support.runs import corpus, steps, tiny
+
+
+def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
+    """Against each microbatch by itself: same sums but for float32 order, same maxima."""
+    config = tiny(data, precision="fp8_delayed", grad_accum=4)
+    _, run, state = steps(config, 1, jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=5, batch_size=16)
+    batch = {k: jnp.asarray(v) for k, v in next(batches).items()}
+    batches.close()
+    accumulate = functools.partial(accumulate_step, run.stages[0].model, state)
+    loss, grads, histories = jax.jit(accumulate, static_argnums=1)(batch, 4)
+    total = batch["weights"].sum()
+    alone = jax.jit(
+        jax.value_and_grad(
+            lambda p, h, micro: loss_sum(run.stages[0].model, p, h, micro, None) / total,
+            argnums=(0, 1),
+        )
+    )
+    parts = [
+        alone(state.params, state.histories, {k: v[j::4] for k, v in batch.items()})
+        for j in range(4)
+    ]
+    np.testing.assert_allclose(loss, sum(part[0] for part in parts), rtol=1e-6)
+    one = jax.jit(accumulate, static_argnums=1)(batch, 1)[2]
+    for got, whole, *each in zip(
+        *map(jax.tree.leaves, (histories, one, *(part[1][1] for part in parts))), strict=True
+    ):
+        np.testing.assert_allclose(got, np.max(each, axis=0), rtol=1e-6)
+        np.testing.assert_array_equal(got[:, 1:], whole[:, 1:])  # rolled once, not four times
+    for got, *each in zip(
+        *map(jax.tree.leaves, (grads, *(part[1][0] for part in parts))), strict=True
+    ):
+        # bfloat16 activations inside: one program rounds elsewhere than another.
+        assert np.linalg.norm(got - sum(each)) <= 2e-2 * np.linalg.norm(got)
+
+
+def test_histories_reach_neither_clipping_nor_the_optimizer(data):
+    state = build(tiny(data, precision="fp8_delayed")).state
+    assert jax.tree.structure(state.histories) != jax.tree.structure({})
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(state.params))
+    variables = abstract_variables(build(tiny(data, precision="fp8_delayed")).model)
+    assert set(variables) == {"params", HISTORIES}
+
+
+def test_a_rejected_step_changes_nothing(data):
+    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    batch = to_devices(next(batches), run.batch_sharding)
+    batches.close()
+    with jax.set_mesh(run.mesh):
+        state, _ = run.stages[0].programs.seed_step(run.stages[0].programs.initialize(), batch)
+        bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
+        before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
+        after, out = run.stages[0].programs.step(state, bad)
+    assert np.isnan(out["loss"])
+    jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
+
+
+def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
+    """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
+    detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
+    config = tiny(data, precision="fp8_delayed", moments="fp8", spike_window=8)
+    run = build(config, jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    good = [to_devices(next(batches), run.batch_sharding) for _ in range(23)]
+    batches.close()
+    nan = dict(good[0], weights=good[0]["weights"].at[3, 3].set(jnp.nan))
+    spike = dict(good[0], targets=255 - good[0]["targets"])
+
+    def train(batches):
+        verdicts = []
+        with jax.set_mesh(run.mesh):
+            state, _ = run.stages[0].programs.seed_step(
+                run.stages[0].programs.initialize(), good[0]
+            )
+            for batch in batches:
+                state, out = run.stages[0].programs.step(state, batch)
+                verdicts.append(int(out["verdict"]))
+        return jax.tree.map(np.array, dataclasses.replace(state, key=0)), verdicts
+
+    state, verdicts = train([*good[1:4], nan, *good[4:21], *[spike] * 3, *good[21:]])
+    assert verdicts == [0] * 3 + [2] + [0] * 17 + [1] * 3 + [0] * 2
+    expected, verdicts = train(good[1:])
+    assert not any(verdicts) and expected.step == 23
+    jax.tree.map(np.testing.assert_array_equal, expected, state)
+
+
+def test_without_a_detector_the_state_remembers_nothing(data):
+    run = build(tiny(data))
+    assert jax.tree.leaves(run.stages[0].state.seen) == []
+    assert len(jax.tree.leaves(build(tiny(data, spike_window=8)).state.seen)) == 2
