@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""From a config to a `Run`: every name is resolved here, and the config goes no further.
+
+The first step of a delayed policy runs a program of its own, compiled with `policy.seeding()`: its
+casts take current amaxes and fill the histories, so that the steady step holds no conditional.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,15 +32,152 @@ from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
+from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr
 from fp8jax.stability.ladder import Ladder
 from fp8jax.stability.spikes import SpikeDetector
-from fp8jax.training.policy_switch import kept_histories
-from fp8jax.training.run import Run
+from fp8jax.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
+from fp8jax.training.policy_switch import carried_histories
+from fp8jax.training.run import Programs, Run, Stage
 from fp8jax.training.step import TrainState, as_variables, eval_step, repeat_step, train_step
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """What all stages of a run share."""
+
+    mesh: Mesh
+    tokenizer: Tokenizer
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    detector: SpikeDetector | None
+    gnmr: Gnmr | None
+    optional_state: tuple[OptionalState, ...]
+
+
+def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
+    """Resolve every name of the config, for all devices or those given. Allocates no array.
+
+    Raises:
+      ValueError: unknown names, and sizes that do not fit together, with the numbers.
+      NotImplementedError: a backend that cannot run the policy of some stage.
+    """
+    _check_config(config)
+    precision = as_schedule(config.precision, config.precision_schedule)
+    mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
+    ladder, detector = _recovery(config)
+    gnmr = _gnmr(config)
+    optimizer, schedule = make_optimizer(OptimizerConfig.from_config(config))
+    shared = _Shared(
+        mesh=mesh, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer, schedule=schedule,
+        detector=detector, gnmr=gnmr, optional_state=_optional_state(config, detector, gnmr),
+    )  # fmt: skip
+    stages: list[Stage] = []
+    for begins, policy in zip(precision.begins(config.num_steps), precision.policies, strict=True):
+        stages.append(_stage(config, shared, policy, begins, stages[-1] if stages else None))
+    return Run(
+        stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
+        batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
+        optional_state=shared.optional_state,
+    )  # fmt: skip
+
+
+def _optional_state(
+    config: ConfigDict, detector: SpikeDetector | None, gnmr: Gnmr | None
+) -> tuple[OptionalState, ...]:
+    n_layers = model_config(config.model, dict(config.model_overrides)).n_layers
+    return (
+        OptionalState(field="histories", key=histories_key, fresh=None),
+        OptionalState(
+            field="spikes", key=spikes_key, fresh=dict if detector is None else detector.init
+        ),
+        OptionalState(
+            field="gnmr", key=gnmr_key, fresh=dict if gnmr is None else lambda: gnmr.init(n_layers)
+        ),
+    )
+
+
+def _stage(
+    config: ConfigDict, shared: _Shared, policy: Policy, begins: int, before: Stage | None
+) -> Stage:
+    """The stage that trains in `policy`, after the stage `before`."""
+    words = shared.tokenizer.vocab_size
+    model, gains = _model(config, policy, words, shared.mesh)
+    if shared.gnmr is not None:
+        model = model.clone(high=config.gnmr_precision)
+    initial = _initial_state(model, shared, config.seed)
+    boxed = jax.eval_shape(initial)
+    shardings = tree_shardings(boxed, shared.mesh)
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        linen.meta.unbox(boxed), shardings,
+    )  # fmt: skip
+    carried: frozenset[str] = frozenset()
+    if before is not None:
+        carried = carried_histories(before.model, before.state, model, state)
+    return Stage(
+        begins=begins, model=model, state=state, carried=carried, gains=gains,
+        programs=_programs(config, shared, model, initial, shardings),
+    )  # fmt: skip
+
+
+def _programs(
+    config: ConfigDict,
+    shared: _Shared,
+    model: Transformer,
+    initial: Callable[[], TrainState],
+    shardings: Any,
+) -> Programs:
+    options = xla.compiler_options()
+
+    def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
+        def step(state, batch):
+            return kind(
+                state, batch, model=model, optimizer=shared.optimizer, schedule=shared.schedule,
+                grad_accum=config.grad_accum, detector=shared.detector,
+                gnmr=shared.gnmr if kind is train_step else None, inject=inject_gradient,
+            )  # fmt: skip
+
+        return jax.jit(
+            step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
+        )
+
+    bytes_V = np.zeros(model.config.vocab_size, np.float32)
+    bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
+    repeating = model.clone(policy=config.recovery_precision, high=None)
+    return Programs(
+        initialize=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
+        seed_step=compiled(model.clone(policy=as_policy(model.policy).seeding())),
+        step=compiled(model),
+        repeat_step=compiled(repeating, repeat_step),
+        eval_step=jax.jit(
+            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
+            compiler_options=options,
+        ),
+        sample=None if config.sample_every is None else _sampler(config, shared, model),
+    )
+
+
+def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[], TrainState]:
+    """A function that makes the state of step 0, boxed with logical axis names."""
+    key = jax.random.key(seed)
+
+    def initial() -> TrainState:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
+        params = variables["params"]
+        histories = variables[HISTORIES] if HISTORIES in variables else {}
+        fresh = {p.field: p.fresh() for p in shared.optional_state if p.fresh is not None}
+        return TrainState(
+            step=jnp.zeros((), jnp.int32), params=params, histories=histories,
+            opt_state=shared.optimizer.init(params), key=jax.random.fold_in(key, 1), **fresh,
+        )  # fmt: skip
+
+    return initial
+
+
 def _check_config(config: ConfigDict) -> None:
+    """Raises ValueError for numbers below 1, and for keys that need another one."""
     names = (
         "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
         "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep",
@@ -55,7 +196,7 @@ def _check_config(config: ConfigDict) -> None:
 
 
 def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, str]:
-    """The model, its policy gated by size if the config says so, and the report on the gains."""
+    """The model, and the size gate's report; `size_gate` leaves linears in BF16 that FP8 slows."""
     rows = check_batch(config.batch_size, config.grad_accum, mesh)
     shape = model_config(config.model, dict(config.model_overrides))
     shape.check_mesh(mesh.shape["tensor"])
@@ -74,91 +215,12 @@ def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[
     return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll), gains
 
 
-def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
-    """Resolves every name of the config, for all devices or those given; allocates nothing.
-
-    Raises:
-      ValueError: unknown names, and sizes that do not fit together, with the numbers.
-      NotImplementedError: a backend that cannot run the policy of some stage.
-    """
-    _check_config(config)
-    schedule = as_schedule(config.precision, config.precision_schedule)
-    begins = schedule.begins(config.num_steps)
-    mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
-    tokens = tokenizer(config.tokenizer)
-    stages: list[Run] = []
-    for policy in schedule.policies:
-        before = stages[-1] if stages else None
-        stages.append(_stage(config, policy, before, tokens, mesh))
-    return dataclasses.replace(stages[0], later=tuple(zip(begins[1:], stages[1:], strict=True)))
-
-
-def _stage(
-    config: ConfigDict, policy: Policy, before: Run | None, tokens: Tokenizer, mesh: Mesh
-) -> Run:
-    """What trains in `policy`, after the stage `before`."""
-    model, gains = _model(config, policy, tokens.vocab_size, mesh)
-    fields = {f.name for f in dataclasses.fields(OptimizerConfig)} - {"name"}
-    optimizer, schedule = make_optimizer(
-        OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
-    )
-    ladder, detector = _recovery(config)
-    gnmr = _gnmr(config)
-    model = model if gnmr is None else model.clone(high=config.gnmr_precision)
-
-    def remembered() -> dict[str, Any]:
-        return {
-            "seen": {} if detector is None else detector.init(),
-            "gnmr": {} if gnmr is None else gnmr.init(model.config.n_layers),
-        }
-
-    initial = _initial_state(model, optimizer, config.seed, remembered)
-    boxed = jax.eval_shape(initial)
-    shardings = tree_shardings(boxed, mesh)
-    state = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        linen.meta.unbox(boxed), shardings,
-    )  # fmt: skip
-
-    def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
-        def step(state, batch):
-            return kind(
-                state, batch, model=model, optimizer=optimizer, schedule=schedule,
-                grad_accum=config.grad_accum, detector=detector,
-                gnmr=gnmr if kind is train_step else None,
-            )  # fmt: skip
-
-        return jax.jit(
-            step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
-        )
-
-    options = xla.compiler_options()
-    bytes_V = np.zeros(model.config.vocab_size, np.float32)
-    bytes_V[: tokens.vocab_size] = tokens.token_bytes
-    return Run(
-        model=model, mesh=mesh, tokenizer=tokens, state=state,
-        initialize=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
-        seed_step=compiled(model.clone(policy=as_policy(model.policy).seeding())),
-        step=compiled(model), gains=gains, ladder=ladder, remembered=remembered,
-        repeat_step=compiled(
-            model.clone(policy=config.recovery_precision, high=None), repeat_step
-        ),
-        eval_step=jax.jit(
-            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
-            compiler_options=options,
-        ),
-        sample=None if config.sample_every is None else _sampler(config, model, tokens, mesh),
-        batch_sharding=NamedSharding(mesh, spec("batch", "length")),
-        kept=kept_histories(before.model, before.state, model, state) if before else frozenset(),
-    )  # fmt: skip
-
-
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
-    """What is done about bad steps, and which count as bad besides those that are not finite."""
+    """What is tried on a rejected step, and the detector of loss spikes, None without one."""
     if as_policy(config.recovery_precision).delayed:
         raise ValueError(
-            f"recovery_precision={config.recovery_precision!r} keeps amax histories, and a step"
-            " that is repeated has none: take bf16 or a policy with current scales"
+            f"recovery_precision={config.recovery_precision!r} uses delayed scaling, and a"
+            " repeated step has no amax histories: take bf16 or a policy with current scaling"
         )
     ladder = Ladder.parse(config.recovery)
     if config.spike_window is None:
@@ -167,14 +229,15 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
 
 
 def _gnmr(config: ConfigDict) -> Gnmr | None:
-    """The controller of promotions, None without thresholds."""
+    """GNMR's settings, None where `gnmr_alpha` is empty."""
     if not config.gnmr_alpha:
         if config.gnmr_random is not None:
             raise ValueError(f"gnmr_random={config.gnmr_random} needs a gnmr_alpha: GNMR is off")
         return None
     if as_policy(config.gnmr_precision).delayed:
         raise ValueError(
-            f"gnmr_precision={config.gnmr_precision!r} keeps amax histories: take one without"
+            f"gnmr_precision={config.gnmr_precision!r} uses delayed scaling, and a promoted"
+            " layer has no amax histories: take a policy with current scaling"
         )
     if not 0 <= config.gnmr_first <= 1:
         raise ValueError(f"gnmr_first={config.gnmr_first} does not lie in [0, 1]")
@@ -186,9 +249,10 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
 
 
 def _sampler(
-    config: ConfigDict, model: Transformer, tokens: Tokenizer, mesh: Mesh
+    config: ConfigDict, shared: _Shared, model: Transformer
 ) -> Callable[[TrainState], Array]:
-    """A compiled function from a state to the tokens of a text, prompt included."""
+    """A jitted function from a state to the tokens of a generated text, prompt included."""
+    tokens = shared.tokenizer
     prompt = np.append(tokens.bos, tokens.encode(config.sample_prompt)).astype(np.int32)
     if len(prompt) + config.sample_tokens > config.seq_len:
         raise ValueError(
@@ -198,7 +262,7 @@ def _sampler(
     if config.sample_temperature < 0:
         raise ValueError(f"sample_temperature={config.sample_temperature} is negative")
 
-    # Whatever attention trains: not every one takes rows of this length.
+    # Not the attention of training: cuDNN's refuses rows of an odd length.
     model = model.clone(attention=None)
 
     def sample(state: TrainState) -> Array:
@@ -209,26 +273,5 @@ def _sampler(
             key=jax.random.fold_in(state.key, state.step),
         )  # fmt: skip
 
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = NamedSharding(shared.mesh, PartitionSpec())
     return jax.jit(sample, out_shardings=everywhere, compiler_options=xla.compiler_options())
-
-
-def _initial_state(
-    model: Transformer, optimizer: optax.GradientTransformation, seed: int,
-    remembered: Callable[[], dict[str, Any]],
-) -> Callable[[], TrainState]:  # fmt: skip
-    """A function that makes the state of step 0, boxed with logical axis names."""
-    key = jax.random.key(seed)
-
-    def initial() -> TrainState:
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
-        params = variables["params"]
-        histories = variables[HISTORIES] if HISTORIES in variables else {}
-        return TrainState(
-            step=jnp.zeros((), jnp.int32), params=params, histories=histories,
-            opt_state=optimizer.init(params), key=jax.random.fold_in(key, 1),
-            **remembered(),
-        )  # fmt: skip
-
-    return initial

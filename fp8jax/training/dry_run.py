@@ -1,20 +1,20 @@
 """What a run would cost, without running it: parameters, FLOPs, bytes on disk and on each device.
 
-Everything here works on shapes. `make_plan` compiles the training step for the devices that there
-are and asks the compiled program for its work space; no array of the model's size exists at any
-time, so that a laptop plans for eight devices that it has not (and for their CPU programs):
+Everything here works on shapes. `make_plan` compiles the training step for the devices of this
+process and asks the compiled program for its memory. No array of the model's size exists at any
+time, so a laptop can plan for eight devices (and for their CPU programs):
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.train \\
         --config=configs/llama3_8b.py --dry_run
 
 Weights, optimizer state, histories and batch are exact, from shapes and shardings. The total is
-what XLA allocates for a step: its arguments, its temporaries, and those results that do not take
-an argument's place. XLA does not say what a temporary holds. At the end of the backward all
-gradients are among them, as float32 and sharded like the weights; the rest is shown as activations
-and work space.
+what XLA allocates for a step: arguments, temporaries, and the results that do not reuse an
+argument's memory. XLA does not say what a temporary holds. At the end of the backward pass all
+gradients are among the temporaries, in float32 and sharded like the weights; the rest is shown as
+activations and work space.
 
-Under a precision schedule these figures are the first stage's. The later ones differ in the total
-and the histories: their totals are compiled too, and count for the verdict on what fits.
+Under a precision schedule these figures are those of the first stage. Later stages differ in the
+total and in the histories: their totals are compiled too, and count for the verdict on what fits.
 """
 
 import dataclasses
@@ -33,13 +33,12 @@ from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
 from fp8jax.training.programs import (
     abstract_batch,
-    all_stages,
     compile_programs,
     device_bytes,
     program_bytes,
     training_programs,
 )
-from fp8jax.training.run import Run
+from fp8jax.training.run import Run, Stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,69 +199,77 @@ def _memory_line(label: str, size: int) -> str:
 
 
 def make_plan(run: Run, config: ConfigDict) -> Plan:
-    """The figures of `run`, which `build(config)` gave. Compiles the programs of training, of all
-    stages; allocates no array, and looks up the files of the sources without reading them.
+    """The figures of `run`, which is `build(config)`.
+
+    Compiles the training programs of all stages; allocates no array, and looks for the files of
+    the sources without reading them.
 
     Raises:
       ValueError: a source of text that is unknown or has no files.
     """
     sources = tuple(source.name for source in parse_sources(config.data))
-    compiled, seconds = compile_programs(run, config, ["initialize", *training_programs(run)])
+    first, *later = run.stages
+    names = ["initialize", *training_programs(first)]
+    compiled, seconds = compile_programs(run, first, config, names)
     totals = {name: program_bytes(program) for name, program in compiled.items()}
-    batch = abstract_batch(run, config.batch_size, config.seq_len)
-    parts = [run.state.params, run.state.opt_state, run.state.histories, batch]
-    weights, optimizer, histories, inputs = map(device_bytes, parts)
     initialize = totals.pop("initialize")
     total = max(totals.values())
-    later, gemms = [], [_gemms(run, compiled["step"])]
-    for begin, stage in run.later:
-        programs, more = compile_programs(stage, config, training_programs(stage))
-        later.append((begin, stage.policy.name, max(map(program_bytes, programs.values()))))
+    later_totals, gemms = [], [_gemms(first, compiled["step"])]
+    for stage in later:
+        programs, more = compile_programs(run, stage, config, training_programs(stage))
+        most = max(map(program_bytes, programs.values()))
+        later_totals.append((stage.begins, stage.policy.name, most))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more
-    rest = total - (weights + optimizer + histories + inputs + weights)
+    batch = abstract_batch(run, config.batch_size, config.seq_len)
+    parts = [first.state.params, first.state.opt_state, first.state.histories, batch]
+    weights, optimizer, histories, inputs = map(device_bytes, parts)
+    gradients = weights  # float32 and sharded alike
+    rest = total - (weights + optimizer + histories + inputs + gradients)
     return Plan(
-        model=config.model, policy=config.precision, later=tuple(later), sources=sources,
+        model=config.model, policy=config.precision, later=tuple(later_totals), sources=sources,
         backends=_backends(run),
         device_kind=run.mesh.devices.flat[0].device_kind, devices=run.mesh.devices.size,
-        mesh=dict(run.mesh.shape), parameters=count_params(run.model.config),
-        flops_per_token=flops_per_token(run.model.config, config.seq_len),
+        mesh=dict(run.mesh.shape), parameters=count_params(first.model.config),
+        flops_per_token=flops_per_token(first.model.config, config.seq_len),
         rows_per_step=config.batch_size, seq_len=config.seq_len, steps=config.num_steps,
         checkpoint_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                             for leaf in jax.tree.leaves(run.state)),
+                             for leaf in jax.tree.leaves(first.state)),
         weights_bytes=weights, optimizer_bytes=optimizer, histories_bytes=histories,
-        batch_bytes=inputs, gradients_bytes=weights, activations_bytes=max(rest, 0),
+        batch_bytes=inputs, gradients_bytes=gradients, activations_bytes=max(rest, 0),
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
         initialize_bytes=initialize, capacity_bytes=_memory_stat(run, "bytes_limit"),
         compile_seconds=seconds, gemms=tuple(gemms),
-        gains=tuple(stage.gains for stage in all_stages(run) if stage.gains),
+        gains=tuple(stage.gains for stage in run.stages if stage.gains),
     )  # fmt: skip
 
 
-def _gemms(stage: Run, program: Any) -> str:
+def _gemms(stage: Stage, program: Any) -> str:
     paths, backend = stage.model.config.linears, stage.model.backend
-    found = find_gemms(program.as_text(), stage.policy, paths, backend=backend, high=stage.high)
-    return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(found)}"
+    gemms = find_gemms(program.as_text(), stage.policy, paths, backend=backend, high=stage.high)
+    return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(gemms)}"
 
 
 def bytes_in_use(run: Run) -> int | None:
-    """The most bytes that were in use on a device since the start; None where it does not say."""
+    """The most bytes in use on a device since the start; None where the device does not say."""
     return _memory_stat(run, "peak_bytes_in_use")
 
 
 def _memory_stat(run: Run, name: str) -> int | None:
     stats = [device.memory_stats() for device in run.mesh.local_devices]
     known = [stat[name] for stat in stats if stat is not None and name in stat]
+    if not known:
+        return None
     # The device that limits: the smallest capacity, the highest use.
-    return None if not known else min(known) if name == "bytes_limit" else max(known)
+    return min(known) if name == "bytes_limit" else max(known)
 
 
 def _backends(run: Run) -> dict[str, str]:
-    paths = run.model.config.modules
-    recipes = [stage.policy.recipe(path) for stage in all_stages(run) for path in paths]
+    model = run.stages[0].model
+    recipes = [stage.policy.recipe(path) for stage in run.stages for path in model.config.modules]
     return {
-        recipe.name: choose_backend(run.model.backend, recipe).name
+        recipe.name: choose_backend(model.backend, recipe).name
         for recipe in recipes
         if recipe.casts
     }

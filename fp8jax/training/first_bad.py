@@ -1,17 +1,18 @@
-"""Which layer and tensor of a step went bad first, for the report of a run that stops.
+"""Which layer and tensor of a rejected step was first not finite.
 
     find_bad     compiled: flags of weights, outputs and gradients, of every layer
     first_bad    words: the first of them in the order of the computation
 
-The step itself is not watched: it costs nothing. A bad step was not applied, so it can be computed
-again from the same state and batch, once, by a program of its own. Weights come first, then the
-outputs of the forward pass from the first layer up, then gradients from the last layer down, since
-what is not finite spreads in these directions. Within a layer the outputs of attention, MLP and
-norms, and the MLP's hidden units, are known; single linears only by the gradients of their kernels.
+Watching costs the training step nothing: a rejected step was not applied, so that the same state
+and batch compute it once more, in a program of its own. Weights come first, then the outputs of the
+forward pass from the first layer up, then gradients from the last layer down: what is not finite
+spreads in these directions. Within a layer, the outputs of attention, MLP and norms and the MLP's
+hidden units are known; a single linear only by the gradient of its kernel.
 """
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from fp8jax.data.loader import Batch
 from fp8jax.model.layer import AMAXES
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.policy_options import as_policy
-from fp8jax.stability.faults import inject_gradient
 from fp8jax.training.policy_switch import leaves_by_path
 from fp8jax.training.step import TrainState, accumulate, as_variables
 
@@ -34,14 +34,23 @@ _ORDER = (
 
 
 def find_bad(
-    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
+    model: Transformer,
+    state: TrainState,
+    batch: Batch,
+    grad_accum: int,
+    *,
+    inject: Callable[[Any, Batch], Any] | None = None,
 ) -> dict[str, dict[str, Array]]:
-    """What of a step is not finite: kind -> name -> bool [] or, of layers, [n_layers].
+    """Flags of the tensors that are not finite: kind -> name -> bool [], or [n_layers] in layers.
 
     The kinds are "weight", "output" (of a part of a layer) and "gradient".
+
+    Args:
+      inject: as in `train_step`.
     """
     loss, grads, _ = accumulate(model, state, batch, grad_accum)
-    grads = inject_gradient(grads, batch)
+    if inject is not None:
+        grads = inject(grads, batch)
     key = state.key if as_policy(model.policy).stochastic else None
     _, watched = model.apply(
         as_variables(state.params, state.histories), batch["tokens"], batch["segments"],
@@ -63,15 +72,15 @@ def find_bad(
 
 
 def _module(name: str) -> str:
-    """layers/mlp of layers/mlp/__call__/0, as flax captures outputs; layers/output of a block, and
-    layers/mlp/hidden of layers/mlp/hidden/0."""
+    """The module's path in a name that flax captured: "layers/mlp/__call__/0" -> "layers/mlp". The
+    output of a whole layer is "layers/output"."""
     short = re.sub(r"(/__call__)?/\d+$", "", name)
     return "layers/output" if short == "layers" else short
 
 
 def first_bad(found: dict[str, dict[str, Any]]) -> str:
-    """In the order of the computation the first that is not finite of what `find_bad` gave, in
-    words; "" if all is."""
+    """The first tensor, in the order of the computation, that `find_bad` flags, in words such as
+    "layer 3, gradient of mlp/down/kernel"; "" if everything is finite."""
     for kind in ("weight", "output", "gradient"):
         backward = kind == "gradient"
         bad: list[tuple[float, float, str]] = []  # layer, place within it
@@ -92,8 +101,8 @@ def first_bad(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _place(name: str) -> float:
-    """Of a tensor within its layer, or of one outside beside the layers' numbers, in the order of
-    the forward pass."""
+    """The place of a tensor in the order of the forward pass: within its layer, or, for one outside
+    the layers, before (-1) or after (inf) all layers."""
     if not name.startswith("layers/"):
         return -1.0 if "embedding" in name else math.inf
     short = name.removeprefix("layers/")

@@ -1,22 +1,22 @@
-"""The training loop, from a config to a directory.
+"""The training loop, from a config to a run's directory.
 
-`train_and_evaluate` reads top to bottom: resolve the config, data, model and shardings, state,
-resume, loop. A step is one compiled program (step.py).
+The loop dispatches step n and then reads the metrics of step n - 1, so that the device never waits
+for the host. It therefore learns one step late that a step was rejected; the compiled step has
+already selected the old state by then, and nothing is saved before its metrics were read. Only a
+ladder that may repeat a step or roll back makes the loop wait for every step.
 
-The loop dispatches step n and then reads the metrics of step n - 1, so that the device never
-waits for the host. A rejected step is therefore noticed one step late; by then the gate has already
-kept it out of the state, and nothing is saved before its metrics were read. Only a ladder that may
-repeat a step or roll back (stability/bad_steps.py) makes the loop wait for every step.
-
-The loop counts batches; the state counts the steps that were not rejected, and the learning rate
+The loop counts batches. The state counts the steps that were not rejected, and the learning rate
 follows the state.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import logging
@@ -27,37 +27,34 @@ from fp8jax.analysis.gemms import log_gemms
 from fp8jax.analysis.size_gate import is_measured_here
 from fp8jax.data.corpus import Corpus, build_corpus
 from fp8jax.data.loader import Batch, TimedIterator, to_devices, train_batches
+from fp8jax.data.mixture import Position as DataPosition
+from fp8jax.data.rows import Row
 from fp8jax.device import hardware, xla
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer, Restored
+from fp8jax.records.events import Event
 from fp8jax.records.metrics import Metrics
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
 from fp8jax.training.recovery import Recovery, rejection_cause
-from fp8jax.training.resume import checkpoint_items, initial_stage, read_checkpoint
-from fp8jax.training.run import Run
+from fp8jax.training.resume import (
+    CHECKPOINT_VERSION,
+    Position,
+    checkpoint_items,
+    initial_position,
+    read_checkpoint,
+)
+from fp8jax.training.run import Run, Stage
 from fp8jax.training.stop_request import StopRequest
 from fp8jax.training.validate import sample_text, validate
 from fp8jax.training.watch import LayerWatch
 
 NO_FAULTS = Faults()
 
-
-def _startup_report(run: Run, corpus: Corpus, config: ConfigDict) -> None:
-    devices = run.mesh.devices
-    logging.info("data:\n%s", corpus.summary())
-    logging.info(
-        "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
-        config.model, f"{count_params(run.model.config):,}", run.policies, devices.size,
-        hardware.device_kind(), dict(run.mesh.shape),
-        f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
-    )  # fmt: skip
-    for gains in [run.gains, *(stage.gains for _, stage in run.later)]:
-        if gains and is_measured_here():
-            logging.info("%s", gains)
+Scalars = dict[str, float | None]
 
 
 def train_and_evaluate(
@@ -66,177 +63,281 @@ def train_and_evaluate(
     *,
     profile: tuple[int, int] | None = None,
     faults: Faults = NO_FAULTS,
-) -> dict[str, float | None]:
-    """Trains as `config` (configs/base.py) says; resumes by itself from what `workdir` holds.
+) -> Scalars:
+    """Train as `config` says; resume by itself from what `workdir` holds.
 
     Args:
       config: all keys of configs/base.py.
       workdir: the run's directory: config.json, metrics.jsonl, samples.jsonl, events.jsonl,
         checkpoints/, tensorboard/, profile/.
       profile: first and last step of a trace for xprof, None for none.
-      faults: to try out what happens (faults.py).
+      faults: faults to inject (stability/faults.py).
 
     Returns:
       The scalars of the last step written, validation included.
 
     Raises:
-      ValueError, NotImplementedError: a config that cannot be honoured; before anything is trained.
-      StoppedError: a loss or gradient norm was not finite (NonFiniteError), or the loss a spike,
-        and the ladder had nothing left to try.
+      ValueError, NotImplementedError: a config that cannot be honored; before anything is trained.
+      StoppedError: a step was rejected and no rung of the ladder was left: NonFiniteError for a
+        loss or gradient that is not finite, else for a spike.
     """
-    # The config, resolved ----------------------------------------------------------------------
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
     run = build(config)
-    checkpoints = Path(workdir, "checkpoints")
-    settings = json.loads(config.to_json())
-
-    # Data --------------------------------------------------------------------------------------
     corpus = build_corpus(
         config.data, run.tokenizer, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
         cache_dir=config.cache_dir,
     )  # fmt: skip
-    _startup_report(run, corpus, config)
-
+    _log_start(run, corpus, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
             Checkpointer(
-                checkpoints, every=config.checkpoint_every,
+                Path(workdir, "checkpoints"), every=config.checkpoint_every,
                 keep=config.checkpoint_keep, keep_best=config.checkpoint_keep_best,
             )
         )  # fmt: skip
+        loop = _Loop(config, workdir, run, corpus, checkpointer, stop, profile, faults, stack)
+        return loop.train()
 
-        # Resume or begin -----------------------------------------------------------------------
-        restored, changes = read_checkpoint(checkpointer, run, settings, corpus)
-        # Rows read so far say where the data goes on, also if batch size or mixture have changed.
-        start = 0 if restored is None else restored.step
-        position = corpus.train.start(None if restored is None else restored.meta["position"])
-        trace = Profile(profile, workdir)
-        trace.require_within(start, config.num_steps)
-        stack.callback(trace.stop)
-        metrics = stack.enter_context(
-            Metrics(workdir, num_steps=max(config.num_steps, start), start_step=start)
+
+def _log_start(run: Run, corpus: Corpus, config: ConfigDict) -> None:
+    devices = run.mesh.devices
+    logging.info("data:\n%s", corpus.summary())
+    logging.info(
+        "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
+        config.model, f"{count_params(run.stages[0].model.config):,}", run.policies, devices.size,
+        hardware.device_kind(), dict(run.mesh.shape),
+        f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
+    )  # fmt: skip
+    for stage in run.stages:
+        if stage.gains and is_measured_here():
+            logging.info("%s", stage.gains)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Dispatched:
+    """A step whose results may still be computed.
+
+    Attributes:
+      out: its metrics, on the device.
+      seeded: whether it seeded amax histories.
+    """
+
+    step: int
+    out: dict[str, Array]
+    batch: Batch
+    seeded: bool
+
+
+class _Loop:
+    """Everything that the loop needs between two steps."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: str,
+        run: Run,
+        corpus: Corpus,
+        checkpointer: Checkpointer,
+        stop: StopRequest,
+        profile: tuple[int, int] | None,
+        faults: Faults,
+        stack: contextlib.ExitStack,
+    ):
+        """Reads the checkpoint, if there is one, and opens the run's files on `stack`."""
+        self.config, self.run, self.corpus = config, run, corpus
+        self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
+        self.settings = json.loads(config.to_json())
+        restored, changes = read_checkpoint(checkpointer, run, self.settings, corpus)
+        self.start = 0 if restored is None else restored.step
+        # The rows read so far say where the data goes on, also if batch size or mixture changed.
+        self.data_position = corpus.train.start(
+            None if restored is None else restored.meta["position"]
+        )
+        self.profile = Profile(profile, workdir)
+        self.profile.require_within(self.start, config.num_steps)
+        stack.callback(self.profile.stop)
+        self.metrics = stack.enter_context(
+            Metrics(workdir, num_steps=max(config.num_steps, self.start), start_step=self.start)
         )
         with open(os.path.join(workdir, "config.json"), "w") as file:
-            json.dump(settings, file, indent=2, sort_keys=True)
-        for step, reason in checkpointer.rejected:
-            metrics.event(step, "damaged_checkpoint", reason=reason)
-        stage, state, seeding = initial_stage(run, restored)
-        # Old checkpoints lack the two.
-        known = {"recovery": {}, "amaxes": []} | ({} if restored is None else restored.meta)
-        recovery = Recovery(run, config, checkpointer, metrics, known["recovery"])
-        watch = LayerWatch(metrics, known["amaxes"])
+            json.dump(self.settings, file, indent=2, sort_keys=True)
+        self.position = initial_position(run, restored)
+        self._restore_counts(restored)
+        self._write_start_events(restored, changes)
+        self.rows = self._read_ahead(stack)
+        self.checkpoints = Path(workdir, "checkpoints")
+        # Stages whose compiled step is still to be checked for FP8 GEMMs.
+        self.unchecked = [run.at(self.start + 1)]
+        if config.require_fp8_gemms:
+            self.unchecked += [stage for stage in run.stages if stage.begins > self.start]
+        self.clock = time.perf_counter()
+
+    def _restore_counts(self, restored: Restored | None) -> None:
+        spent, amaxes = ({}, []) if restored is None else (
+            restored.meta["recovery"], restored.meta["amaxes"]
+        )  # fmt: skip
+        self.recovery = Recovery(self.run, self.config, self.checkpointer, self.metrics, spent)
+        self.watch = LayerWatch(self.metrics, amaxes)
+
+    def _write_start_events(self, restored: Restored | None, changes: list[str]) -> None:
+        for step, reason in self.checkpointer.rejected:
+            self.metrics.event(step, Event.DAMAGED_CHECKPOINT, reason=reason)
         if restored is not None:
-            metrics.event(start, "resume", seeding=seeding, changes=changes)
-        if start >= config.num_steps:
-            metrics.event(start, "already_finished", num_steps=config.num_steps)
+            seeding = self.position.seeding
+            self.metrics.event(self.start, Event.RESUME, seeding=seeding, changes=changes)
+        if self.start >= self.config.num_steps:
+            self.metrics.event(self.start, Event.ALREADY_FINISHED, num_steps=self.config.num_steps)
+
+    def _read_ahead(self, stack: contextlib.ExitStack) -> Iterator[Row]:
+        """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
         batches = train_batches(
-            corpus.train, seed=config.seed, batch_size=config.batch_size, position=position,
-            process_index=jax.process_index(), process_count=jax.process_count(),
+            self.corpus.train, seed=self.config.seed, batch_size=self.config.batch_size,
+            position=self.data_position, process_index=jax.process_index(),
+            process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
-        # Not a step may wait for ever; of what is read ahead nothing is lost, `position` counts.
-        rows = TimedIterator(faults.batches(batches, start + 1), config.data_timeout)
+        rows = self.faults.batches(batches, self.start + 1)
+        return TimedIterator(rows, self.config.data_timeout)
 
-        # The loop ------------------------------------------------------------------------------
-        tokens = config.batch_size * config.seq_len
-        peak = hardware.peak_flops(hardware.device_kind())
-        flops = tokens * flops_per_token(run.model.config, config.seq_len) / run.mesh.devices.size
-        clock = time.perf_counter()
+    # One step -------------------------------------------------------------------------------------
 
-        def read(
-            step: int, out: dict[str, Array], batch: Batch, seeded: bool
-        ) -> dict[str, float | None]:
-            """Waits for a step and returns its scalars; a rejected one climbs the ladder."""
-            nonlocal clock, stage, state, seeding
-            host = jax.device_get(out)
-            if "promoted" in host:
-                host["promoted"] = watch.promoted(step, host["promoted"])
-            scalars = {name: float(value) for name, value in host.items()}
-            now = time.perf_counter()
-            step_s, clock = now - clock, now
-            if rejection_cause(scalars):
-                scalars, stage, state, seeding = recovery.settle(
-                    step, scalars, stage, state, batch, seeded
-                )
-            mfu = None if peak is None else flops / step_s / peak
-            speed = {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
-            return {**scalars, **speed, "peak_memory_bytes": hardware.peak_memory()}
-
-        def save(step: int, metric: float | None) -> None:
-            meta = {
-                "config": settings, "data": corpus.fingerprint, "recovery": recovery.spent,
-                "amaxes": watch.amaxes,
-                "position": position.advanced((step - start) * config.batch_size).to_json(),
-            }  # fmt: skip
-            checkpointer.save(step, checkpoint_items(state), meta, metric)
-
-        # Stages whose training program is still to be looked at, all of them if FP8 is required.
-        later = [each for begin, each in run.later if config.require_fp8_gemms and begin > start]
-        unseen = [run.at(start + 1), *later]
-        pending: tuple[int, dict[str, Array], Batch, bool] | None = None
-        written: dict[str, float | None] = {}
-        for step in range(start + 1, config.num_steps + 1):
-            try:
-                batch = to_devices(next(rows), run.batch_sharding)
-            except Exception as error:
-                if pending is not None:
-                    metrics.write(pending[0], read(*pending))
-                metrics.event(step - 1, "data_failed", reason=str(error))
-                if step - 1 > start:
-                    save(step - 1, None)
-                raise
-            trace.start_if_due(step, state)
-            if (following := run.at(step)) is not stage:
-                names = {"from": stage.policy.name, "to": following.policy.name}
-                stage, seeding = following, following.seeds
-                state = enter_policy(state, stage.state, stage.kept)
-                metrics.event(step - 1, "precision_switch", **names, seeding=seeding)
-                unseen = unseen if config.require_fp8_gemms else [stage]
-            while unseen and (step == start + 1 or not seeding):
-                each = unseen.pop(0)  # jit keeps the program: its first call compiles no more
-                program = each.step.lower(each.state, batch).compile()  # type: ignore[attr-defined]
-                log_gemms(
-                    program.as_text(), each.policy, each.model.config.linears, config.backend,
-                    high=each.high, require=config.require_fp8_gemms,
-                )  # fmt: skip
-            state, out = (stage.seed_step if seeding else stage.step)(state, batch)
-            seeded, seeding = seeding, False
+    def train(self) -> Scalars:
+        """Train to the last step, or until a signal asks to stop."""
+        config, pending, written = self.config, None, {}
+        for step in range(self.start + 1, config.num_steps + 1):
+            batch = self._next_batch(step, pending)
+            self.profile.start_if_due(step, self.position.state)
+            self._enter_stage(step)
+            self._check_gemms(step, batch)
+            dispatched = self._dispatch(step, batch)
             if pending is not None:
-                metrics.write(pending[0], read(*pending))
-            pending = (step, out, batch, seeded)
-            stopping = stop.signal is not None
-            ending = stopping or step == config.num_steps
+                self.metrics.write(pending.step, self._read(pending))
+            pending = dispatched
+            stopping = self.stop.signal is not None
             valid_due = step % config.valid_every == 0 or step == config.num_steps
-            save_due = checkpointer.should_save(step) or ending
-            sample_due = run.sample is not None and step % config.sample_every == 0
-            if trace.ends_with(step):
-                trace.stop(state)
-                metrics.event(step, "profiled", directory=trace.directory)
-            if not (valid_due or save_due or sample_due or run.ladder.waits or seeded):
-                faults.after(step, checkpoints, checkpointer.wait)
+            save_due = self.checkpointer.should_save(step) or stopping or step == config.num_steps
+            samples = self.position.stage.programs.sample is not None
+            sample_due = samples and step % config.sample_every == 0
+            if self.profile.ends_with(step):
+                self.profile.stop(self.position.state)
+                self.metrics.event(step, Event.PROFILED, directory=self.profile.directory)
+            waits = self.run.ladder.waits or dispatched.seeded
+            if not (valid_due or save_due or sample_due or waits):
+                self.faults.after(step, self.checkpoints, self.checkpointer.wait)
                 continue
-            written, pending = read(step, out, batch, seeded), None
+            written, pending = self._read(dispatched), None
             if valid_due:
-                scalars, amaxes = validate(stage, state, corpus, config)
-                written |= scalars
-                if step > config.warmup_steps:
-                    watch.validated(step, amaxes)
-                counts = corpus.train.counts(position, (step - start) * config.batch_size)
-                written |= {f"rows/{name}": count for name, count in counts.items()}
-            metrics.write(step, written)
+                written |= self._validate(step)
+            self.metrics.write(step, written)
             if sample_due:
-                metrics.sample(step, sample_text(stage, state))
+                text = sample_text(self.run, self.position.stage, self.position.state)
+                self.metrics.sample(step, text)
             if save_due:
-                save(step, written["valid_loss"] if valid_due else None)
-            faults.after(step, checkpoints, checkpointer.wait)
-            clock = time.perf_counter()  # neither of these is part of a step
+                self._save(step, written["valid_loss"] if valid_due else None)
+            self.faults.after(step, self.checkpoints, self.checkpointer.wait)
+            self.clock = time.perf_counter()  # validation and saving are no part of a step
             if stopping:
-                metrics.event(step, "stopped", signal=stop.signal)
+                self.metrics.event(step, Event.STOPPED, signal=self.stop.signal)
                 break
-        if config.checkpoint_keep_best and (best := checkpointer.best()) is not None:
-            metrics.event(best[0], "best_checkpoint", valid_loss=best[1])
-    return written
+        self._report_best()
+        return written
+
+    def _next_batch(self, step: int, pending: _Dispatched | None) -> Batch:
+        """The batch of a step on the devices. If the data fails, the step before is saved."""
+        try:
+            return to_devices(next(self.rows), self.run.batch_sharding)
+        except Exception as error:
+            if pending is not None:
+                self.metrics.write(pending.step, self._read(pending))
+            self.metrics.event(step - 1, Event.DATA_FAILED, reason=str(error))
+            if step - 1 > self.start:
+                self._save(step - 1, None)
+            raise
+
+    def _enter_stage(self, step: int) -> None:
+        """Switch the policy where the precision schedule says so."""
+        before, following = self.position.stage, self.run.at(step)
+        if following is before:
+            return
+        state = enter_policy(self.position.state, following.state, following.carried)
+        self.position = Position(stage=following, state=state, seeding=following.seeds)
+        names = {"from": before.policy.name, "to": following.policy.name}
+        self.metrics.event(step - 1, Event.PRECISION_SWITCH, **names, seeding=following.seeds)
+        if not self.config.require_fp8_gemms:
+            self.unchecked = [following]
+
+    def _check_gemms(self, step: int, batch: Batch) -> None:
+        """Log which GEMMs of each new stage's step run in FP8; raise if that is required."""
+        while self.unchecked and (step == self.start + 1 or not self.position.seeding):
+            stage: Stage = self.unchecked.pop(0)
+            # jit keeps the compiled program: the first call of the step compiles nothing more.
+            lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
+            log_gemms(
+                lowered.compile().as_text(), stage.policy, stage.model.config.linears,
+                self.config.backend, high=stage.high, require=self.config.require_fp8_gemms,
+            )  # fmt: skip
+
+    def _dispatch(self, step: int, batch: Batch) -> _Dispatched:
+        position, programs = self.position, self.position.stage.programs
+        seeded = position.seeding
+        run_step = programs.seed_step if seeded else programs.step
+        position.state, out = run_step(position.state, batch)
+        position.seeding = False
+        return _Dispatched(step=step, out=out, batch=batch, seeded=seeded)
+
+    def _read(self, dispatched: _Dispatched) -> Scalars:
+        """Wait for a step and return its scalars. If it was rejected, climb the ladder."""
+        host: dict[str, Any] = jax.device_get(dispatched.out)
+        step = dispatched.step
+        if "promoted" in host:
+            host["promoted"] = self.watch.promoted(step, host["promoted"])
+        scalars = {name: float(value) for name, value in host.items()}
+        now = time.perf_counter()
+        step_s, self.clock = now - self.clock, now
+        if rejection_cause(scalars):
+            # A seeding step that was rejected has seeded nothing: the next one seeds.
+            self.position.seeding = dispatched.seeded
+            scalars = self.recovery.settle(step, scalars, self.position, dispatched.batch)
+        return {**scalars, **self._speed(step_s), "peak_memory_bytes": hardware.peak_memory()}
+
+    def _speed(self, step_s: float) -> Scalars:
+        """step_s (seconds), tokens_per_s (all devices), mfu (a fraction of 1, None if unknown)."""
+        config, devices = self.config, self.run.mesh.devices.size
+        tokens = config.batch_size * config.seq_len
+        flops = tokens * flops_per_token(self.run.stages[0].model.config, config.seq_len) / devices
+        peak = hardware.peak_flops(hardware.device_kind())
+        mfu = None if peak is None else flops / step_s / peak
+        return {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
+
+    # What is written ------------------------------------------------------------------------------
+
+    def _rows_read(self, step: int) -> int:
+        """Rows that this process's run has read since it began, in all processes together."""
+        return (step - self.start) * self.config.batch_size
+
+    def _validate(self, step: int) -> Scalars:
+        """Validation scalars, and how many rows each source has given."""
+        stage, state = self.position.stage, self.position.state
+        scalars, amaxes = validate(self.run, stage, state, self.corpus, self.config)
+        if step > self.config.warmup_steps:
+            self.watch.validated(step, amaxes)
+        counts = self.corpus.train.counts(self.data_position, self._rows_read(step))
+        return {**scalars, **{f"rows/{name}": count for name, count in counts.items()}}
+
+    def _save(self, step: int, valid_loss: float | None) -> None:
+        data_position: DataPosition = self.data_position.advanced(self._rows_read(step))
+        meta = {
+            "version": CHECKPOINT_VERSION, "config": self.settings,
+            "data": self.corpus.fingerprint, "recovery": self.recovery.spent,
+            "amaxes": self.watch.amaxes, "position": data_position.to_json(),
+        }  # fmt: skip
+        items = checkpoint_items(self.run, self.position.state)
+        self.checkpointer.save(step, items, meta, valid_loss)
+
+    def _report_best(self) -> None:
+        if self.config.checkpoint_keep_best and (best := self.checkpointer.best()) is not None:
+            self.metrics.event(best[0], Event.BEST_CHECKPOINT, valid_loss=best[1])

@@ -1,4 +1,9 @@
-"""TODO docstring."""
+"""From one policy of a precision schedule to the next: what becomes of the amax histories.
+
+Weights, optimizer state and data position go on bit for bit. A history goes on where both policies
+have one for the same module and operand. Every other history begins empty, and the first step under
+the new policy seeds it.
+"""
 
 import dataclasses
 from typing import Any
@@ -11,31 +16,32 @@ from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.policy_options import as_policy
 from fp8jax.training.step import TrainState
 
-# Another policy -----------------------------------------------------------------------------------
-
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as "layers/mlp/up/x_amax_history"."""
+    """The leaves of a tree by path, such as "layers/mlp/up/x_amax_history"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def kept_histories(
+def carried_histories(
     before: Transformer, old: TrainState, after: Transformer, new: TrainState
 ) -> frozenset[str]:
-    """Names of the histories that a change from one policy to another keeps, from the models and
-    their abstract states: those that both have of a module and operand, in the same shape.
+    """Names of the histories that go on when the policy of `before` gives way to that of `after`.
 
-    One leaf holds all layers of a module. Where some of them were in high precision before and are
-    not now, what it holds of them says nothing, and it begins anew.
+    A history goes on if both states have it, in the same shape. One leaf holds the histories of all
+    layers of a module. If `after` quantizes a layer that `before` left in high precision, the leaf
+    holds nothing valid for that layer, and all histories of layers begin empty.
+
+    Args:
+      old, new: the abstract states of both stages.
     """
     shapes = {name: leaf.shape for name, leaf in leaves_by_path(old.histories).items()}
-    grown = not _quantized_layers(after) <= _quantized_layers(before)
+    more_layers = not _quantized_layers(after) <= _quantized_layers(before)
     return frozenset(
         name
         for name, leaf in leaves_by_path(new.histories).items()
         if name in shapes and shapes[name] == leaf.shape
-        if not (grown and name.startswith("layers/"))
+        if not (more_layers and name.startswith("layers/"))
     )
 
 
@@ -44,13 +50,15 @@ def _quantized_layers(model: Transformer) -> set[int]:
     return set(range(first, model.config.n_layers - last))
 
 
-def enter_policy(state: TrainState, abstract: TrainState, kept: frozenset[str]) -> TrainState:
-    """`state` with the histories of `abstract`: those named in `kept` are the same arrays, the
-    others zeros. All else is the same arrays too; nothing is copied or compiled."""
+def enter_policy(state: TrainState, abstract: TrainState, carried: frozenset[str]) -> TrainState:
+    """`state` with the histories of `abstract`: the same arrays for those in `carried`, else zeros.
+
+    Every other leaf is the same array as before. Nothing is copied or compiled.
+    """
     old = leaves_by_path(state.histories)
 
     def history(name: str, leaf: Any) -> Array:
-        if name in kept:
+        if name in carried:
             return old[name]
         zeros = np.zeros(leaf.shape, leaf.dtype)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: zeros[index])

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""A trace of some steps, for xprof: the flag --profile=A:B."""
 
 import os
 
@@ -6,11 +6,9 @@ import jax
 
 from fp8jax.training.step import TrainState
 
-# Flags --------------------------------------------------------------------------------------------
-
 
 def parse_profile(text: str) -> tuple[int, int]:
-    """The steps A to B to trace, of "A:B".
+    """The first and last step to trace, of "A:B".
 
     Raises:
       ValueError: anything but two whole numbers with 1 <= A <= B.
@@ -22,7 +20,7 @@ def parse_profile(text: str) -> tuple[int, int]:
 
 
 class Profile:
-    """A profile of steps `first` to `last`, written for xprof; nothing if `steps` is None."""
+    """Traces the steps `steps`, first to last, into WORKDIR/profile; does nothing for None."""
 
     def __init__(self, steps: tuple[int, int] | None, workdir: str):
         self.directory = os.path.join(workdir, "profile")
@@ -30,7 +28,7 @@ class Profile:
         self._running = False
 
     def require_within(self, start: int, num_steps: int) -> None:
-        """Raises ValueError where the steps to profile are not among those to come."""
+        """Raises ValueError if the run will not train all of the steps to trace."""
         if self._steps and not start < self._steps[0] <= self._steps[1] <= num_steps:
             first, last = self._steps
             raise ValueError(
@@ -40,7 +38,7 @@ class Profile:
 
     def start_if_due(self, step: int, state: TrainState) -> None:
         if self._steps and step == self._steps[0]:
-            jax.block_until_ready(state)  # so that the step before is not in it
+            jax.block_until_ready(state)  # so that the trace does not hold the step before
             jax.profiler.start_trace(self.directory)
             self._running = True
 
@@ -48,7 +46,7 @@ class Profile:
         return self._running and self._steps is not None and step == self._steps[1]
 
     def stop(self, state: TrainState | None = None) -> None:
-        """Ends a running profile, once `state` is there."""
+        """End a running trace, once `state` is ready."""
         if self._running:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()

@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""What is done about a rejected step: the rungs of the ladder (stability/ladder.py), in order.
+
+The compiled step has already selected the old state. What is left to decide is whether to repeat
+the batch in high precision, go on with the next one, go back to a checkpoint, or stop.
+"""
 
 import math
 from typing import Any
@@ -8,97 +12,109 @@ from ml_collections import ConfigDict
 
 from fp8jax.data.loader import Batch
 from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.events import Cause, Event
 from fp8jax.records.metrics import Metrics
-from fp8jax.stability.bad_steps import CAUSES, NON_FINITE, SPIKE
-from fp8jax.stability.ladder import STOP
+from fp8jax.stability.bad_steps import SPIKE
+from fp8jax.stability.faults import inject_gradient
 from fp8jax.training.first_bad import find_bad, first_bad
-from fp8jax.training.resume import checkpoint_items, initial_stage
+from fp8jax.training.resume import Position, checkpoint_items, initial_position
 from fp8jax.training.run import Run
-from fp8jax.training.step import TrainState
 
 
 class StoppedError(RuntimeError):
-    """A step was rejected, and the ladder had nothing left; nothing of it was kept or saved."""
+    """A step was rejected, and no rung of the ladder was left. Its update was never applied."""
 
 
 class NonFiniteError(StoppedError):
-    """The same, for a loss or gradient that is not finite."""
+    """A `StoppedError` whose cause is a loss or gradient that is not finite."""
 
 
 class Recovery:
-    """What is done about rejected steps: the ladder's rungs, each within its budget."""
+    """Climbs the ladder for each rejected step, within the budgets of a run.
+
+    `spent` counts how often each rung was used; a checkpoint carries it.
+    """
 
     def __init__(
-        self, run: Run, config: ConfigDict, checkpointer: Checkpointer, metrics: Metrics,
+        self,
+        run: Run,
+        config: ConfigDict,
+        checkpointer: Checkpointer,
+        metrics: Metrics,
         spent: dict[str, int],
-    ):  # fmt: skip
+    ):
         self._run, self._config = run, config
         self._checkpointer, self._metrics = checkpointer, metrics
         self.spent = {name: 0 for name, _ in run.ladder.rungs} | spent
 
     def settle(
-        self, step: int, scalars: dict[str, Any], stage: Run, state: TrainState, batch: Batch,
-        seeding: bool,
-    ) -> tuple[dict[str, Any], Run, TrainState, bool]:  # fmt: skip
-        """The step's scalars, and stage, state and seeding to go on with: a seeding step that was
-        rejected, or repeated without histories, is still to come.
+        self, step: int, scalars: dict[str, Any], position: Position, batch: Batch
+    ) -> dict[str, Any]:
+        """Try rungs until the step is settled; returns the step's scalars.
 
-        Raises StoppedError where nothing is left to try.
+        `position` is changed in place: by a repeated step its state, by a rollback all of it.
+
+        Raises:
+          StoppedError: no rung is left.
         """
         tried: set[str] = set()
         while cause := rejection_cause(scalars):
             rung = self._run.ladder.next(self.spent, tried)
-            if rung == STOP:
-                self._stop(step, cause, scalars, stage, state, batch)
+            if rung == Event.STOP:
+                self._stop(step, cause, scalars, position, batch)
             tried.add(rung)
-            if rung == "rollback" and self._checkpointer.read_meta() is None:
+            if rung == Event.ROLLBACK and self._checkpointer.read_meta() is None:
                 continue  # nothing was saved yet
             self.spent[rung] += 1
             values = {name: scalars[name] for name in ("loss", "grad_norm")}
-            self._metrics.event(step, rung, cause=cause, **values, spent=dict(self.spent))
-            if rung == "repeat":
-                state, out = stage.repeat_step(state, batch)
+            self._metrics.event(step, Event(rung), cause=cause, **values, spent=dict(self.spent))
+            if rung == Event.REPEAT:
+                position.state, out = position.stage.programs.repeat_step(position.state, batch)
                 again = {name: float(value) for name, value in jax.device_get(out).items()}
                 scalars = scalars if rejection_cause(again) else again
                 continue
-            if rung == "rollback":
-                stage, state, seeding = self._roll_back()
+            if rung == Event.ROLLBACK:
+                self._roll_back(position)
             break
-        return scalars, stage, state, seeding
+        return scalars
 
-    def _roll_back(self) -> tuple[Run, TrainState, bool]:
-        found = self._checkpointer.read_meta()
-        assert found is not None  # it was looked at
-        abstract = checkpoint_items(self._run.at(found[0]).state)
-        return initial_stage(self._run, self._checkpointer.restore(abstract))
+    def _roll_back(self, position: Position) -> None:
+        newest = self._checkpointer.read_meta()
+        assert newest is not None  # `settle` has looked
+        items = checkpoint_items(self._run, self._run.at(newest[0]).state)
+        earlier = initial_position(self._run, self._checkpointer.restore(items))
+        position.stage, position.state = earlier.stage, earlier.state
+        position.seeding = earlier.seeding
 
     def _stop(
-        self, step: int, cause: str, scalars: dict[str, Any], stage: Run, state: TrainState,
-        batch: Batch,
-    ) -> None:  # fmt: skip
+        self, step: int, cause: Cause, scalars: dict[str, Any], position: Position, batch: Batch
+    ) -> None:
         values = {name: scalars[name] for name in ("loss", "grad_norm")}
         said = ", ".join(f"{name}={value:g}" for name, value in values.items())
-        first = ""
-        if cause == CAUSES[NON_FINITE]:
-            model = (
-                stage.model if int(state.step) else stage.model.clone(policy=stage.policy.seeding())
-            )
-            find = jax.jit(lambda s, b: find_bad(model, s, b, self._config.grad_accum))
-            first = first_bad(jax.device_get(find(state, batch))) or "nothing, when computed again"
-        self._metrics.event(step, STOP, cause=cause, **values, first=first, spent=self.spent)
-        spike = cause == CAUSES[SPIKE]
-        kind = StoppedError if spike else NonFiniteError
-        what = "a spike" if spike else f"not finite; first: {first}"
+        first = self._first_bad(position, batch) if cause == Cause.NON_FINITE else ""
+        self._metrics.event(step, Event.STOP, cause=cause, **values, first=first, spent=self.spent)
+        kind = StoppedError if cause == Cause.SPIKE else NonFiniteError
+        what = "a spike" if cause == Cause.SPIKE else f"not finite; first: {first}"
         raise kind(
             f"step {step}: {said} is {what}. The update was not applied and nothing of it was"
-            " saved: what checkpoints there are hold finite steps. Of recovery="
-            f"{self._config.recovery!r} nothing is left to try. A lower learning rate or"
-            " precision=bf16 may help."
+            " saved: the checkpoints of this run hold finite steps. No rung of recovery="
+            f"{self._config.recovery!r} is left. A lower learning rate or precision=bf16 may help."
         )
 
+    def _first_bad(self, position: Position, batch: Batch) -> str:
+        """The first tensor of the step that is not finite, from computing the step once more."""
+        stage = position.stage
+        seeding = int(position.state.step) == 0
+        model = stage.model.clone(policy=stage.policy.seeding()) if seeding else stage.model
+        find = jax.jit(
+            lambda s, b: find_bad(model, s, b, self._config.grad_accum, inject=inject_gradient)
+        )
+        flags = jax.device_get(find(position.state, batch))
+        return first_bad(flags) or "nothing, when computed again"
 
-def rejection_cause(scalars: dict[str, Any]) -> str:
-    """Why the step was rejected, "" if it was not."""
+
+def rejection_cause(scalars: dict[str, Any]) -> Cause | None:
+    """Why the step was rejected, None if it was applied."""
     if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["grad_norm"])):
-        return CAUSES[NON_FINITE]
-    return CAUSES[SPIKE] if "verdict" in scalars and scalars["verdict"] == SPIKE else ""
+        return Cause.NON_FINITE
+    return Cause.SPIKE if "verdict" in scalars and scalars["verdict"] == SPIKE else None

@@ -1,4 +1,9 @@
-"""TODO docstring."""
+"""Where a run begins: at step 0, or from the newest sound checkpoint of its workdir.
+
+A checkpoint has the items `state` (step, parameters, optimizer state, key) and one for each part
+of optional_state.py, and a JSON record, `meta`: the config, a fingerprint of the data, the position
+in the data, what recovery has spent, and the SwiGLU amaxes of the last validations.
+"""
 
 import dataclasses
 from typing import Any
@@ -7,102 +12,108 @@ import jax
 from absl import logging
 
 from fp8jax.data.corpus import Corpus
-from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.schedule import as_schedule
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.differences import config_difference
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
-from fp8jax.training.run import Run
+from fp8jax.training.run import Run, Stage
 from fp8jax.training.step import TrainState
+
+CHECKPOINT_VERSION = 2  # raise it when items or meta change; 1 was never released
+
+
+@dataclasses.dataclass(kw_only=True)
+class Position:
+    """Where a run stands between two steps.
+
+    Attributes:
+      stage: that trained the last step.
+      state: after it.
+      seeding: whether the next step seeds amax histories.
+    """
+
+    stage: Stage
+    state: TrainState
+    seeding: bool
 
 
 def read_checkpoint(
     checkpointer: Checkpointer, run: Run, config: dict[str, Any], corpus: Corpus
 ) -> tuple[Restored | None, list[str]]:
-    """The newest sound checkpoint, if it belongs to this config, or if a change was asked for;
-    and what has changed.
+    """Read the newest sound checkpoint of this config; also list what has changed since.
 
-    Under another policy than trained its last step, the amax histories are left out: they start
-    anew.
+    Args:
+      config: the run's, as JSON has it.
+
+    Returns:
+      None without a checkpoint. Optional parts whose keys differ are not read.
 
     Raises:
-      ValueError: it comes from another config or other data; the message shows the difference.
+      ValueError: another checkpoint version, or another config or other data while
+        `resume_with_changes` is False; the message lists the differences.
     """
-    found = checkpointer.read_meta()
-    if found is None:
+    newest = checkpointer.read_meta()
+    if newest is None:
         return None, []
-    step, meta = found
-    # Keys that old checkpoints lack, as they then were.
-    new: dict[str, Any] = {"attention_beta": None, "attention_tie_tolerance": None}
-    new |= {"precision_schedule": [], "require_fp8_gemms": False, "size_gate": False}
-    new |= {"moments": "float32", "recovery": "", "recovery_precision": "bf16"}
-    new |= {"gnmr_alpha": [], "gnmr_beta": 1.3, "gnmr_first": 0.025, "gnmr_most": 1}
-    new |= {"gnmr_lock": 1, "gnmr_window": 5, "gnmr_precision": "fp8_current"}
-    new |= {"gnmr_random": None}
-    new |= {"spike_window": None, "spike_deviations": 6.0, "data_timeout": 600.0}
-    before = new | meta["config"]
-    differences = config_difference(before, config)
-    differences = [line for line in differences if not line.startswith("resume_with_changes:")]
+    step, meta = newest
+    _require_version(step, meta)
+    before = meta["config"]
+    changes = config_difference(before, config)
+    changes = [line for line in changes if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:
-        differences.append(
-            f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}"
-        )
-    if differences and not config["resume_with_changes"]:
+        changes.append(f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}")
+    if changes and not config["resume_with_changes"]:
         raise ValueError(
             f"the checkpoint of step {step} in this workdir comes from another config:\n  "
-            + "\n  ".join(differences)
+            + "\n  ".join(changes)
             + "\nTake another --workdir, or ask for it with --config.resume_with_changes=True"
         )
-    for line in differences:
+    for line in changes:
         logging.warning("resuming with a change: %s", line)
-    abstract = checkpoint_items(run.at(step).state)
-    gated = before["size_gate"] or config["size_gate"]  # whose policy hangs on other keys, too
-    if _policy_at(before, step) != _policy_at(config, step) or (gated and differences):
-        abstract.pop("fp8")
-    if before["spike_window"] != config["spike_window"] or config["spike_window"] is None:
-        abstract.pop("seen")
-    keys = [name for name in config if name.startswith("gnmr_")]
-    if any(before[name] != config[name] for name in keys) or not config["gnmr_alpha"]:
-        abstract.pop("gnmr")
-    return checkpointer.restore(abstract), differences
+    items = checkpoint_items(run, run.at(step).state)
+    for part in run.optional_state:
+        if part.key(before, step) != part.key(config, step):
+            items.pop(part.field)
+    return checkpointer.restore(items), changes
 
 
-def _policy_at(config: dict[str, Any], step: int) -> Policy | None:
-    """The policy that trains step `step` of a config, which may be an old one: None where its
-    names mean nothing any more."""
-    try:
-        schedule = as_schedule(config["precision"], config["precision_schedule"])
-        return schedule.policy_of(step, config["num_steps"])
-    except ValueError:
-        return None
+def _require_version(step: int, meta: dict[str, Any]) -> None:
+    version = meta["version"] if "version" in meta else 1
+    if version != CHECKPOINT_VERSION:
+        raise ValueError(
+            f"the checkpoint of step {step} in this workdir has version {version}, and this fp8jax"
+            f" reads version {CHECKPOINT_VERSION}: take another --workdir, or resume it with the"
+            " fp8jax that wrote it"
+        )
 
 
-def initial_stage(run: Run, restored: Restored | None) -> tuple[Run, TrainState, bool]:
-    """The stage to begin in, its state, and whether its first step seeds histories."""
-    if restored is None:
-        return run, run.initialize(), run.seeds
-    arrays = restored.arrays
-    # With histories, still in the stage of the last step, though the next may begin another.
-    stage = run.at(restored.step if "fp8" in arrays else restored.step + 1)
-    state = dataclasses.replace(stage.state, **arrays["state"])
-    for name, fresh in run.remembered().items():
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, getattr(stage.state, name))
-        known = arrays[name] if name in arrays else jax.device_put(fresh, shardings)
-        state = dataclasses.replace(state, **{name: known})
-    if "fp8" in arrays:
-        return stage, dataclasses.replace(state, histories=arrays["fp8"]), False
-    state = enter_policy(state, stage.state, frozenset())
-    return stage, state, bool(leaves_by_path(state.histories))
-
-
-def checkpoint_items(state: TrainState) -> dict[str, Any]:
-    """The state as checkpoint items: histories apart, since a change of precision drops them."""
-    return {
-        "state": {
-            "step": state.step, "params": state.params, "opt_state": state.opt_state,
-            "key": state.key,
-        },
-        "fp8": state.histories,
-        "seen": state.seen,
-        "gnmr": state.gnmr,
+def checkpoint_items(run: Run, state: TrainState) -> dict[str, Any]:
+    """The state (of arrays or of abstract ones) as items of a checkpoint, by name."""
+    always = {
+        "step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key
     }  # fmt: skip
+    optional = {part.field: getattr(state, part.field) for part in run.optional_state}
+    return {"state": always, **optional}
+
+
+def initial_position(run: Run, restored: Restored | None) -> Position:
+    """Stage and state to begin with. Parts that were not restored are fresh."""
+    if restored is None:
+        stage = run.stages[0]
+        return Position(stage=stage, state=stage.programs.initialize(), seeding=stage.seeds)
+    items = restored.arrays
+    same_policy = "histories" in items
+    # With its histories, a run is still in the stage of its last step, though the next step may
+    # belong to another.
+    stage = run.at(restored.step if same_policy else restored.step + 1)
+    state = dataclasses.replace(stage.state, **items["state"])
+    for part in run.optional_state:
+        if part.field in items:
+            state = dataclasses.replace(state, **{part.field: items[part.field]})
+        elif part.fresh is not None:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, getattr(stage.state, part.field))
+            fresh = jax.device_put(part.fresh(), shardings)
+            state = dataclasses.replace(state, **{part.field: fresh})
+    if same_policy:
+        return Position(stage=stage, state=state, seeding=False)
+    state = enter_policy(state, stage.state, frozenset())
+    return Position(stage=stage, state=state, seeding=bool(leaves_by_path(state.histories)))

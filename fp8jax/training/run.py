@@ -1,16 +1,12 @@
-"""A config resolved to objects: model, mesh, optimizer and the compiled programs of each stage.
+"""A run, resolved from its config: objects and compiled programs, nothing allocated.
 
-A precision schedule is one `Run` a stage, all made at the start, so that a later one that cannot
-run is refused before anything is trained. Each compiles its own programs of training, validation
-and samples, when it first calls them.
-
-The first step after the start of a delayed policy runs a second program, made with
-`policy.seeding()` (numerics/policy.py).
+A precision schedule gives a run one `Stage` for each of its policies. All stages are built at the
+start, so that a later one that cannot run is refused before anything is trained. `build.py` makes
+a `Run` from a config; the config's names go no further.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
@@ -21,31 +17,53 @@ from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.policy_options import as_policy
 from fp8jax.stability.ladder import Ladder
+from fp8jax.training.optional_state import OptionalState
 from fp8jax.training.policy_switch import leaves_by_path
 from fp8jax.training.step import TrainState
 
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A config resolved to objects; the config itself goes no further. All of it is for the first
-    stage of the precision schedule; `later` are the other stages."""
+class Programs:
+    """The jitted functions of one stage. Each compiles when it is first called.
 
-    model: Transformer
-    mesh: Mesh
-    tokenizer: Tokenizer
-    state: TrainState  # abstract, with shardings
+    Attributes:
+      initialize: () -> the state of step 0.
+      seed_step: the first step of a delayed policy; takes current amaxes and fills the histories.
+      step: every other step.
+      repeat_step: a rejected step once more, in the policy `recovery_precision`.
+      eval_step: (state, batch) -> sums over the batch, see `step.eval_step`.
+      sample: state -> tokens of a generated text; None if the config asks for no samples.
+    """
+
     initialize: Callable[[], TrainState]
-    seed_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
-    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
-    repeat_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+    seed_step: Step
+    step: Step
+    repeat_step: Step
     eval_step: Callable[[TrainState, Batch], dict[str, Array]]
-    sample: Callable[[TrainState], Array] | None  # tokens of a generated text, if asked for
-    batch_sharding: NamedSharding
-    kept: frozenset[str]  # names of the histories that the stage before hands on
-    gains: str  # of the linears at their sizes, as predicted; "" if nothing is quantized
-    ladder: Ladder  # what is done about a step that was rejected
-    remembered: Callable[[], dict[str, Any]]  # what detector and GNMR know before the first step
-    later: tuple[tuple[int, "Run"], ...] = ()  # finished steps when it begins, and the stage
+    sample: Callable[[TrainState], Array] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What trains under one policy of the precision schedule.
+
+    Attributes:
+      begins: finished steps when it begins; 0 for the first stage.
+      model: with the stage's policy.
+      state: abstract arrays with shardings, in the place of the state's arrays.
+      programs: its compiled functions.
+      carried: names of the amax histories that it takes over from the stage before.
+      gains: the size gate's report on its linears; "" if nothing is quantized.
+    """
+
+    begins: int
+    model: Transformer
+    state: TrainState
+    programs: Programs
+    carried: frozenset[str]
+    gains: str
 
     @property
     def policy(self) -> Policy:
@@ -53,20 +71,42 @@ class Run:
 
     @property
     def high(self) -> Policy | None:
-        """The policy of layers that are promoted, None where that never happens."""
+        """The policy of layers that GNMR promotes, None without GNMR."""
         return None if self.model.high is None else as_policy(self.model.high)
 
     @property
     def seeds(self) -> bool:
-        """Whether the first step has new histories to seed."""
-        return bool(leaves_by_path(self.state.histories).keys() - self.kept)
+        """Whether its first step has new histories to seed."""
+        return bool(leaves_by_path(self.state.histories).keys() - self.carried)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """All stages of a run, and what they share.
+
+    Attributes:
+      stages: in the order of the precision schedule, at least one.
+      mesh: of all devices.
+      tokenizer: of the run's text.
+      batch_sharding: of every array of a batch, [B, L].
+      ladder: what is tried on a rejected step.
+      optional_state: the parts of the train state that only some configs have.
+    """
+
+    stages: tuple[Stage, ...]
+    mesh: Mesh
+    tokenizer: Tokenizer
+    batch_sharding: NamedSharding
+    ladder: Ladder
+    optional_state: tuple[OptionalState, ...]
 
     @property
     def policies(self) -> str:
-        """For people: the policy's name, and those of the later stages."""
-        later = [f", after step {begin} {stage.policy.name}" for begin, stage in self.later]
-        return self.policy.name + "".join(later)
+        """For people: the first stage's policy, and those of later stages with their steps."""
+        first, *later = self.stages
+        more = [f", after step {stage.begins} {stage.policy.name}" for stage in later]
+        return first.policy.name + "".join(more)
 
-    def at(self, step: int) -> "Run":
+    def at(self, step: int) -> Stage:
         """The stage that trains step `step`, counted from 1."""
-        return [self, *(stage for begin, stage in self.later if begin < step)][-1]
+        return [stage for stage in self.stages if stage.begins < max(step, 1)][-1]

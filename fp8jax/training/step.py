@@ -1,14 +1,14 @@
 """One training step and one validation step, as pure functions.
 
-    for each microbatch: loss, gradients, new amax histories     (a scan; histories by maximum)
-    clip, AdamW, weight decay                                    (parameters only)
-    the gate: of a step that is not finite, or a spike if they are watched for, nothing is kept
+    for each microbatch: loss, gradients, next amax histories     (a scan; histories by maximum)
+    clip, optimizer, weight decay                                 (parameters only)
+    select the new state, or the old one if the step is rejected  (not finite, or a spike)
 
-They know nothing of files, names or devices: loop.py compiles them and calls them in a loop.
-`enter` is what happens to the state between two steps where the policy changes.
+They know nothing of files, config keys or devices: build.py jits them, loop.py calls them.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax
@@ -25,22 +25,21 @@ from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.policy_options import as_policy
 from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
-from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.stability.spikes import SpikeDetector, judge
 
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a run carries from step to step, or abstract arrays in their places.
+    """Everything that a run carries from step to step. Leaves are arrays, or abstract ones.
 
     Attributes:
       step: int32 [], finished steps that were not rejected.
       params: float32 master weights.
-      histories: float32 amax histories, {} if the policy delays nothing.
+      histories: float32 amax histories, {} without delayed scaling.
       opt_state: the optimizer's.
-      key: the run's PRNG key; never changes, steps fold their number into it.
-      seen: what the spike detector remembers, {} without one.
+      key: the run's PRNG key. It never changes: each step folds its number into it.
+      spikes: what the spike detector remembers, {} without one.
       gnmr: what GNMR remembers, {} without it.
     """
 
@@ -49,12 +48,12 @@ class TrainState:
     histories: Any
     opt_state: Any
     key: Any
-    seen: Any = dataclasses.field(default_factory=dict)
+    spikes: Any = dataclasses.field(default_factory=dict)
     gnmr: Any = dataclasses.field(default_factory=dict)
 
 
 def as_variables(params: Any, histories: Any) -> dict[str, Any]:
-    """What `Transformer.apply` takes."""
+    """The variables that `Transformer.apply` takes."""
     return {"params": params} | ({HISTORIES: histories} if histories else {})
 
 
@@ -62,7 +61,7 @@ def loss_sum(
     model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
     promoted: Array | None = None,
 ) -> Float[Array, ""]:  # fmt: skip
-    """Sum of the weighted tokens' negative log-likelihoods, nats."""
+    """The sum of the tokens' weighted negative log-likelihoods, in nats."""
     return _nats(_apply(model, params, histories, batch, key, promoted), batch)
 
 
@@ -77,18 +76,18 @@ def _nats(logits_BLV: Array, batch: Batch) -> Float[Array, ""]:
 
 
 def _promoted(model: Transformer, state: TrainState) -> Array | None:
-    """Which layers run in high precision, where that may happen."""
+    """bool [layers]: which layers run in high precision; None without GNMR."""
     return None if model.high is None else state.gnmr["promoted"]
 
 
 def accumulate(
     model: Transformer, state: TrainState, batch: Batch, grad_accum: int
 ) -> tuple[Float[Array, ""], Any, Any]:
-    """Mean loss, its gradients and the new histories, over `grad_accum` microbatches.
+    """Mean loss, its gradients and the next histories, over `grad_accum` microbatches.
 
-    Microbatch j holds the rows j, j + grad_accum, …, so that a batch sharded over devices need not
-    move. The loss is divided by the weights of the whole batch: gradients simply add up.
-    Histories combine by maximum.
+    Microbatch j holds the rows j, j + grad_accum, …: a batch that is sharded over devices stays
+    where it is. Each microbatch's loss is divided by the weights of the whole batch, so that
+    gradients add up. Histories combine by maximum.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
 
@@ -133,11 +132,23 @@ def train_step(
     grad_accum: int,
     detector: SpikeDetector | None = None,
     gnmr: Gnmr | None = None,
+    inject: Callable[[Any, Batch], Any] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step, and loss (nats a token), grad_norm (before clipping), learning_rate; with
-    a detector also its verdict (stability/bad_steps.py), with GNMR which layers were promoted."""
+    """Take one optimizer step; a rejected step returns the old state, bit for bit.
+
+    Args:
+      schedule: finished steps -> learning rate, for the metrics.
+      detector: judges loss spikes; without one only steps that are not finite are rejected.
+      gnmr: chooses the layers that run in high precision in the next step, None for none.
+      inject: changes the gradients where a batch asks for a fault (stability/faults.py).
+
+    Returns:
+      The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
+      learning_rate; verdict with a detector; promoted, bool [layers], with GNMR.
+    """
     loss, grads, histories = accumulate(model, state, batch, grad_accum)
-    grads = inject_gradient(grads, batch)
+    if inject is not None:
+        grads = inject(grads, batch)
     grad_norm = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(
@@ -146,18 +157,19 @@ def train_step(
         histories=jax.tree.map(merge_history, state.histories, histories),
         opt_state=opt_state,
         key=state.key,
-        seen=state.seen,
-        gnmr=state.gnmr
-        if gnmr is None
-        else update_gnmr(gnmr, state.gnmr, layer_norms(grads), state.key),
+        spikes=state.spikes,
+        gnmr=state.gnmr,
     )
+    if gnmr is not None:
+        norms = layer_norms(grads)
+        new = dataclasses.replace(new, gnmr=update_gnmr(gnmr, state.gnmr, norms, state.key))
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
     if gnmr is not None:
         metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:
         return select_if(is_finite(loss, grad_norm), new, state), metrics
-    verdict, seen = judge(detector, state.seen, loss, grad_norm)
-    new = dataclasses.replace(select_if(verdict == ACCEPTED, new, state), seen=seen)
+    verdict, spikes = judge(detector, state.spikes, loss, grad_norm)
+    new = dataclasses.replace(select_if(verdict == ACCEPTED, new, state), spikes=spikes)
     return new, metrics | {"verdict": verdict}
 
 
@@ -171,7 +183,7 @@ def layer_norms(grads: Any) -> Float[Array, " layers"]:
 
 
 def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[TrainState, dict]:
-    """`train_step` of a model without histories and promotions: the state's stay as they are."""
+    """`train_step` with a model that has neither amax histories nor promotions; both stay."""
     new, metrics = train_step(dataclasses.replace(state, histories={}), batch, **settings)
     return dataclasses.replace(new, histories=state.histories), metrics
 
@@ -179,8 +191,12 @@ def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[Train
 def eval_step(
     state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
 ) -> dict[str, Array]:
-    """Sums over one batch: nats, weights (predicted tokens) and bytes of text they stand for; and
-    hidden [layers], the largest magnitude of what each layer's mlp/down takes."""
+    """Sums over one batch: nats, tokens (predicted ones) and bytes (of text, of these tokens); and
+    hidden, float32 [layers], the largest magnitude of the input of each layer's mlp/down.
+
+    Args:
+      token_bytes_V: bytes of UTF-8 text that each token stands for.
+    """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if as_policy(model.policy).stochastic else None
     logits_BLV, watched = _apply(

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""SIGTERM and Ctrl-C as requests to save and stop."""
 
 import contextlib
 import signal
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopRequest(contextlib.AbstractContextManager):
-    """SIGTERM and the first Ctrl-C ask the loop to save and end; the second Ctrl-C ends at once."""
+    """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts."""
 
     def __init__(self):
         self.signal: str | None = None
