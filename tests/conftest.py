@@ -2,6 +2,9 @@
 
 Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the order here.
 `pytest -m gpu` takes the GPU instead.
+
+Compiled programs are kept from run to run in ~/.cache/fp8jax/tests, in a folder for this version of
+jaxlib and this kind of host. CI (the environment variable CI is set) begins without any.
 """
 
 import atexit
@@ -13,7 +16,8 @@ import tempfile
 
 if "-m gpu" in " ".join(sys.argv):
     os.environ["FP8JAX_TEST_PLATFORM"] = "gpu"  # also for processes of pytest-xdist
-if os.environ.get("FP8JAX_TEST_PLATFORM", "cpu") == "gpu":
+ON_GPU = os.environ.get("FP8JAX_TEST_PLATFORM", "cpu") == "gpu"
+if ON_GPU:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # they share its memory
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,25 +25,48 @@ else:
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
 
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # Shared by the test processes and by the programs that they start, for this run only: tests
-    # compile many of the same programs.
-    cache = tempfile.mkdtemp(prefix="fp8jax-tests-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
-
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook  # noqa: E402
 
 # Every annotated signature of the library is checked at each call, in tests only.
 install_import_hook("fp8jax", "beartype.beartype")
 
 import jax  # noqa: E402
+import jaxlib  # noqa: E402
 import pytest  # noqa: E402
 
+from fp8jax.device import xla  # noqa: E402
 from tests.support import text, tfds_examples  # noqa: E402
+from tests.support.tiers import (  # noqa: E402, F401
+    pytest_runtest_call,
+    pytest_runtest_protocol,
+)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def share_compiled_programs() -> None:
+    """Has the test processes, and the programs that they start, share what they compile.
+
+    Tests compile many of the same programs. A directory that the user set is used as it is.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        if os.environ.get("CI"):
+            directory = tempfile.mkdtemp(prefix="fp8jax-tests-")
+            atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        else:
+            directory = os.path.join(
+                os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+                "fp8jax", "tests", f"jaxlib-{jaxlib.__version__}-{xla.host_fingerprint()}",
+            )  # fmt: skip
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    # JAX has read its variables already.
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    seconds = os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
+
+
+share_compiled_programs()
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +95,13 @@ def data_dir(tfds, dataset, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(dataset[0]))
 
 
-def pytest_collection_modifyitems(items):
-    """Files with the most slow tests first, so that no process is left alone with one at the end.
-    A file's tests stay together and in their order."""
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests that need a GPU where there is none. Puts files with the most slow tests
+    first, so that no process is left alone with one at the end; a file's tests stay together and in
+    their order."""
+    others = [item for item in items if item.get_closest_marker("gpu") and not ON_GPU]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])

@@ -286,8 +286,7 @@ CHANGES = dict(seq_len=128, grad_accum=2, mesh_axes__data=4, mesh_axes__tensor=2
 def test_every_stage_of_a_run_is_gated_alike(on_h200, data):
     changes = CHANGES | dict(precision="fp8_delayed", precision_schedule=((0.5, "fp8_current"),))
     plain, run = (build(tiny(data, size_gate=on, **changes)) for on in (False, True))
-    ((_, plain_later),), ((_, later),) = plain.later, run.later
-    for before, stage in ((plain, run), (plain_later, later)):
+    for before, stage in zip(plain.stages, run.stages, strict=True):
         attention = [path for path in MODEL.modules if path.startswith("layers/attention/")]
         config = stage.model.config
         wanted = recipes(before.policy, config) | dict.fromkeys(attention, "bf16")
@@ -297,7 +296,7 @@ def test_every_stage_of_a_run_is_gated_alike(on_h200, data):
         assert stage.gains.endswith("\nLeft in BF16: " + ", ".join(attention) + ".")
         assert "size_gate=True leaves them" in " ".join(before.gains.split())
     assert set(run.stages[0].state.histories["layers"]) == {"mlp"}
-    assert set(plain.state.histories["layers"]) == {"attention", "mlp"}
+    assert set(plain.stages[0].state.histories["layers"]) == {"attention", "mlp"}
     assert run.policies == "fp8_delayed (gated), after step 10 fp8_current (gated)"
     # The first step is of the same policy.
     with jax.set_mesh(run.mesh):

@@ -32,6 +32,8 @@ from fp8jax.model.transformer import Transformer, count_params
 from fp8jax.training.build import build
 from tests.support.commands import run_command
 
+pytestmark = pytest.mark.extended
+
 QUICK = functools.partial(time_in_turns, rounds=1, seconds=0.0)
 LIMITS = Limits(bf16=1e10, fp8=2e10, copy=1e9)
 
@@ -166,7 +168,7 @@ def test_writers_replace_one_section_and_merge_figures(tmp_path):
     assert figures == {
         "x": {"value": 3.0, "command": "three"}, "y": {"value": 2.0, "command": "two"},
     }  # fmt: skip
-    with pytest.raises(ValueError, match="'step' has no end"):
+    with pytest.raises(ValueError, match="no line '<!-- end: step -->'"):
         markdown.replace_section(page.replace("<!-- end: step -->\n", ""), "step", "")
 
 
@@ -408,13 +410,13 @@ def test_training(monkeypatch, hasty):
     assert found["fp8_delayed"].bytes > 3 * 4 * count_params(llama_tiny)
 
 
-def test_the_papers_setting_has_its_own_names():
+def test_figures_of_training_steps_take_the_name_of_the_command():
     config = base.get_config()
     config.update(model="qwen2.5_1.5b", seq_len=8192, batch_size=4, grad_accum=2)
     times = {"bf16": 4.0, "bf16, no optimizer": 3.0, "fp8_block": 3.0, "optimizer": 0.5,
              "fp8_block, no optimizer": 2.0}  # fmt: skip
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
-    figures = steps._training_figures(config, ["bf16", "fp8_block"], found)
+    figures = steps._training_figures(config, ["bf16", "fp8_block"], found, "infir2")
     assert figures == {
         "infir2_time": 0.75, "infir2_memory": 0.75, "train_vs_bench": pytest.approx(2.5 / 3.0),
     }  # fmt: skip

@@ -17,6 +17,8 @@ from fp8jax.model.models import MODELS
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import RECIPES
 
+pytestmark = pytest.mark.extended
+
 PAPER, CAUTIOUS = Speeds(), Speeds(fp8=1.4, fp4=2.0)
 GROUPS = ("layers/mlp", "layers/attention", CORE)
 LLAMA = MODELS["llama2_7b"]

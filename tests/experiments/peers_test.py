@@ -24,6 +24,8 @@ from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.tiles import MX32, NV16
 from tests.support import reference
 
+pytestmark = pytest.mark.extended
+
 MATMUL = (((1,), (0,)), ((), ()))
 
 # flax: delayed scaling ----------------------------------------------------------------------------

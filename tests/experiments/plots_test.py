@@ -9,6 +9,8 @@ import pytest
 
 from experiments.study import plots
 
+pytestmark = pytest.mark.extended
+
 
 def rendered(figure):
     """The pixels of a figure, [height, width, channels]."""

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from configs import base
@@ -18,10 +19,13 @@ from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import RECIPES
+from fp8jax.records.events import Cause, Event
 from fp8jax.records.metrics import Metrics
 from fp8jax.training.build import build
 from fp8jax.training.recovery import NonFiniteError
 from tests.support import ROOT
+
+pytestmark = pytest.mark.extended
 
 PATH = ROOT / "docs/recipes.md"
 PAGE = PATH.read_text(encoding="utf-8")
@@ -87,7 +91,9 @@ def test_tests_that_the_page_names_exist_for_every_recipe():
     named = re.findall(r"`tests/([\w/]+)\.py::(\w+)\[NAME(-emulated)?", PAGE)
     assert len(named) == 4
     for module, function, backend in named:
-        marks = getattr(importlib.import_module(f"tests.{module}"), function).pytestmark
+        marks = getattr(
+            importlib.import_module(f"tests.{module}".replace("/", ".")), function
+        ).pytestmark
         walked = {mark.args[0]: mark.args[1] for mark in marks}
         if backend:
             names = [name for name, backend in walked["name", "backend"] if backend == "emulated"]
@@ -152,15 +158,13 @@ def trained(monkeypatch):
         Path(workdir, "config.json").write_text(json.dumps(json.loads(config.to_json())))
         factor = (1 + 0.1 * config.seed) * (1.01 if config.precision.startswith("fp8") else 1.0)
         steps = 2 if config.precision == "fp4_naive" else config.num_steps
-        lines = [{"step": step, "loss": factor * 4 / step} for step in range(1, steps + 1)]
-        for line in lines[1::2]:
-            line["valid_loss"] = line["loss"]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        Path(workdir, "metrics.jsonl").write_text(text)
-        event = '{"step": 3, "kind": "non_finite"}\n' if steps == 2 else ""
-        Path(workdir, "events.jsonl").write_text(event)
-        if event:
-            raise NonFiniteError("step 3: loss=nan is not finite")
+        with Metrics(workdir, num_steps=config.num_steps) as metrics:
+            for step in range(1, steps + 1):
+                loss = factor * 4 / step
+                metrics.write(step, {"loss": loss} | ({} if step % 2 else {"valid_loss": loss}))
+            if steps == 2:
+                metrics.event(3, Event.STOP, cause=Cause.NON_FINITE)
+                raise NonFiniteError("step 3: loss=nan is not finite")
 
     monkeypatch.setattr(loss_curves, "train_and_evaluate", train)
     return runs
@@ -235,15 +239,29 @@ def test_a_config_with_the_size_gate_is_refused_before_anything_is_trained(train
 def test_what_a_run_leaves_is_read(tmp_path):
     """A resumed run that is lost in the end, written by what writes runs."""
     with Metrics(tmp_path, num_steps=9) as metrics:
-        metrics.event(2, "non_finite", quantities=["loss"])  # of an older run
+        metrics.event(2, Event.STOP, cause=Cause.NON_FINITE)  # of an older run
         for step in (1, 2, 3):
             metrics.write(step, {"loss": 1 / step} | ({"valid_loss": 0.5} if step == 2 else {}))
     assert loss_curves._read_curve(tmp_path) == loss_curves.Curve(
         {1: 1.0, 2: 0.5, 3: 1 / 3}, {2: 0.5}, None
     )
     with Metrics(tmp_path, num_steps=9, start_step=3) as metrics:
-        metrics.event(4, "non_finite", quantities=["loss"])
+        metrics.event(4, Event.STOP, cause=Cause.NON_FINITE)
     assert loss_curves._read_curve(tmp_path).failed == 4
+
+
+def test_a_run_that_diverges_is_a_failed_curve(data, tmp_path):
+    """The real training program, at a learning rate that no model survives."""
+    config = tiny(data)
+    config.update(learning_rate=1e38, clip_norm=1e30, warmup_steps=0, num_steps=10)
+    curve = loss_curves.train_once(config, tmp_path)
+    assert curve.failed is not None and 2 <= curve.failed < 10
+    assert list(curve.loss) == list(range(1, curve.failed))
+    assert np.isfinite([*curve.loss.values()]).all()
+    # It is read from its folder, not trained again.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(loss_curves, "train_and_evaluate")
+        assert loss_curves.train_once(config, tmp_path) == curve
 
 
 def test_missing_matplotlib_is_found_before_anything_is_trained(monkeypatch, trained, tmp_path):

@@ -532,7 +532,7 @@ def test_cudnn_on_a_cpu_says_which_device_this_is(monkeypatch):
     ("capability", "shape", "message"),
     [
         ((7, 5), dict(), "compute capability 8.0 or later, got some GPU"),
-        ((9, 0), dict(dtype=jnp.float32), "takes bfloat16 and float16, got float32"),
+        ((9, 0), dict(dtype=jnp.float32), "needs bfloat16 or float16, got float32"),
         ((9, 0), dict(head_dim=60), "multiple of 8 up to 256, got 60"),
         ((9, 0), dict(head_dim=264), "multiple of 8 up to 256, got 264"),
         ((8, 0), dict(head_dim=136), "multiple of 8 up to 128, got 136"),
@@ -616,9 +616,9 @@ def test_a_config_names_the_implementation_and_changes_its_row_max():
     ("changes", "message"),
     [
         (dict(attention="reference", attention_beta=7.0), "attention_beta=7.0 .*got .*'reference'"),
-        (dict(attention_tie_tolerance=0.1), "tolerance=0.1 are of .*'stabilized'.*got .*None"),
+        (dict(attention_tie_tolerance=0.1), "tolerance=0.1 apply to .*'stabilized'.*got .*None"),
         (dict(attention="stabilized", attention_beta=0.5), "beta must be above 1.*beta=0.5"),
-        (dict(attention="stabilized"), "unknown attention 'stabilized'.*'stabilized'"),
+        (dict(attention="stabilised"), "unknown attention 'stabilised'.*'stabilized'"),
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(changes, message):

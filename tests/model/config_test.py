@@ -173,8 +173,8 @@ def test_every_rope_scaling_is_taken(scaling):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(n_kv_heads=3), "n_heads=4 is no multiple of .*n_kv_heads=3"),
-        (dict(n_kv_heads=8), "n_heads=4 is no multiple of .*n_kv_heads=8"),
+        (dict(n_kv_heads=3), "n_heads=4 is not a multiple of .*n_kv_heads=3"),
+        (dict(n_kv_heads=8), "n_heads=4 is not a multiple of .*n_kv_heads=8"),
         (dict(head_dim=7), "even head_dim, got 7"),
         (dict(n_kv_heads=0), "n_kv_heads=0 must be positive"),
         (dict(n_layers=-1), "n_layers=-1 must be positive"),
@@ -202,7 +202,7 @@ def test_fields_that_contradict_each_other_raise_with_their_values(changes, mess
     "fields", [dict(gated=False, activation=jax.nn.silu), dict(gated=True, activation=jax.nn.gelu)]
 )
 def test_only_swiglu_is_smoothed(fields):
-    with pytest.raises(ValueError, match=f"smooth=True is for .*gated={fields['gated']}"):
+    with pytest.raises(ValueError, match=f"smooth=True needs a .*gated={fields['gated']}"):
         MLP(smooth=True, **fields)
     assert not MLP(**fields).smooth
 

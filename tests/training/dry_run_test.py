@@ -188,7 +188,8 @@ def test_table_shows_shards_and_exempt_layers():
         "bf16",
     ]
     policy = dataclasses.replace(run.stages[0].model.policy, bf16_first=1, bf16_last=1)
-    exempt = dataclasses.replace(run, model=run.stages[0].model.clone(policy=policy))
+    stage = dataclasses.replace(run.stages[0], model=run.stages[0].model.clone(policy=policy))
+    exempt = dataclasses.replace(run, stages=(stage,))
     assert parameter_table.parameter_table(exempt).splitlines()[-1] == (
         "Of the 2 stacked layers, the first 1 and the last 1 run in bf16, whatever their recipe."
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.data.loader import to_devices, train_batches
-from fp8jax.stability.faults import INJECTED
+from fp8jax.stability.faults import INJECTED, inject_gradient
 from fp8jax.training.build import build
 from fp8jax.training.first_bad import find_bad, first_bad
 from tests.support.runs import corpus, tiny
@@ -28,7 +28,8 @@ def found(request, data):
             state, _ = run.stages[0].programs.seed_step(
                 state, {k: v for k, v in batch.items() if k != INJECTED}
             )
-        program = jax.jit(lambda state, batch: find_bad(run.stages[0].model, state, batch, 2))
+        model = run.stages[0].model
+        program = jax.jit(lambda s, b: find_bad(model, s, b, 2, inject=inject_gradient))
 
         def words(
             path=(), index=None, value=None, kinds=("weight", "output", "gradient"), **changed

@@ -102,7 +102,7 @@ def whole(data, tmp_path_factory):
 
     def noted_build(config):
         built = one_device(config)
-        run.stages.extend([built, *(stage for _, stage in built.later)])
+        run.stages.extend(built.stages)
         return built
 
     def noted_to_devices(*args):  # the loop's; batches are read ahead
@@ -119,7 +119,7 @@ def whole(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build", noted_build)
         patch.setattr(loop, "to_devices", noted_to_devices)
-        patch.setattr(loop, "enter", noted_enter)
+        patch.setattr(loop, "enter_policy", noted_enter)
         train_and_evaluate(config, str(run.workdir))
     run.compilations = np.diff([*run.compilations, len(compiled)]).tolist()
     return run
@@ -232,14 +232,11 @@ LAYERS = ("layers/mlp/", "layers/attention/")
 )
 def test_histories_that_both_policies_have_are_kept_and_new_ones_seeded(data, first, then, kept):
     run = build(tiny(data, precision=first, precision_schedule=((0.5, then),), mesh="fsdp"))
-    ((begin, stage),) = run.later
-    histories = jax.tree.map(
-        lambda leaf: jnp.ones(leaf.shape, leaf.dtype), run.stages[0].state.histories
-    )
-    state = enter_policy(
-        dataclasses.replace(run.stages[0].state, histories=histories), stage.state, stage.kept
-    )
-    assert begin == 10 and state.params is run.stages[0].state.params
+    before, stage = run.stages
+    histories = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), before.state.histories)
+    state = dataclasses.replace(before.state, histories=histories)
+    state = enter_policy(state, stage.state, stage.carried)
+    assert stage.begins == 10 and state.params is before.state.params
     assert jax.tree.structure(state.histories) == jax.tree.structure(stage.state.histories)
     old, new = leaves_by_path(histories), leaves_by_path(state.histories)
     for name, abstract in leaves_by_path(stage.state.histories).items():
@@ -257,7 +254,8 @@ class Found(Checkpointer):
     """A directory with one checkpoint, of that step and config."""
 
     def __init__(self, step, config, fingerprint):
-        self.step, self.meta = step, {"config": config, "data": fingerprint}
+        self.step = step
+        self.meta = {"version": resume.CHECKPOINT_VERSION, "config": config, "data": fingerprint}
 
     def read_meta(self):
         return self.step, self.meta
@@ -272,7 +270,6 @@ END = {"precision": "fp8_delayed", "precision_schedule": ((0.5, "bf16"),)}
 @pytest.mark.parametrize(
     ("old", "new", "step", "stage", "kept"),
     [
-        # Written before there was a schedule: the key is missing.
         ({"precision": "fp8_delayed"}, {"precision": "fp8_delayed"}, 10, 0, True),
         ({"precision": "fp8_delayed"}, END, 10, 0, True),
         ({"precision": "fp8_delayed"}, END, 11, 1, False),
@@ -296,20 +293,18 @@ def test_a_checkpoint_hands_on_its_histories_to_the_policy_that_made_them(
 ):
     config = tiny(data, resume_with_changes=True, **new)
     settings = json.loads(config.to_json())
-    before = {key: value for key, value in settings.items() if key != "precision_schedule"} | {
-        "num_steps": 20, **json.loads(json.dumps(old))
-    }  # fmt: skip
+    before = settings | {"precision_schedule": [], "num_steps": 20} | json.loads(json.dumps(old))
     rows = corpus(*data)
     run = one_device(config)
     found = Found(step, before, rows.fingerprint)
     restored, changes = resume.read_checkpoint(found, run, settings, rows)
-    assert ("fp8" in restored.arrays) == kept
+    assert ("histories" in restored.arrays) == kept
     assert bool(changes) == (old != new)
-    begins, state, seeding = resume.initial_stage(run, restored)
-    assert begins is [run, *(later for _, later in run.later)][stage]
-    assert jax.tree.structure(state) == jax.tree.structure(begins.state)
-    assert seeding == (not kept and begins.policy == as_policy("fp8_delayed"))
-    assert kept or all((leaf == 0).all() for leaf in jax.tree.leaves(state.histories))
+    position = resume.initial_position(run, restored)
+    assert position.stage is run.stages[stage]
+    assert jax.tree.structure(position.state) == jax.tree.structure(position.stage.state)
+    assert position.seeding == (not kept and position.stage.policy == as_policy("fp8_delayed"))
+    assert kept or all((leaf == 0).all() for leaf in jax.tree.leaves(position.state.histories))
 
 
 # What a schedule may be ---------------------------------------------------------------------------
@@ -395,8 +390,8 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     config = short(data, precision_schedule=SCHEDULE[:1])
     run = one_device(config)
     made = dry_run.make_plan(run, config)
-    ((begin, delayed),) = run.later
-    compiled, _ = programs.compile_programs(delayed, config, ["seed_step", "step"])
+    delayed = run.stages[1]
+    compiled, _ = programs.compile_programs(run, delayed, config, ["seed_step", "step"])
     size = max(map(programs.program_bytes, compiled.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
     assert made.peak_bytes == max(size, made.total_bytes, made.initialize_bytes)

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training import loop, resume
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.runs import numbers, tiny
 from tests.support.text import compressed, generated_text, json_lines, write_generated_text
@@ -82,3 +83,17 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
     (resume,) = [e for e in read_jsonl(tmp_path / "run/events.jsonl") if e["kind"] == "resume"]
     assert any(line.startswith("data: ") for line in resume["changes"])
     assert json.loads((tmp_path / "run/config.json").read_text())["data"] == spec
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
+    """The first version, whose meta names none, and any other one: by number, before training."""
+    config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
+    monkeypatch.setattr(loop, "CHECKPOINT_VERSION", 1)
+    train_and_evaluate(config, str(tmp_path))
+    monkeypatch.undo()
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(ValueError, match=r"step 1 .* has version 1, .* reads version 2: take "):
+        train_and_evaluate(config, str(tmp_path))
+    with pytest.raises(ValueError, match="has version 1"):
+        resume._require_version(1, {"config": {}})
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before

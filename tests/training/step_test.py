@@ -104,5 +104,5 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
 
 def test_without_a_detector_the_state_remembers_nothing(data):
     run = build(tiny(data))
-    assert jax.tree.leaves(run.stages[0].state.seen) == []
-    assert len(jax.tree.leaves(build(tiny(data, spike_window=8)).state.seen)) == 2
+    assert jax.tree.leaves(run.stages[0].state.spikes) == []
+    assert len(jax.tree.leaves(build(tiny(data, spike_window=8)).stages[0].state.spikes)) == 2
