@@ -14,24 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import ROOT
+from tests.support.layers import LAYERS
 
-# The folders and files of fp8jax/, top first: each imports only from those below it. README.md has
-# the same list in its picture of the layers.
-LAYERS = (
-    "nn",
-    "training",
-    "analysis",
-    "model",
-    "linear",
-    "kernels",
-    "optim",
-    "stability",
-    "data",
-    "numerics",
-    "records",
-    "device",
-    "lookup",
-)
 TYPED = ("linear", "nn")  # folders that pass the type checker without exceptions
 
 MAX_FUNCTION_LINES = 60
@@ -87,7 +71,7 @@ def check_layers(source: str, path: str) -> Iterator[str]:
     if layer == "__init__":
         return
     if layer not in LAYERS:
-        yield f"1: {layer} is not in LAYERS of tests/architecture_test.py: place it there"
+        yield f"1: {layer} is not in LAYERS of tests/support/layers.py: place it there"
         return
     for line, name in imports(source, path):
         top, _, rest = name.partition(".")

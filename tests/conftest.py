@@ -9,6 +9,7 @@ jaxlib and this kind of host. CI (the environment variable CI is set) begins wit
 
 import atexit
 import collections
+import gc
 import os
 import shutil
 import sys
@@ -22,7 +23,10 @@ if ON_GPU:
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        os.environ.get("XLA_FLAGS", "")
+        # The second one does nothing on a CPU, but a dry run sets it (fp8jax/device/xla.py), and
+        # programs are only shared between processes that have the same flags.
+        + " --xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=0"
     )
 
 from jaxtyping import install_import_hook  # noqa: E402
@@ -42,6 +46,10 @@ from tests.support.tiers import (  # noqa: E402, F401
 )
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes many objects that live long. Collecting less often takes a tenth off its time.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 
 
 def share_compiled_programs() -> None:

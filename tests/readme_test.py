@@ -15,8 +15,11 @@ from fp8jax.model.transformer import count_params
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.policy_options import as_policy
 from tests.support import ROOT
+from tests.support.layers import LAYERS
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, RUNNING = (
+    (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/running.md")
+)
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -49,15 +52,28 @@ def model_table() -> str:
 
 
 def test_every_policy_has_its_line():
-    table = README.split("| `precision` |")[1].split("\n\n")[0]
+    table = RUNNING.split("| `precision` |")[1].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(POLICIES)
+    section = README.split("## Precision is one word")[1].split("\n## ")[0]
+    named = re.findall(r"^- .*", section, re.M)
+    assert sorted(re.findall(r"`(\w+)`", "".join(named))) == sorted(POLICIES)
 
 
 def test_policies_with_options_exist():
-    specs = re.findall(r"`(\w+:[^`]*=[^`]*)`", README)
-    assert len(specs) == 3
+    specs = re.findall(r"`(\w+:[^`/]*=[^`]*)`", README + RUNNING)
+    assert len(specs) >= 3
     for spec in specs:
         as_policy(spec)
+
+
+def test_the_picture_of_the_layers_is_the_rule():
+    picture = README.split("## Layers")[1].split("```")[1]
+    rows = re.findall(r"^  ([a-z]+)(?:\.py|/)  +\S", picture, re.M)
+    assert tuple(rows) == LAYERS
+
+
+def test_the_readme_fits_three_screens():
+    assert len(README.splitlines()) <= 150
 
 
 def test_models_page_is_what_the_code_says():
@@ -67,7 +83,11 @@ def test_models_page_is_what_the_code_says():
 
 # Examples -----------------------------------------------------------------------------------------
 
-PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+PYTHON = [
+    block
+    for page in (README, RUNNING)
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+]
 
 
 def execute(source: str, monkeypatch) -> dict:
@@ -123,24 +143,43 @@ def test_ci_finds_its_block(mark):
 
 
 def test_commands_name_configs_and_keys_that_exist():
-    configs = set(re.findall(r"--config=(\S+\.py)", README))
+    text = README + RUNNING
+    configs = set(re.findall(r"--config=(\S+\.py)", text))
     assert configs and all((ROOT / config).exists() for config in configs)
     config = base.get_config()
-    for key in re.findall(r"--config\.([\w.]+)", README):
+    for key in re.findall(r"--config\.([\w.]+)", text):
         group, _, name = key.rpartition(".")
         if key != "KEY":
             assert name in (config[group] if group else config), key
-    for name in re.findall(r"--config\.precision=(\w+)", README):
+    for name in set(re.findall(r"--config\.precision=(\w+)", text)) - {"NAME"}:
         assert name in POLICIES
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
-    missing = [link for link in links if not (ROOT / link).exists()]
-    assert links and not missing
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 
 
-def test_reading_order_names_every_module_of_the_core_once():
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
+def test_links_lead_somewhere(page):
+    folder = (ROOT / page).parent
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    missing = [link for link in links if not (folder / link).exists()]
+    assert not missing
+
+
+def test_the_index_of_results_names_every_page():
+    index = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\)", index, re.M)
+    pages = {path.name for path in (ROOT / "docs/results").glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(pages)
+
+
+def test_reading_order_starts_at_the_bottom():
+    """Each file is linked by its own name, and none imports a file that comes later in the list."""
     section = README.split("## Where to look first")[1].split("\n## ")[0]
-    named = re.findall(r"^\d+\. \[`(\w+)\.py`\]", section, re.M)
-    assert named == ["formats", "scaling", "recipe", "dot", "nn", "model", "step", "train"]
+    links = re.findall(r"\[`(\w+\.py)`\]\((fp8jax/[\w/]+\.py)\)", section)
+    assert len(links) >= 8 and all(path.endswith("/" + name) for name, path in links)
+    modules = [path.removesuffix(".py").replace("/", ".") for _, path in links]
+    for i, (_, path) in enumerate(links):
+        later = set(modules[i + 1 :])
+        assert later.isdisjoint(re.findall(r"^from (\S+) import", (ROOT / path).read_text(), re.M))

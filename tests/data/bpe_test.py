@@ -135,14 +135,16 @@ def test_which_tokens_begin_and_end(trained, tmp_path, config, bos, eos):
 
 
 def test_begin_and_end_must_be_there(trained, tmp_path):
-    with pytest.raises(ValueError, match="eos_token '<x>' is no special token of .*: <a>, <s>"):
+    with pytest.raises(ValueError, match="eos_token '<x>' is not a special token of .*: <a>, <s>"):
         load_bpe(
             altered(
                 trained, tmp_path, {"eos_token": "<x>"}, added_tokens=added("<a>", "<s>", first=400)
             )
         )
     for wrong in (["<a>"], {"text": "<a>"}, 3):
-        with pytest.raises(ValueError, match="tokenizer_config.json: bos_token .* is no special"):
+        with pytest.raises(
+            ValueError, match="tokenizer_config.json: bos_token .* is not a special"
+        ):
             load_bpe(
                 altered(
                     trained, tmp_path, {"bos_token": wrong}, added_tokens=added("<a>", first=400)
@@ -150,7 +152,7 @@ def test_begin_and_end_must_be_there(trained, tmp_path):
             )
     # Not special: text that spells it would become it.
     plain = added("<a>", first=400, special=False)
-    with pytest.raises(ValueError, match="'<a>' is no special token"):
+    with pytest.raises(ValueError, match="'<a>' is not a special token"):
         load_bpe(altered(trained, tmp_path, {"eos_token": "<a>"}, added_tokens=plain))
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(
@@ -221,7 +223,7 @@ def test_files_that_are_no_bpe(trained, tmp_path):
         (None, "cannot be read: .*No such file"),
         ("{", "cannot be read: "),
         ("[1]", r"must hold a JSON object, got b'\[1\]'"),
-        ('{"version": "1.0"}', "is no tokenizer: Model missing"),
+        ('{"version": "1.0"}', "is not a tokenizer: Model missing"),
     ]:
         if content is not None:
             path.write_text(content)
@@ -233,9 +235,9 @@ def test_files_that_are_no_bpe(trained, tmp_path):
         load_bpe(path)
     path.rmdir()
     tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0})).save(str(path))
-    with pytest.raises(ValueError, match="holds a WordPiece tokenizer, only BPE is known"):
+    with pytest.raises(ValueError, match="has a WordPiece tokenizer, but only BPE is supported"):
         load_bpe(path)
-    with pytest.raises(ValueError, match="spells its tokens in an unknown way: .* but null"):
+    with pytest.raises(ValueError, match="spells its tokens in an unknown way: .* but is null"):
         load_bpe(altered(trained, tmp_path, decoder=None))
     (tmp_path / "tokenizer_config.json").write_text("?")
     with pytest.raises(ValueError, match="tokenizer_config.json cannot be read"):

@@ -198,13 +198,16 @@ def test_files_and_reads_of_tfds(data_dir):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("no_such_set", "unknown TensorFlow dataset 'no_such_set'.* nor was it prepared in .*tfds"),
+        (
+            "no_such_set",
+            "unknown TensorFlow dataset 'no_such_set'.* no prepared one lies in .*tfds",
+        ),
         ("fp8jax_examples:9.9.9", "cannot be loaded at version 9.9.9, only: 1.0.0"),
         ("fp8jax_examples@valid", r"Unknown split 'valid'. Should be one of \['train', 'test'\]"),
         ("fp8jax_examples@train[:x]", r"train\[:x\]"),
         ("fp8jax_examples#body", r"no feature 'body'. There are: .*n \(Tensor\)"),
-        ("fp8jax_examples#n", r"feature 'n' is no text. There are: .*n \(Tensor\)"),
-        ("fp8jax_examples#names", "feature 'names' is no text"),
+        ("fp8jax_examples#n", r"feature 'n' is not a text. There are: .*n \(Tensor\)"),
+        ("fp8jax_examples#names", "feature 'names' is not a text"),
         ("two words", "two words"),
     ],
 )

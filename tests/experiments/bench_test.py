@@ -401,7 +401,7 @@ def test_training(monkeypatch, hasty):
     )
     config.update(seq_len=32, batch_size=4, grad_accum=1)
     monkeypatch.setattr(steps, "step_floor", lambda *_: {True: 0.001})
-    llama_tiny = build(config, jax.devices()[:1]).model.config
+    llama_tiny = build(config, jax.devices()[:1]).stages[0].model.config
     made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
     found = by_name(made)
     assert ran(made) == set(found) == {"fp8_delayed", "fp8_delayed, no optimizer", "optimizer"}

@@ -123,11 +123,11 @@ def test_exempt_layers_and_the_head_by_hand():
         (lambda: forward_flops(LLAMA, 0), "seq_len=0 must be at least 1"),
         (lambda: relative_cost("fp4_mixd", LLAMA, 8, PAPER), "did you mean 'fp4_mixed'"),
         (lambda: relative_cost("nvfp4:bf16_last=40", LLAMA, 8, PAPER), "40 last layers"),
-        (lambda: split_cost("bf16", {}, PAPER), "no shares of a whole"),
-        (lambda: split_cost("bf16", {CORE: 2.0, "lm_head": -1.0}, PAPER), "no shares of a whole"),
+        (lambda: split_cost("bf16", {}, PAPER), "split must be positive"),
+        (lambda: split_cost("bf16", {CORE: 2.0, "lm_head": -1.0}, PAPER), "split must be positive"),
         (lambda: split_cost("nvfp4_mixed", PAPER_SPLIT, PAPER), "exempts layers"),
         (lambda: split_cost("bf16", {"layers/mpl/*": 1.0}, PAPER), "unknown module 'layers/mpl"),
-        (lambda: split_cost("fp4_mixed", {"layers/*": 1.0}, PAPER), "'layers/\\*' unlike"),
+        (lambda: split_cost("fp4_mixed", {"layers/*": 1.0}, PAPER), "'layers/\\*' have different"),
     ],
 )
 def test_what_cannot_be_honoured_raises(call, message):

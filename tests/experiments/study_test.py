@@ -350,7 +350,7 @@ def test_what_cannot_be_swept_raises(widths, biases, tolerance, message, tmp_pat
 def test_only_a_recipe_with_a_constant_has_a_bias(data):
     config = tiny(data)
     config.precision = "fp8_block"
-    with pytest.raises(ValueError, match="no cast of policy 'fp8_block' has such a thing"):
+    with pytest.raises(ValueError, match="no cast of policy 'fp8_block' uses this option"):
         bias_sweep._sweep_model(config, [1])
     config.precision_schedule = ((0.5, "fp8_cscale:bias=1"),)
     config.precision = "fp8_cscale:head=fp8_cscale"  # options of its own are kept

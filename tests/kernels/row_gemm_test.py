@@ -158,16 +158,16 @@ def zeros(**changed) -> tuple[jax.Array, ...]:
         (dict(b=jnp.zeros((192, 256), jnp.int8)), r"codes, .*b int8\(192, 256\)"),
         (
             dict(a=jnp.zeros((128, 256), E5M2), b=jnp.zeros((192, 256), E5M2)),
-            "one of the operands is float8_e4m3fn, got a float8_e5m2.* b float8_e5m2",
+            "at least one of a and b must be float8_e4m3fn, got a float8_e5m2.* b float8_e5m2",
         ),
         (dict(sa=jnp.ones((128, 1))), r"\[M\] and \[N\], got .*sa \(128, 1\)"),
         (dict(sa=jnp.ones(1)), r"\[M\] and \[N\], got .*sa \(1,\)"),
         (dict(sb=jnp.ones(128)), r"\[M\] and \[N\], got .*sb \(128,\)"),
-        (dict(sa=jnp.ones(128, BF16)), "scales are float32, got bfloat16 and float32"),
+        (dict(sa=jnp.ones(128, BF16)), "scales must be float32, got bfloat16 and float32"),
         (dict(sb=jnp.ones(192, jnp.float16)), "got float32 and float16"),
         (
             dict(a=jnp.zeros((100, 256), E4M3), sa=jnp.ones(100)),
-            r"M is a multiple of 8 and N of 64, got a float8_e4m3fn\(100, 256\)",
+            r"M must be a multiple of 8 and N of 64, got a float8_e4m3fn\(100, 256\)",
         ),
         (
             dict(b=jnp.zeros((200, 256), E4M3), sb=jnp.ones(200)),

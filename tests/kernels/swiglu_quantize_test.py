@@ -132,8 +132,8 @@ def test_lowers_for_hopper(producer):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ([(128, 128)], "swiglu takes 2 arrays of a shape"),
-        ([(128, 128), (128, 256)], "swiglu takes 2 arrays of a shape"),
+        ([(128, 128)], "swiglu needs 2 arrays of equal shape"),
+        ([(128, 128), (128, 256)], "swiglu needs 2 arrays of equal shape"),
         ([(128, 100)] * 2, r"whole tiles of 128 x 128, got shape \(128, 100\)"),
     ],
 )
@@ -145,7 +145,7 @@ def test_refuses_other_shapes(arrays, message):
 
 def test_refuses_other_dtypes_and_scales():
     given = tuple(jnp.zeros((128, 128), F32) for _ in range(2))
-    with pytest.raises(ValueError, match="takes bfloat16"):
+    with pytest.raises(ValueError, match="needs bfloat16 arrays"):
         tiles_produced(SWIGLU, given, E4M3, Pow2(), ((-1,),))
     given = tuple(x.astype(BF16) for x in given)
     with pytest.raises(ValueError, match=r"has 1 results, got \(3,\) scales, 1 formats, 1 axes"):

@@ -87,7 +87,7 @@ def test_what_is_kept_is_x_once():
 
 def test_a_high_recipe_with_histories_is_refused():
     x, w, _ = arrays()
-    with pytest.raises(ValueError, match="'fp8_delayed' keeps amax histories"):
+    with pytest.raises(ValueError, match="'fp8_delayed' needs amax histories"):
         promotable_dot(
             x, w, jnp.asarray(True), low=RECIPES["fp4_naive"], high=RECIPES["fp8_delayed"],
             state={}, key=None,

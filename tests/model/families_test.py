@@ -466,7 +466,9 @@ def test_a_new_family_is_one_entry(monkeypatch):
     monkeypatch.setitem(MODELS, "falconish", entry)
     losses = losses_of(small("falconish", precision="fp8_block"), 3)
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
-    tree = abstract_variables(build(small("falconish"), jax.devices()[:1]).model)["params"]
+    tree = abstract_variables(build(small("falconish"), jax.devices()[:1]).stages[0].model)[
+        "params"
+    ]
     assert set(tree["layers"]["attention"]["q"]) == {"kernel", "bias"}
     assert set(tree["layers"]["attention_norm"]) == {"scale", "bias"}
     assert set(tree["layers"]["mlp"]) == {"gate", "up", "down"}

@@ -23,11 +23,13 @@ WHOLE = (2 * 2 + 1) * 32
 COUNTERS = 4 + 4  # int32: Adam's and the schedule's
 HISTORIES = 2 * 7 * 3 * 16 * 4  # layers, linears, operands, steps, bytes
 SIZES = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
+SCANNED = {"unroll": 1}
 
 
 def tiny(**changes):
     config = base.get_config()
     config.model_overrides.update(SIZES)
+    config.unroll = 2  # compiles in half the time of a loop
     config.update(dict(batch_size=16, seq_len=64, num_steps=20, warmup_steps=5) | changes)
     return config
 
@@ -42,7 +44,8 @@ def planned(devices, **changes):
 
 @pytest.mark.parametrize(("devices", "precision"), [(1, "bf16"), (8, "fp8_delayed")])
 def test_figures_are_the_sums_by_hand(devices, precision):
-    made, _ = planned(devices, precision=precision)
+    # Scanned layers, and unrolled ones.
+    made, _ = planned(devices, precision=precision, **SCANNED if precision == "bf16" else {})
     histories = HISTORIES if precision == "fp8_delayed" else 0
     assert made.parameters == CUT + WHOLE
     assert made.weights_bytes == made.gradients_bytes == 4 * (CUT // devices + WHOLE)
@@ -71,7 +74,7 @@ def test_lines_add_up_to_what_the_larger_program_allocates():
     # Results take the arguments' place, but for three scalars of metrics.
     config = tiny(precision="fp8_delayed", mesh="fsdp")
     memories = [
-        programs.lower_program(run, config, name).compile().memory_analysis()
+        programs.lower_program(run, run.stages[0], config, name).compile().memory_analysis()
         for name in ("seed_step", "step")
     ]
     totals = [m.argument_size_in_bytes + m.temp_size_in_bytes for m in memories]
@@ -80,8 +83,8 @@ def test_lines_add_up_to_what_the_larger_program_allocates():
 
 
 def test_accumulation_saves_work_space_and_not_gradients():
-    whole, _ = planned(1, precision="bf16")
-    parts, _ = planned(1, precision="bf16", grad_accum=8)
+    whole, _ = planned(1, precision="bf16", **SCANNED)
+    parts, _ = planned(1, precision="bf16", grad_accum=8, **SCANNED)
     assert parts.gradients_bytes == whole.gradients_bytes
     assert 0 <= parts.activations_bytes < whole.activations_bytes / 2
 
@@ -113,7 +116,7 @@ def test_programs_are_those_that_training_runs(tmp_path):
         real = (
             run.stages[0].programs.step.lower(run.stages[0].programs.initialize(), batch).as_text()
         )
-    assert programs.lower_program(run, config, "step").as_text() == real
+    assert programs.lower_program(run, run.stages[0], config, "step").as_text() == real
 
 
 def test_report_says_what_limits():
@@ -123,7 +126,7 @@ def test_report_says_what_limits():
     assert (
         run.stages[0].gains.count("fp8_delayed  128 x 32 x ") == 6
     )  # 16 rows of 64 tokens on 8 devices
-    assert planned(1, precision="bf16")[0].gains == ()
+    assert planned(1, precision="bf16", **SCANNED)[0].gains == ()
     assert "first step seeds the histories" in said and "This is a CPU" in said
     assert "fit" not in said and "add up to more" not in said
     small = dataclasses.replace(
@@ -153,7 +156,7 @@ def test_dump_hlo_writes_every_program(tmp_path):
     asked, made = ((tmp_path / f"new/hlo/step.{kind}.txt").read_text() for kind in kinds)
     assert "stablehlo.dot_general" in asked and "f8E4M3FN" in asked
     assert made.startswith("HloModule") and "f8e4m3fn" in made
-    assert programs.training_programs(build(tiny())) == ["step"]
+    assert programs.training_programs(build(tiny()).stages[0]) == ["step"]
 
 
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt2_tiny", "qwen2_tiny", "qwen3_tiny"])
@@ -210,7 +213,7 @@ def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     code, said = command_line(
         "--dry_run", "--show_params", f"--workdir={tmp_path}/run", "--config.mesh=fsdp",
         "--config.batch_size=16", "--config.seq_len=64", "--config.num_steps=20",
-        "--config.warmup_steps=5", *overrides,
+        "--config.warmup_steps=5", "--config.unroll=2", *overrides,
     )  # fmt: skip
     assert code == 0, said
     made, run = planned(8, precision="fp8_delayed")

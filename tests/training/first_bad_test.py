@@ -14,10 +14,12 @@ from fp8jax.training.first_bad import find_bad, first_bad
 from tests.support.runs import corpus, tiny
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8_delayed"])
+@pytest.fixture(scope="module", params=[("bf16", 2), ("fp8_delayed", 1)], ids=lambda p: p[0])
 def found(request, data):
     """A function from changes of state and batch to the words."""
-    run = build(tiny(data, precision=request.param, model_overrides__n_layers=4), jax.devices()[:1])
+    precision, unroll = request.param
+    config = tiny(data, precision=precision, unroll=unroll, model_overrides__n_layers=4)
+    run = build(config, jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()

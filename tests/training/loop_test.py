@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -94,6 +95,7 @@ def test_eight_devices_equal_one(precision, data):
     assert np.abs(eight - one).mean() <= np.abs(other_seed - one).mean()
 
 
+@pytest.mark.slow
 def test_two_runs_are_bit_identical_and_no_step_compiles_twice(data):
     config = tiny(data, precision="fp8_delayed", grad_accum=2)
     compilations = []
@@ -137,10 +139,21 @@ def losses_of(workdir):
     return [line["loss"] for line in lines]
 
 
+def delayed(data):
+    """A config of several tests: its programs are compiled once."""
+    return tiny(data, precision="fp8_delayed", mesh="fsdp", schedule="wsd")
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """(workdir, last metrics) of a run to the end. A test that changes files copies them first."""
+    workdir = tmp_path_factory.mktemp("finished")
+    return workdir, train_and_evaluate(delayed(data), str(workdir))
+
+
 @pytest.mark.slow
-def test_a_run_writes_what_it_should(data, tmp_path):
-    config = tiny(data, precision="fp8_delayed", mesh="fsdp")
-    last = train_and_evaluate(config, str(tmp_path))
+def test_a_run_writes_what_it_should(finished):
+    tmp_path, last = finished
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(lines) == 20 and lines[-1] == {"step": 20, **last}
     assert {"loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu"} <= set(lines[0])
@@ -155,31 +168,31 @@ def test_a_run_writes_what_it_should(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(data, tmp_path):
-    config = tiny(data, precision="fp8_delayed", num_steps=12, schedule="wsd")
-    train_and_evaluate(config, str(tmp_path))
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(data, finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     whole = losses_of(tmp_path)
-    for file in sorted((tmp_path / "checkpoints" / "12").rglob("*")):
+    for file in sorted((tmp_path / "checkpoints" / "20").rglob("*")):
         if file.is_file() and file.stat().st_size > 100:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    train_and_evaluate(config, str(tmp_path))
+    train_and_evaluate(delayed(data), str(tmp_path))
     assert losses_of(tmp_path) == whole
     events = {event["kind"]: event for event in read_jsonl(tmp_path / "events.jsonl")}
-    assert events["damaged_checkpoint"]["step"] == 12 and events["resume"]["step"] == 10
+    assert events["damaged_checkpoint"]["step"] == 20 and events["resume"]["step"] == 15
 
 
 @pytest.mark.slow
 def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(data, tmp_path):
-    config = tiny(data, precision="bf16", num_steps=5, warmup_steps=2)
+    config = delayed(data)
+    config.update(precision="bf16", num_steps=5, warmup_steps=2)
     train_and_evaluate(config, str(tmp_path))
-    config.update(num_steps=8, precision="fp8_delayed")
+    config = delayed(data)
     with pytest.raises(ValueError) as error:
         train_and_evaluate(config, str(tmp_path))
-    for line in ("num_steps: 5 -> 8", "precision: 'bf16' -> 'fp8_delayed'", "resume_with_changes"):
+    for line in ("num_steps: 5 -> 20", "precision: 'bf16' -> 'fp8_delayed'", "resume_with_changes"):
         assert line in str(error.value)
     config.resume_with_changes = True
     train_and_evaluate(config, str(tmp_path))
-    assert len(losses_of(tmp_path)) == 8
+    assert len(losses_of(tmp_path)) == 20
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 5 and resume["seeding"]
 
@@ -343,8 +356,9 @@ def test_samples_may_be_longer_or_shorter_than_the_attention_of_training_takes(d
     )
     monkeypatch.setitem(ATTENTIONS, "picky", picky)
     run = build(tiny(data, attention="picky", sample_every=5, sample_tokens=8), jax.devices()[:1])
+    (stage,) = run.stages
     with jax.set_mesh(run.mesh):
-        assert isinstance(sample_text(run, run.stages[0].programs.initialize()), str)
+        assert isinstance(sample_text(run, stage, stage.programs.initialize()), str)
 
 
 def test_an_attention_that_cannot_run_here_says_why(data):

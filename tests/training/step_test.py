@@ -13,13 +13,24 @@ from fp8jax.model.transformer import abstract_variables
 from fp8jax.training.build import build
 from fp8jax.training.step import accumulate as accumulate_step
 from fp8jax.training.step import loss_sum
-from tests.support.runs import corpus, steps, tiny
+from tests.support.runs import corpus, tiny
+
+
+@functools.cache
+def seeded(data):
+    """(run, state, batch) of one device after a first step, which wrote the histories."""
+    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    batch = to_devices(next(batches), run.batch_sharding)
+    batches.close()
+    with jax.set_mesh(run.mesh):
+        state, _ = run.stages[0].programs.seed_step(run.stages[0].programs.initialize(), batch)
+    return run, state, batch
 
 
 def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
     """Against each microbatch by itself: same sums but for float32 order, same maxima."""
-    config = tiny(data, precision="fp8_delayed", grad_accum=4)
-    _, run, state = steps(config, 1, jax.devices()[:1])
+    run, state, _ = seeded(data)
     batches = train_batches(corpus(*data).train, seed=5, batch_size=16)
     batch = {k: jnp.asarray(v) for k, v in next(batches).items()}
     batches.close()
@@ -51,21 +62,19 @@ def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
 
 
 def test_histories_reach_neither_clipping_nor_the_optimizer(data):
-    state = build(tiny(data, precision="fp8_delayed")).state
+    stage = build(tiny(data, precision="fp8_delayed")).stages[0]
+    state = stage.state
     assert jax.tree.structure(state.histories) != jax.tree.structure({})
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert len(moments) == 2 * len(jax.tree.leaves(state.params))
-    variables = abstract_variables(build(tiny(data, precision="fp8_delayed")).model)
+    variables = abstract_variables(stage.model)
     assert set(variables) == {"params", HISTORIES}
 
 
 def test_a_rejected_step_changes_nothing(data):
-    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
-    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
-    batch = to_devices(next(batches), run.batch_sharding)
-    batches.close()
+    run, state, batch = seeded(data)
     with jax.set_mesh(run.mesh):
-        state, _ = run.stages[0].programs.seed_step(run.stages[0].programs.initialize(), batch)
+        state = jax.tree.map(jnp.copy, state)  # a step takes the memory of its state
         bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
         before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
         after, out = run.stages[0].programs.step(state, bad)

@@ -1,0 +1,20 @@
+"""The layers of fp8jax, top first: each imports only from those below it.
+
+README.md shows them in its picture of the layers, which readme_test.py compares with this list.
+"""
+
+LAYERS = (
+    "nn",
+    "training",
+    "analysis",
+    "model",
+    "linear",
+    "kernels",
+    "optim",
+    "stability",
+    "data",
+    "numerics",
+    "records",
+    "device",
+    "lookup",
+)
