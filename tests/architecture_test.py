@@ -126,6 +126,13 @@ def check_tops(source: str, path: str) -> Iterator[str]:
             yield f"{line}: imports {name}: {folder} may not import {top}"
 
 
+def check_test_imports(source: str, path: str) -> Iterator[str]:
+    """What two test modules need lies in tests/support."""
+    for line, name in imports(source, path):
+        if name.startswith("tests.") and any(part.endswith("_test") for part in name.split(".")):
+            yield f"{line}: imports {name}, a test module: move what both need to tests/support"
+
+
 def check_config_imports(source: str, path: str) -> Iterator[str]:
     """A config imports ml_collections and configs.base, and names recipes by string."""
     for line, name in imports(source, path):
@@ -149,6 +156,10 @@ def test_no_module_imports_itself_by_a_detour():
 
 def test_nothing_imports_experiments_tests_or_colabs():
     check_all(check_tops, files("fp8jax", "configs", "experiments", "tests", "colabs"))
+
+
+def test_test_modules_do_not_import_each_other():
+    check_all(check_test_imports, files("tests"))
 
 
 def test_configs_import_only_ml_collections_and_base():
@@ -314,6 +325,7 @@ BAD = [
         "from colabs import a",
         "tests may not import colabs",
     ),
+    (check_test_imports, "tests/a_test.py", "from tests.linear.dot_test import run", "test module"),
     (check_config_imports, "configs/smoke.py", "from fp8jax.recipe import RECIPES", "only ml_"),
     (check_config_imports, "configs/smoke.py", "import os", "imports os"),
     (check_config_imports, "configs/smoke.py", "from configs import lm_125m", "configs.lm_125m"),
@@ -359,6 +371,7 @@ GOOD = [
         "tests/linear/dot_test.py",
         "from tests.support import reference\nfrom configs import smoke",
     ),
+    (check_test_imports, "tests/a_test.py", "from tests.support.runs import tiny"),
     (check_config_imports, "configs/smoke.py", "import ml_collections\nfrom configs import base"),
     (check_config_imports, "configs/smoke.py", "from configs.base import get_config"),
     (check_casts, "fp8jax/numerics/formats.py", "x.astype(fmt.dtype)"),

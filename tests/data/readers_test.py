@@ -249,7 +249,8 @@ def test_tfds_without_tensorflow(dataset):
     """In a program of its own, which finds the dataset through TFDS_DATA_DIR and by its files."""
     program = """
 import sys
-from fp8jax.sources import Tally, parse_sources
+from fp8jax.data.readers import Tally
+from fp8jax.data.sources import parse_sources
 (source,) = parse_sources("tfds:fp8jax_examples")
 assert "tensorflow_datasets" not in sys.modules
 print(len(list(source.reader.documents(Tally()))), len(source.reader.files()))

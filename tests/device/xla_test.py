@@ -76,14 +76,14 @@ def test_too_late_on_a_gpu_is_said(monkeypatch):
 # under test here, so device/hardware.py is all that it needs.
 _CACHED = """
 import sys, jax, jax.numpy as jnp
-from fp8jax import runtime
-runtime.set_xla_flags()
+from fp8jax.device import xla
+xla.set_xla_flags()
 count = {"hits": 0, "misses": 0}
 def listen(event, **_):
     for name in count:
         count[name] += event.endswith("compilation_cache/cache_" + name)
 jax.monitoring.register_event_listener(listen)
-print(runtime.set_compilation_cache())
+print(xla.set_compilation_cache())
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 mesh = jax.sharding.Mesh(jax.devices(), "d")
 x = jnp.arange(64.0).reshape(8, 8) / 64

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax.linear import backends
+from fp8jax.linear import emulated
 from fp8jax.linear import modules as linears
 from fp8jax.linear.amax_history import HISTORIES, merge_history
 from fp8jax.linear.modules import Dense
@@ -649,8 +649,8 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
         jax.debug.callback(lambda k: seen.append(tuple(np.asarray(k))), jax.random.key_data(key))
         return quantize(x, *args, key=key, **kwargs)
 
-    quantize = backends.quantize
-    monkeypatch.setattr(backends, "quantize", spy)
+    quantize = emulated.quantize
+    monkeypatch.setattr(emulated, "quantize", spy)
     model = Transformer(CONFIG, dataclasses.replace(stochastic(), bf16_first=1))
     f = jax.jit(lambda key: gradients(model, enlarged(), {}, batch(), key))
     one = f(jax.random.key(1))

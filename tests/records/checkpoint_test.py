@@ -300,7 +300,7 @@ def test_any_damage_to_any_file_falls_back(tmp_path, harm):
 # threads, with complaints that pytest would lay at the door of whatever test runs by then.
 _READ_EACH = """
 import sys, jax, jax.numpy as jnp
-from fp8jax.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer
 for directory in sys.argv[1:]:
     with Checkpointer(directory, every=1, keep=1, keep_best=0) as read:
         restored = read.restore({"state": {"x": jnp.zeros((64, 64))}})
@@ -347,7 +347,7 @@ _READ_FORGED = """
 import hashlib, json, os, pickle, sys
 from pathlib import Path
 import jax.numpy as jnp
-from fp8jax.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer
 
 class Bomb:
     def __reduce__(self):
@@ -535,7 +535,7 @@ def test_a_failed_save_displaces_no_best_one(tmp_path, small_files_only):
 _KILLED = """
 import os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np
-from fp8jax.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer
 out = Checkpointer(sys.argv[1], every=1, keep=3, keep_best=0)
 out.save(1, {"state": {"x": jnp.arange(8.0)}}, {"at": 1}, None)
 out.wait()

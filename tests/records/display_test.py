@@ -3,7 +3,7 @@
 import io
 import math
 
-from fp8jax.records import metrics
+from fp8jax.records import display
 from fp8jax.records.metrics import Metrics
 
 
@@ -23,7 +23,7 @@ class _Clock:
 
 def test_plain_lines_are_rare_and_complete(tmp_path, capsys, monkeypatch):
     clock = _Clock()
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(display, "time", clock)
     scalars = {"loss": 2.34561, "grad_norm": 0.512, "learning_rate": 1e-3, "tokens_per_s": 12345.0}
     scalars |= {"mfu": 0.412, "step_s": 0.1234, "unknown_to_the_display": 1.0}
     with Metrics(tmp_path, num_steps=300, start_step=100) as out:
