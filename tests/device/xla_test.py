@@ -7,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from fp8jax.device import hardware, xla
+from fp8jax.device import xla
 
 _FLAG = "--xla_gpu_enable_triton_gemm"
 
@@ -130,7 +130,7 @@ def restored_cache_settings():
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-    hardware.compilation_cache.reset_cache()
+    xla.compilation_cache.reset_cache()
 
 
 def test_what_the_user_set_stays_and_an_argument_wins(
@@ -153,7 +153,7 @@ def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_set
 def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
     assert not xla.folds_scales()  # a CPU
     assert xla.compiler_options() == {"xla_allow_excess_precision": False}
-    monkeypatch.setattr(hardware, "platform", lambda: "gpu")
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
     assert xla.folds_scales() and xla.compiler_options() == {}
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
     assert not xla.folds_scales()

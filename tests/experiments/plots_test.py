@@ -53,7 +53,11 @@ def test_a_panel_a_precision_in_groups_with_an_axis_each():
     assert limits["FP8"] == pytest.approx((-0.48, 1.2 * 1.5))
     assert limits["FP4"] == pytest.approx((-0.48, 1.2 * 3.0))
     labels = [axis.get_ylabel() for axis in shown if axis.get_ylabel()]
-    assert labels == ["FP8: % of BF16", "FP8: % of BF16", "FP4: % of BF16"]
+    assert labels == [
+        "FP8: loss above BF16, %",
+        "FP8: loss above BF16, %",
+        "FP4: loss above BF16, %",
+    ]
 
 
 def test_curves_that_ended_at_once_are_drawn_all_the_same():
