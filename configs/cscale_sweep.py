@@ -3,12 +3,14 @@
 python -m experiments.train --config=configs/cscale_sweep.py --workdir=runs/cscale_sweep
 
 trains a Llama of 0.4M parameters on bytes for 60 steps, with the default bias of fp8_cscale. The
-sweep, for two widths of this model, in training and in inference, takes some minutes:
+sweep covers two widths of this model, training and inference, and takes a few minutes on two CPU
+cores (docs/results/cscale_bias.md):
 
     python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
 
-Head and embedding are tied, so that little can be learned but through the linears. A step has 2048
-tokens: the gradients of a mean loss shrink with their number, and the bias they need moves with it.
+The head is tied to the embedding, so that the model must learn through its linears. A step has 2048
+tokens. That number matters: the gradients of a mean loss shrink with it, and the bias that they
+need changes with them.
 """
 
 import ml_collections

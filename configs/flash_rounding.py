@@ -2,18 +2,17 @@
 
 python -m experiments.train --config=configs/flash_rounding.py --workdir=runs/flash_rounding
 
-runs a GPT-2 of 1.0M parameters on bytes, on a laptop, with the paper's fix: rows of scores whose
-largest one several keys share subtract another maximum (fp8jax/model/attention.py). The run
-without it is
---config.attention=reference; --config.attention_beta and --config.attention_tie_tolerance change
-it. At this size neither fails.
+trains a GPT-2 of 1.0M parameters on bytes, on a laptop, with the paper's fix: where several keys
+share the largest score of a row, a larger maximum is subtracted (blockwise_attention.py).
+--config.attention=reference runs without the fix; --config.attention_beta and
+--config.attention_tie_tolerance change it. At this size no run fails (docs/results/attention.md).
 
-The paper's run is --config=configs/flash_rounding.py:gpt2_125m: 512 rows of 1024 tokens a step of
-OpenWebText, no weight decay, no biases (here the norms keep theirs). Give the text with
---config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. It rounds each block's product
-of weights and values to bfloat16, as the authors' code does, in blocks of 128 keys where theirs
-have 512: without the fix, --config.attention=reference_bf16, it is the run whose loss the paper
-reports to explode after several thousand steps. --config.attention=xla keeps whole rows of scores.
+The paper's run is --config=configs/flash_rounding.py:gpt2_125m: OpenWebText, 512 rows of 1024
+tokens in a step, no weight decay, no biases (here the norms keep theirs). Give the text with
+--config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. As in the authors' code, each
+block's p v is rounded to bfloat16; a block has 128 keys here and 512 there. Without the fix
+(--config.attention=reference_bf16) it is the run whose loss the paper reports to explode after
+several thousand steps. --config.attention=xla computes whole rows of scores instead of blocks.
 """
 
 import ml_collections

@@ -1,21 +1,22 @@
-"""Exploring FP4 precision: MLPs forward in FP4, attention's linears in FP8, backward in FP8, and
-the last tenth of training in the target precision, BF16 (2502.11458).
+"""Exploring FP4 precision: MLP forward in FP4, attention linears and backward in FP8 (2502.11458).
 
 python -m experiments.train --config=configs/fp4.py --workdir=runs/fp4
 
-runs a Llama of 0.9M parameters on bytes, on a laptop. The share of the last stage is a parameter:
-the paper's is not known. Without it, FP4 to the end:
+trains a Llama of 0.9M parameters on bytes, on a laptop. The last tenth of training runs in the
+target precision, BF16; the paper does not say how long its last stage is. The results are in
+docs/results/fp4_schedule.md. To train in FP4 to the end:
 
     --config.precision_schedule='()'
 
-With that, the baselines are --config.precision=bf16 and fp8_block; the other corners of the
-paper's 2 x 2 are fp4_naive, fp4_block and fp4_backward; and its open points are options:
-fp4_mixed:fp4_tile=row (scales along a whole token and channel), fp4_mixed:gradients=e5m2. To end
-one of them in BF16 too, give --config.precision_schedule='((0.9,"bf16"),)'.
+Together with that option, --config.precision=bf16 and fp8_block are the baselines, and fp4_naive,
+fp4_block and fp4_backward are the other corners of the paper's 2 x 2 comparison. Options cover what
+the paper leaves open: fp4_mixed:fp4_tile=row (scales along a whole token and channel) and
+fp4_mixed:gradients=e5m2. To end one of them in BF16 as well, give
+--config.precision_schedule='((0.9,"bf16"),)'.
 
 The paper's sizes are --config=configs/fp4.py:SIZE with SIZE one of gpt2_125m, gpt2_335m,
-llama_125m, llama_1b: rows of 1024 tokens; its other settings are unknown, these are ours. Give the
-text with --config.data and the tokenizer with --config.tokenizer=bpe:PATH.
+llama_125m, llama_1b, with rows of 1024 tokens. Its other settings are not published; those here are
+ours. Give the text with --config.data and the tokenizer with --config.tokenizer=bpe:PATH.
 """
 
 import ml_collections

@@ -1,17 +1,17 @@
-"""GNMR's baselines: Llamas on short rows in low precision (2606.00539).
+"""GNMR: Llamas on short rows in low precision, with and without promotions (2606.00539).
 
 python -m experiments.train --config=configs/gnmr.py --workdir=runs/gnmr
 
-runs a Llama of 0.9M parameters on bytes, on a laptop. The paper's sizes are
---config=configs/gnmr.py:SIZE with SIZE one of llama_60m, llama_125m (its 130M), llama_350m,
-llama_1b (its 1.3B): 512 rows of 256 tokens a step of C4, a tenth of the run warming up; the number
-of steps is ours. Give the text with --config.data and the tokenizer with
---config.tokenizer=bpe:PATH. The baseline is --config.precision=bf16.
+trains a Llama of 0.9M parameters on bytes, on a laptop, in fp8_current. The baseline is
+--config.precision=bf16. The paper's sizes are --config=configs/gnmr.py:SIZE with SIZE one of
+llama_60m, llama_125m (its 130M), llama_350m, llama_1b (its 1.3B): C4, 512 rows of 256 tokens in a
+step, warm-up over a tenth of the run. The number of steps is ours. Give the text with
+--config.data and the tokenizer with --config.tokenizer=bpe:PATH.
 
---config=configs/gnmr.py:naive is the small one with activations, weights and gradients in E2M1, one
-scale a token, rounded to nearest, and no promotions: it stalls 16% above 8 bits. With
---config.gnmr_alpha=3.0, layers whose gradients grow are promoted to fp8_current, which does not
-mend it: docs/log.md has the table and why.
+--config=configs/gnmr.py:naive is the small run with activations, weights and gradients in E2M1, one
+scale for each token, rounded to nearest, without promotions. Its loss stalls 16% above that of FP8.
+--config.gnmr_alpha=3.0 promotes layers whose gradients grow to fp8_current, which does not repair
+the run: docs/results/gnmr.md has the table and the reason.
 """
 
 import ml_collections

@@ -1,13 +1,15 @@
-"""Training in 8-bit floating point with one scale a tensor: GPT and Llama 2 (2309.17224).
+"""Training in 8-bit floating point with one scale for each tensor: GPT and Llama 2 (2309.17224).
 
 python -m experiments.train --config=configs/graphcore.py --workdir=runs/graphcore
 
-runs a GPT of 1.0M parameters on bytes, on a laptop. The paper's sizes are
---config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m, gpt_1.3b, gpt_6.7b, gpt_13b,
-llama2_7b, llama2_13b, llama2_70b (and gpt_256m, gpt_2.7b, which complete the family): rows of 2048
-tokens. The paper fine-tunes them; learning rate, batch and steps here are ours. Give the text with
---config.data and the tokenizer with --config.tokenizer=bpe:PATH. The recipe is current scaling,
-E4M3 forward and E5M2 gradients; the baseline is --config.precision=bf16.
+trains a GPT of 1.0M parameters on bytes, on a laptop. The recipe is current scaling with E4M3 in
+the forward and E5M2 gradients. The baseline is --config.precision=bf16.
+
+The paper's sizes are --config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m,
+gpt_1.3b, gpt_6.7b, gpt_13b, llama2_7b, llama2_13b, llama2_70b, with rows of 2048 tokens; gpt_256m
+and gpt_2.7b complete the family. The paper fine-tunes these models; here they start from random
+weights, and learning rate, batch and steps are ours. Give the text with --config.data and the
+tokenizer with --config.tokenizer=bpe:PATH.
 """
 
 import ml_collections

@@ -2,12 +2,14 @@
 
 python -m experiments.train --config=configs/infir2.py --workdir=runs/infir2
 
-runs a Qwen of 0.8M parameters on bytes, on a laptop: warm-up, stable phase and decay in the paper's
-proportions. The paper's own sizes are --config=configs/infir2.py:qwen2.5_1.5b and :qwen2.5_7b, for
-a pod: 128 rows of 32,768 tokens a step, 40,000 steps. They start from random weights; the paper
-starts from Qwen's. Its data mixture is unknown: give yours with --config.data, and Qwen's tokenizer
-with --config.tokenizer=bpe:PATH. The baseline is --config.precision=bf16; scales in float32 instead
-of powers of two, fp8_block.
+trains a Qwen of 0.8M parameters on bytes, on a laptop, with warm-up, stable phase and decay in the
+paper's proportions. The baseline is --config.precision=bf16; --config.precision=fp8_block has
+float32 scales instead of powers of two.
+
+The paper's sizes are --config=configs/infir2.py:qwen2.5_1.5b and :qwen2.5_7b, for a pod: 128 rows
+of 32,768 tokens in a step, 40,000 steps. They start from random weights; the paper starts from
+Qwen's. Its data mixture is not published: give yours with --config.data, and Qwen's tokenizer with
+--config.tokenizer=bpe:PATH.
 """
 
 import ml_collections

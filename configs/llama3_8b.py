@@ -1,13 +1,13 @@
-"""Llama 3 8B: the size at which FP8 begins to pay, for a pod or for a dry run.
+"""Llama 3 8B: a size at which FP8 starts to pay off, for a pod or for a dry run.
 
 python -m experiments.train --config=configs/llama3_8b.py --workdir=runs/llama3_8b
 
-needs several GPUs; what it would take is said, on any machine, by
+needs several GPUs. A dry run tells on any machine how much memory and compute it would take:
 
 python -m experiments.train --config=configs/llama3_8b.py --dry_run
 
 Give the text with --config.data and Llama's tokenizer with --config.tokenizer=bpe:PATH. The
-learning rate is the release's, batch and steps are ours.
+learning rate is that of the release; batch and steps are ours.
 """
 
 import ml_collections

@@ -2,12 +2,13 @@
 
 python -m experiments.train --config=configs/lm_125m.py --workdir=runs/lm_125m
 
-For one NVIDIA H200: a minute, 38 GiB; half of that and 10 GiB with --config.attention=cudnn, which
-does not give the same bits twice. On 104 MB of English text the validation loss after 200
-steps was 1.73 nats a byte in BF16 and 1.75 in fp8_delayed, after 1000 steps 1.09 in both.
-85M parameters: a vocabulary of bytes is small. In FP8, take
---config.precision=fp8_delayed and a --workdir of its own. The text is Python's standard library;
-for your own, --config.data='text:/path/**/*.txt'.
+takes a minute and 38 GiB on one NVIDIA H200. With --config.attention=cudnn it takes half of the
+time and 10 GiB, but is not deterministic. The model has 85M parameters, since a vocabulary of bytes
+is small. It trains in BF16; --config.precision=fp8_delayed trains in FP8 (use another --workdir).
+
+Expect on 104 MB of English text a validation loss after 200 steps of 1.73 nats a byte in BF16 and
+1.75 in fp8_delayed, and after 1000 steps 1.09 in both (docs/results/recipes_loss.md). By default
+the text is Python's standard library; give yours with --config.data='text:/path/**/*.txt'.
 """
 
 import ml_collections
@@ -19,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = base.get_config()
     config.model = "llama_125m"
     config.model_overrides.vocab_size = 320  # bytes, padded to a multiple of 64
-    config.unroll = 12  # all layers: no copies in and out of the stack, for a longer compilation
+    config.unroll = 12  # no loop over layers: saves copies of the stack, compiles longer
     config.seq_len = 1024
     config.batch_size = 32
     config.num_steps = 200

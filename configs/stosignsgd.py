@@ -2,12 +2,14 @@
 
 python -m experiments.train --config=configs/stosignsgd.py --workdir=runs/stosignsgd
 
-runs a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's run is
---config=configs/stosignsgd.py:gpt2_125m: 256 rows of 1024 tokens a step of OpenWebText, 50,000
-steps. Give the text with --config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. The
-paper's baselines are --config.optimizer=adamw and lion. Moments are float32 here; the paper stores
-them in FP8 without scales, --config.moments=fp8_unscaled, and rounds gradients to E5M2 before,
-which no key does. What scales change is in docs/log.md.
+trains a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's baselines are
+--config.optimizer=adamw and lion. Moments are stored in float32 here. The paper stores them in FP8
+without scales, which is --config.moments=fp8_unscaled; docs/results/moments.md shows what scales
+change. The paper also rounds gradients to E5M2 before the update, for which there is no key.
+
+The paper's run is --config=configs/stosignsgd.py:gpt2_125m: OpenWebText, 256 rows of 1024 tokens in
+a step, 50,000 steps. Give the text with --config.data and GPT-2's tokenizer with
+--config.tokenizer=bpe:PATH.
 """
 
 import ml_collections

@@ -1,17 +1,17 @@
 """Trains a model: python -m experiments.train --config=configs/smoke.py --workdir=runs/smoke
 
-Any key of the config can be given as --config.KEY=VALUE. A workdir that holds a checkpoint of the
-same config is resumed. What a run would cost is said, without running it, by --dry_run.
+--config.KEY=VALUE changes a key of the config. A run whose workdir holds a checkpoint of the same
+config resumes from it. --dry_run prints what the run would cost, without training.
 """
 
-import logging as python_logging
 import os
-import sys
+from collections.abc import Sequence
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
+from experiments import command
 from fp8jax.device import xla
 from fp8jax.stability.faults import Faults
 from fp8jax.training import dry_run, parameter_table, programs
@@ -20,7 +20,7 @@ from fp8jax.training.profile import parse_profile
 from fp8jax.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; made if missing.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; created if missing.")
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print what the run would cost in FLOPs, memory and disk; train nothing."
 )
@@ -31,17 +31,17 @@ _DUMP_HLO = flags.DEFINE_bool(
     "dump_hlo", False, "Write the compiled programs as text to WORKDIR/hlo."
 )
 _PROFILE = flags.DEFINE_string(
-    "profile", None, "A:B traces the steps A to B, both included, into WORKDIR/profile."
+    "profile", None, "A:B traces the steps A to B, inclusive, into WORKDIR/profile."
 )
 _INJECT = flags.DEFINE_string(
-    "inject", "", "Faults to try out, KIND@STEP[xCOUNT] with commas: see fp8jax/faults.py."
+    "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/stability/faults.py."
 )
 flags.mark_flag_as_required("config")
 
 
 def _inspect(config: ConfigDict, workdir: str) -> None:
-    """Everything the flags ask for that needs no training."""
-    xla.set_compilation_cache()  # what is compiled here is not compiled again by the run
+    """Prints and writes what the flags request that needs no training."""
+    xla.set_compilation_cache()  # the run reuses the programs that are compiled here
     run = build(config)
     if _DRY_RUN.value:
         print(config)
@@ -64,11 +64,11 @@ def _run() -> None:
         raise ValueError("--workdir must have a value, except for --dry_run without --dump_hlo")
     if _DRY_RUN.value and profile is not None:
         raise ValueError(
-            f"--profile={_PROFILE.value} traces training, and --dry_run trains nothing"
+            f"--profile={_PROFILE.value} traces training, but --dry_run trains nothing: drop one"
         )
     if not _DRY_RUN.value:
         logging.info("config:\n%s", _CONFIG.value)
-    elif not _DUMP_HLO.value:  # whose programs are those that a run would have
+    elif not _DUMP_HLO.value:  # --dump_hlo compiles the programs of a real run
         xla.allocate_nothing()
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
@@ -76,28 +76,10 @@ def _run() -> None:
         fp8jax.train_and_evaluate(_CONFIG.value, workdir, profile=profile, faults=faults)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    try:
-        _run()
-    except (ValueError, NotImplementedError, StoppedError, OSError) as error:
-        logging.debug("", exc_info=True)
-        sys.exit(f"error: {error}")
-
-
-def parse(argv: list[str]) -> list[str]:
-    """absl's parser, with ml_collections' errors about keys as one line, not a traceback."""
-    try:
-        return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        inner: BaseException = error
-        while inner.args and isinstance(inner.args[0], Exception):
-            inner = inner.args[0]
-        sys.exit(f"error: {inner.args[0] if inner.args else inner}")
+def main(arguments: Sequence[str]) -> None:
+    command.refuse_arguments(arguments)
+    _run()
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.INFO)
-    python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-    app.run(main, flags_parser=parse)
+    command.run(main, errors=(*command.ERRORS, StoppedError), verbosity=logging.INFO)

@@ -1,8 +1,8 @@
-"""fp8jax: training and running transformers in FP8 and FP4, in JAX and Flax.
+"""fp8jax: train and run transformers in FP8 and FP4, with JAX and Flax.
 
-`import fp8jax` gives the library: formats, quantize, recipes, dot_general, linen modules. It sets
-the one XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with all that they
-need (Orbax, Grain, TensorBoard), are imported when they are first used.
+`import fp8jax` provides formats, quantize, recipes, dot_general and linen modules. It also sets the
+XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with their dependencies
+(Orbax, Grain, TensorBoard), are imported on first use.
 """
 
 from fp8jax import nn

@@ -1,4 +1,4 @@
-"""Names to objects, once, at the door: with an error that names the near ones that exist."""
+"""Looks up objects by name. The error for an unknown name suggests similar names."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -8,15 +8,22 @@ T = TypeVar("T")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
-    """`table[name]`; raises ValueError for an unknown name, saying of what `kind` it should be."""
+    """Returns `table[name]`.
+
+    Args:
+      kind: what `name` should be the name of, such as "mesh"; only for the error message.
+
+    Raises:
+      ValueError: the table has no such name. The message suggests similar names and lists all.
+    """
     if name not in table:
         raise unknown(kind, name, table)
     return table[name]
 
 
 def unknown(kind: str, name: object, known: Iterable[object]) -> ValueError:
-    """The error for a name that does not exist: names the near ones, and all there are."""
+    """Returns the error for an unknown name. It suggests similar names and lists all known ones."""
     names = [str(k) for k in known]
-    near = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+    similar = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "."
     return ValueError(f"unknown {kind} {name!r}{hint} There are: {', '.join(names)}")

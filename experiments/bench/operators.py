@@ -1,21 +1,19 @@
-"""Measured tables of products, quantizers and attention, each beside BF16, the device's measured
-limits, and what others make of the same where it is installed. experiments/bench/steps.py has the
-steps.
+"""Benchmarks of GEMMs, quantizers and attention, beside BF16, the device's measured limits, and
+other libraries where they are installed. experiments/bench/steps.py measures whole steps.
 
-    measure_gemm        products of quantized operands; linears, forward and backward
-    sweep_gemm          the block-scaled products under several tunings
-    measure_quantize    the kernels that quantize, in bytes a second
+    measure_gemm        GEMMs of quantized operands; linears, forward and backward
+    sweep_gemm          the block-scaled GEMMs under several tunings
+    measure_quantize    the kernels that quantize, in bytes per second
     measure_attention   the attention core, forward and backward
 
-Each takes `timed`, a race with its settings (experiments/bench/timing.py), and gives a `Report`.
-Data are random:
-zeros draw less power, and the clock would be higher than in training. The limit of a row is the
-time of its FLOPs at the best rate of plain products of that precision on this device, or of its
-bytes at the rate of a device copy. The figures:
+Each takes `timed`, which times contestants (experiments/bench/timing.py), and returns a `Report`.
+Data are random: zeros draw less power, so that the clock would be faster than in training. The
+limit of a row is the time of its FLOPs at the best measured rate of plain matmuls in that precision
+on this device, or the time of its bytes at the rate of a device copy. The figures:
 
-    block_gemm_vs_cublas   speed of our 1x128 by 128x128 product over torch._scaled_mm's, geometric
-                           mean over the shapes
-    quantize_bandwidth     bytes a second of our quantizers over a copy's, geometric mean
+    block_gemm_vs_cublas   speed of our 1x128 by 128x128 GEMM over that of torch._scaled_mm,
+                           geometric mean over the shapes
+    quantize_bandwidth     bytes per second of our quantizers over those of a copy, geometric mean
 """
 
 import dataclasses
@@ -51,17 +49,19 @@ from fp8jax.numerics.recipes import RECIPES
 MATMUL = (((1,), (0,)), ((), ()))
 
 
-NT = (((1,), (1,)), ((), ()))  # the contracted axis last in both
+NT = (((1,), (1,)), ((), ()))  # both operands have the contracting axis last
 
 
 def share_device() -> None:
-    """Has JAX leave memory to others in this process; call it before JAX starts. The user's own
-    setting stays."""
+    """Makes JAX leave device memory to other libraries in this process, such as torch.
+
+    Must be called before JAX starts. A setting of the user's own takes precedence.
+    """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def compiled(f: Callable[..., Any], *arrays: Any, items: int = 1) -> Callable[[], Program]:
-    """What compiles `f` for these arrays, and shows its temporaries."""
+    """Returns a function that compiles `f` for these arrays; its row shows the temporaries."""
 
     def prepare() -> Program:
         program = jax.jit(f, compiler_options=xla.compiler_options()).lower(*arrays).compile()
@@ -73,20 +73,29 @@ def compiled(f: Callable[..., Any], *arrays: Any, items: int = 1) -> Callable[[]
 
 
 def normal(seed: int, shape: Sequence[int], dtype: Any = jnp.bfloat16) -> Float[Array, "..."]:
+    """Returns standard normal numbers."""
     return jax.random.normal(jax.random.key(seed), tuple(shape), dtype)
 
 
 def policy_and_backend(policy: str) -> tuple[str, str | None]:
-    """(policy, backend) of POLICY or POLICY@BACKEND."""
+    """Returns (policy, backend) of POLICY@BACKEND; the backend of POLICY is None."""
     name, _, backend = policy.partition("@")
     return name, backend or None
 
 
 def sizes(text: str, names: str) -> list[int]:
-    """The numbers of such a shape as "256x128"; `names` says what they are, such as "MxK"."""
+    """Returns the numbers in a shape such as "256x128".
+
+    Args:
+      text: the shape.
+      names: the names of its sides, such as "MxK".
+
+    Raises:
+      ValueError: another number of sides, or a side that is not a positive integer.
+    """
     parts = text.split("x")
     if len(parts) != len(names.split("x")) or not all(p.isdecimal() and int(p) for p in parts):
-        raise ValueError(f"shape {text!r}: expected {names}, positive whole numbers")
+        raise ValueError(f"shape {text!r}: expected {names}, positive integers")
     return [int(part) for part in parts]
 
 
@@ -95,13 +104,17 @@ def sizes(text: str, names: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """FLOP/s of plain products of bfloat16 and e4m3, and bytes/s of a copy, read and written."""
+    """Measured limits: FLOP/s of plain matmuls in bfloat16 and e4m3, and bytes/s of a copy.
+
+    The bytes of a copy are those read and those written.
+    """
 
     bf16: float
     fp8: float
     copy: float
 
     def matrix(self, quantized: bool) -> float:
+        """Returns the FLOP/s in e4m3 if `quantized`, else in bfloat16."""
         return self.fp8 if quantized else self.bf16
 
     def note(self) -> str:
@@ -116,19 +129,19 @@ def _plain(a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"
 
 
 def measure_limits(timed: Timer, size: int = 8192) -> Limits:
-    """The best of two products with sides around `size`, and a copy of as many numbers."""
-    entrants: dict[str, Callable[[], Program]] = {}
+    """Measures the best of two matmuls with sides around `size`, and a copy of [2 * size, size]."""
+    contestants: dict[str, Callable[[], Program]] = {}
     work = {}
     for m, k, n in ((size, size, size), (size, size // 2, 7 * size // 4)):
         a, b = normal(0, (m, k)), normal(1, (n, k))
         codes = cast(a, "e4m3"), cast(b, "e4m3")
         for kind, operands in (("bf16", (a, b)), ("fp8", codes)):
-            entrants[f"{kind} {n}"] = compiled(_plain, *operands)
+            contestants[f"{kind} {n}"] = compiled(_plain, *operands)
             work[f"{kind} {n}"] = 2 * m * k * n
     pages = [normal(seed, (2 * size, size)) for seed in range(2)]
-    entrants["copy"] = compiled(lambda *xs: [jnp.copy(x) for x in xs], *pages, items=2)
+    contestants["copy"] = compiled(lambda *xs: [jnp.copy(x) for x in xs], *pages, items=2)
     work["copy"] = 2 * pages[0].nbytes
-    found = timed(entrants)
+    found = timed(contestants)
     best = {
         kind: max((work[k] / t.seconds for k, t in found.items()
                    if k.startswith(kind) and not t.reason), default=math.nan)
@@ -137,12 +150,15 @@ def measure_limits(timed: Timer, size: int = 8192) -> Limits:
     return Limits(**best)
 
 
-# Products -----------------------------------------------------------------------------------------
+# GEMMs and linears --------------------------------------------------------------------------------
 
 
 def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Array]]]:
-    """Of a linear under a policy: x [M, K], w [K, N], g [M, N] and histories -> y, dx, dw and the
-    new histories; and x, w, g -> histories of their amaxes."""
+    """Returns two functions of a linear under a policy, with x [M, K], w [K, N] and g [M, N].
+
+    The first runs the linear forward and backward: (x, w, g, histories) -> y, dx, dw and the new
+    histories. The second returns histories that are filled with the operands' amaxes: (x, w, g).
+    """
     name, backend = policy_and_backend(policy)
     recipe, key = as_policy(name).recipe("layers/mlp/up"), jax.random.key(0)
 
@@ -162,6 +178,8 @@ def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Arr
 
 
 def _linear(policy: str, x, w, g) -> Callable[[], Program]:
+    """Returns a function that prepares a linear under a policy, forward and backward."""
+
     def prepare() -> Program:
         products, histories = linear(policy)
         return compiled(products, x, w, g, histories(x, w, g))()
@@ -170,7 +188,10 @@ def _linear(policy: str, x, w, g) -> Callable[[], Program]:
 
 
 def _flax_linear(operator: Any, x, w, g) -> Callable[[], Program]:
-    """The same by flax's module, whose scales are 1 at its first step: data of that size fit."""
+    """Returns a function that prepares the same linear as a module of flax.
+
+    Its scales are 1 in the first step, which fits normal data.
+    """
 
     def prepare() -> Program:
         module = operator()
@@ -187,7 +208,7 @@ def _flax_linear(operator: Any, x, w, g) -> Callable[[], Program]:
     return prepare
 
 
-def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool) -> Contestants:
+def _gemm_contestants(m: int, k: int, n: int, policies: Sequence[str], peers: bool) -> Contestants:
     x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
     a, b, blocks = cast(x, "e4m3"), cast(w.T, "e4m3"), -(-k // 128)
     scales = functools.partial(jax.random.uniform, jax.random.key(3), minval=0.5, maxval=2.0)
@@ -216,13 +237,21 @@ def _gemm_entrants(m: int, k: int, n: int, policies: Sequence[str], peers: bool)
 def measure_gemm(
     shapes: Sequence[str], policies: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
 ) -> Report:
-    """Products M x K x N, and linears (three products, quantization included) under policies."""
+    """Measures GEMMs of quantized operands, and linears (three GEMMs with quantization).
+
+    Args:
+      shapes: such as "8192x4096x14336", M x K x N.
+      policies: POLICY or POLICY@BACKEND, of the linears.
+      timed: times contestants.
+      limits: the device's.
+      peers: whether GEMMs of torch and linears of flax take part.
+    """
     for policy in policies:
-        as_policy(policy_and_backend(policy)[0])  # a wrong name costs no time
+        as_policy(policy_and_backend(policy)[0])  # raises for a wrong name before the long work
     rows, pairs = [], []
     for shape in shapes:
         m, k, n = sizes(shape, "MxKxN")
-        found = timed(_gemm_entrants(m, k, n, policies, peers))
+        found = timed(_gemm_contestants(m, k, n, policies, peers))
         for name, timing in found.items():
             of_linear = name.startswith("linear")
             work = (6 if of_linear else 2) * m * k * n
@@ -242,7 +271,8 @@ def measure_gemm(
     )  # fmt: skip
 
 
-# What a sweep tries, by whether each row of b has its scale: warpgroups and columns of a tile.
+# The tunings of a sweep, by whether b has scales of 1x128 (True) or of 128x128 (False). Pairs are
+# numbers of warpgroups and columns of a tile.
 TUNINGS = {
     by_row: [
         TuningConfig(
@@ -259,12 +289,12 @@ TUNINGS = {
 
 
 def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
-    """The block-scaled products under each of `TUNINGS`."""
+    """Measures the block-scaled GEMMs M x K x N under each of `TUNINGS`."""
     rows = []
     for shape in shapes:
         m, k, n = sizes(shape, "MxKxN")
         a, b = cast(normal(0, (m, k)), "e4m3"), cast(normal(1, (n, k)), "e4m3")
-        entrants = {}
+        contestants = {}
         for by_row, tunings in TUNINGS.items():
             out = jnp.float32 if by_row else jnp.bfloat16
             columns = n if by_row else -(-n // 128)
@@ -276,8 +306,8 @@ def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
                 )
                 f = functools.partial(block_scaled_matmul, out_dtype=out, tuning=t)
                 kind = "1x128 by 1x128" if by_row else "1x128 by 128x128"
-                entrants[f"{kind}: {changed}"] = compiled(f, a, b, sa, sb)
-        for name, timing in timed(entrants).items():
+                contestants[f"{kind}: {changed}"] = compiled(f, a, b, sa, sb)
+        for name, timing in timed(contestants).items():
             work = 2 * m * k * n
             rows.append(
                 Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.fp8)
@@ -290,7 +320,8 @@ def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
 
 # Quantizers ---------------------------------------------------------------------------------------
 
-# What a step asks for: (recipe, cast, source's dtype, contracted axes of the wanted codes).
+# The quantizations of a training step: (recipe, cast, dtype of the source, contracting axes). Each
+# contracting axis needs codes of its own.
 QUANTIZED = {
     "one scale, both": ("fp8_delayed", "fwd_x", jnp.bfloat16, (-1, -2)),
     "one scale, float32": ("fp8_delayed", "fwd_w", jnp.float32, (-1,)),
@@ -302,7 +333,11 @@ QUANTIZED = {
 
 
 def _quantize(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], Program]:
-    """Codes with the contracted axis last, scales, and for a delayed scale the amax."""
+    """Returns a function that prepares a quantization of several arrays.
+
+    For each array it returns codes with the contracting axis last, scales, and the amax if the
+    scale is delayed.
+    """
     recipe, operand, _, axes = QUANTIZED[kind]
     how = getattr(RECIPES[recipe], operand)
 
@@ -318,18 +353,21 @@ def _quantize(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], 
 
 
 def _produced(producer: Producer, *sources: Array) -> Callable[[], Program]:
-    """Codes of what linear/fused_mlp.py asks for, in one kernel."""
+    """Returns a function that prepares the kernel that linear/fused_mlp.py uses.
+
+    In one pass, it computes SwiGLU or its gradients, and quantizes the results.
+    """
     formats = (FORMATS["e5m2"], FORMATS["e5m2"], FORMATS["e4m3"])[-producer.results :]
     axes = ((-1, -2), (-1, -2), (-2,)) if producer.results == 3 else ((-1,),)
     scales = jnp.full(producer.results, 0.01)
     return compiled(lambda *xs: cast_produced(producer, xs, scales, formats, axes), *sources)
 
 
-def _quantize_entrants(m: int, k: int) -> tuple[Contestants, dict[str, float]]:
-    """Contestants, and the bytes that each has to move."""
-    entrants: dict[str, Callable[[], Program]] = {}
+def _quantize_contestants(m: int, k: int) -> tuple[Contestants, dict[str, float]]:
+    """Returns the contestants, and by their names the bytes that each has to read and write."""
+    contestants: dict[str, Callable[[], Program]] = {}
     work: dict[str, float] = {}
-    # Several arrays a call: one may take no longer than its dispatch.
+    # A call quantizes several arrays: a single one may take less time than its dispatch.
     arrays = {
         t: [normal(seed, (m, k), t) for seed in range(3)] for t in (jnp.bfloat16, jnp.float32)
     }
@@ -339,21 +377,21 @@ def _quantize_entrants(m: int, k: int) -> tuple[Contestants, dict[str, float]]:
         scales = 4 * m * k / min(area, m * k)
         for backend in ("pallas", "xla"):
             name = f"{kind}: {backend}"
-            entrants[name] = _quantize(backend, kind, arrays[dtype][:2])
+            contestants[name] = _quantize(backend, kind, arrays[dtype][:2])
             work[name] = arrays[dtype][0].nbytes + len(axes) * (m * k + scales)
     for producer, codes in ((SWIGLU, 1), (SWIGLU_GRAD, 5)):
         name = f"{producer.name}, one scale: pallas"
-        entrants[name] = _produced(producer, *arrays[jnp.bfloat16][: producer.sources])
+        contestants[name] = _produced(producer, *arrays[jnp.bfloat16][: producer.sources])
         work[name] = (2 * producer.sources + codes) * m * k
-    return entrants, work
+    return contestants, work
 
 
 def measure_quantize(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
-    """Quantizers of M x K numbers: ours, and XLA's of the same, by bytes read and written."""
+    """Measures our quantizers of M x K numbers and XLA's, by the bytes read and written."""
     rows, pairs = [], []
     for shape in shapes:
-        entrants, work = _quantize_entrants(*sizes(shape, "MxK"))
-        for name, timing in timed(entrants).items():
+        contestants, work = _quantize_contestants(*sizes(shape, "MxK"))
+        for name, timing in timed(contestants).items():
             limit = work[name] / limits.copy
             rows.append(Row(case=shape, name=name, timing=timing, work=work[name], limit=limit))
             pairs += [(limit, timing.seconds)] if name.endswith("pallas") else []
@@ -367,13 +405,13 @@ def measure_quantize(shapes: Sequence[str], timed: Timer, limits: Limits) -> Rep
 
 
 def default_attention() -> str:
-    """The fastest core without a mask: cuDNN's where it runs."""
+    """Returns the fastest attention for rows of one document: cuDNN's if it runs here."""
     capability = hardware.compute_capability()
     return "xla" if capability is None or capability < (8, 0) else "cudnn_causal"
 
 
 def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[], Program]:
-    """dq, dk and dv of one attention implementation, and its result."""
+    """Returns a function that prepares an attention implementation, forward and backward."""
     q, key, v, g = (normal(i, (b, length, heads, h)) for i, heads in enumerate((n, k, k, n)))
     segments = jnp.ones((b, length), jnp.int32)
 
@@ -388,17 +426,27 @@ def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[
 def measure_attention(
     shapes: Sequence[str], names: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
 ) -> Report:
-    """Forward and backward of B x L x query heads x key heads x head size. FLOPs are the model's:
-    three times the forward's, half of the square."""
+    """Measures forward and backward of attention implementations.
+
+    The FLOPs of a row are the model's, not those that a kernel executes: three times the FLOPs of
+    the forward, and only half of the L x L square.
+
+    Args:
+      shapes: B x L x N x K x H: batch, length, query heads, key heads, head size.
+      names: keys of ATTENTIONS.
+      timed: times contestants.
+      limits: the device's.
+      peers: whether torch takes part.
+    """
     rows = []
     for shape in shapes:
         b, length, n, k, h = sizes(shape, "BxLxNxKxH")
-        entrants = {name: attend(name, b, length, n, k, h) for name in names}
+        contestants = {name: attend(name, b, length, n, k, h) for name in names}
         if peers:
-            entrants |= torch_peers.attention(b, length, n, k, h)
+            contestants |= torch_peers.attention(b, length, n, k, h)
         work = 6 * b * length * length * n * h
         rows += [
             Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.bf16)
-            for name, timing in timed(entrants).items()
+            for name, timing in timed(contestants).items()
         ]
     return Report(title="Attention", rate="TFLOP/s", rows=rows, figures={}, notes=[limits.note()])

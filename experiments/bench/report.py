@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""Reports: tables of timed contestants, and the pages and figures that keep them.
+
+A page is a Markdown file with one section for each report. Beside it lies a JSON file of figures:
+single numbers such as a speedup, with the command that measured them.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -12,15 +16,12 @@ from pathlib import Path
 import jax
 
 from experiments.bench.timing import Timing
-from experiments.markdown import replace_section
+from experiments.markdown import markdown_table, replace_section
 
 _PACKAGES = (
     "jax", "jaxlib", "flax", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cublas-cu12",
     "nvidia-cudnn-cu12", "torch", "torchao",
 )  # fmt: skip
-
-
-# What is written ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,11 @@ class Row:
 
     Attributes:
       case: what was computed, such as a shape.
-      name: by whom.
-      timing: of one item of work.
-      work: FLOPs or bytes of it; NaN where they mean nothing.
-      limit: the seconds that the device's measured limits allow; NaN for none.
-      baseline: seconds of what it is compared with; NaN for none.
+      name: the contestant.
+      timing: of one piece of work.
+      work: FLOPs or bytes of one piece of work; NaN if neither says anything.
+      limit: seconds that the measured limits of the device allow; NaN for none.
+      baseline: seconds of the contestant to compare with; NaN for none.
     """
 
     case: str
@@ -44,16 +45,25 @@ class Row:
     baseline: float = math.nan
 
     def cells(self, unit: float) -> list[str]:
+        """Returns the cells of the row; `unit` is FLOP/s or bytes/s. A cell may be empty."""
         t = self.timing
-        number = lambda value, text: "" if math.isnan(value) else text.format(value)  # noqa: E731
+        seconds = t.seconds or math.nan  # a clock may measure nothing
         return [
-            self.case, self.name, number(1e3 * t.seconds, "{:.3f}"),
-            number(math.nan if t.reason else 100 * t.spread, "{:.0f}%"),
-            number(self.work / t.seconds / unit if t.seconds else math.nan, "{:,.4g}"),
-            number(self.limit / t.seconds if t.seconds else math.nan, "{:.1%}"),
-            number(self.baseline / t.seconds if t.seconds else math.nan, "{:.3f}x"),
-            "" if t.bytes is None else f"{t.bytes / 2**30:.2f}", t.reason,
-        ]  # fmt: skip
+            self.case,
+            self.name,
+            _cell(1e3 * t.seconds, "{:.3f}"),
+            _cell(math.nan if t.reason else 100 * t.spread, "{:.0f}%"),
+            _cell(self.work / seconds / unit, "{:,.4g}"),
+            _cell(self.limit / seconds, "{:.1%}"),
+            _cell(self.baseline / seconds, "{:.3f}x"),
+            "" if t.bytes is None else f"{t.bytes / 2**30:.2f}",
+            t.reason,
+        ]
+
+
+def _cell(value: float, text: str) -> str:
+    """Returns the formatted value, or "" for NaN."""
+    return "" if math.isnan(value) else text.format(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,10 +71,11 @@ class Report:
     """One table and its figures.
 
     Attributes:
-      title, notes: for people.
-      rate: unit of work a second, "TFLOP/s" or "GB/s".
-      rows: of the table.
-      figures: name -> value, of the bars; NaN for what was not measured.
+      title: of its section.
+      rate: unit of work per second, "TFLOP/s" or "GB/s".
+      rows: the rows of the table.
+      figures: name -> value, such as a speedup; NaN if it was not measured.
+      notes: paragraphs above the table.
     """
 
     title: str
@@ -74,29 +85,30 @@ class Report:
     notes: Sequence[str] = ()
 
     def table(self) -> str:
-        """Markdown; a column that no row fills is left out."""
+        """Returns the table in Markdown, without the columns that are empty in all rows."""
         unit = {"TFLOP/s": 1e12, "GB/s": 1e9}[self.rate]
         header = ["case", "contestant", "ms", "spread", self.rate, "of the limit", "against BF16",
                   "GiB", "note"]  # fmt: skip
         cells = [row.cells(unit) for row in self.rows]
-        kept = [i for i in range(len(header)) if any(row[i] for row in cells)]
-        lines = [header, ["---"] * len(header), *cells]
-        return "".join(f"| {' | '.join(line[i] for i in kept)} |\n" for line in lines)
+        columns = [i for i in range(len(header)) if any(row[i] for row in cells)]
+        return markdown_table(
+            [header[i] for i in columns], [[row[i] for i in columns] for row in cells]
+        )
 
     @property
     def known(self) -> dict[str, float]:
-        """The figures that were measured."""
+        """The figures that were measured, sorted by name."""
         return {name: v for name, v in sorted(self.figures.items()) if not math.isnan(v)}
 
     def section(self, command: str) -> str:
-        """The table with its title, the command, the versions and the figures."""
+        """Returns Markdown: title, command, versions, notes, table and figures."""
         figures = "".join(f"- `{name}`: {value:.4g}\n" for name, value in self.known.items())
         parts = [f"## {self.title}", f"```bash\n{command}\n```", versions(), *self.notes]
         return "\n\n".join([*parts, self.table() + (f"\n{figures}" if figures else "")])
 
 
 def versions() -> str:
-    """The device and what runs on it, on one line."""
+    """Returns the device, and the versions of packages and driver, on one line."""
     found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     device = jax.local_devices()[0]
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
@@ -107,8 +119,10 @@ def versions() -> str:
 
 
 def write(path: Path, section: str, report: Report, command: str) -> None:
-    """Replaces the report's section in PATH.md, and merges its figures into PATH.json: name ->
-    {"value", "command"}. Other sections and figures stay."""
+    """Replaces the report's section in PATH.md, and merges its figures into PATH.json.
+
+    PATH.json maps a figure's name to {"value": …, "command": …}. Other sections and figures stay.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     page, figures = path.parent / f"{path.name}.md", path.parent / f"{path.name}.json"
     text = page.read_text(encoding="utf-8") if page.exists() else f"# Benchmarks: {path.name}\n"
@@ -119,6 +133,6 @@ def write(path: Path, section: str, report: Report, command: str) -> None:
 
 
 def mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:
-    """Geometric mean of a / b over the pairs that have both; NaN if none has."""
-    found = [a / b for a, b in pairs if a > 0 and b > 0]  # NaN is not
-    return statistics.geometric_mean(found) if found else math.nan
+    """Returns the geometric mean of a / b over the pairs of two positive numbers; NaN for none."""
+    ratios = [a / b for a, b in pairs if a > 0 and b > 0]  # NaN is not positive
+    return statistics.geometric_mean(ratios) if ratios else math.nan

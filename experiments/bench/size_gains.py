@@ -1,14 +1,13 @@
-"""Measures the table of the size gate (analysis/size_gate.py): one linear in each kind of recipe,
-beside BF16.
+"""Measures the table of the size gate (fp8jax/analysis/gains_table.py).
 
-    measure_gains    the report: a race of all kinds at each shape
-    write            its times as a table like h200_gains.json, which belongs beside
-    analysis/size_gate.py
+`measure_gains` times one linear in each kind of recipe and in BF16, at every shape. `write` stores
+the times in a file like h200_gains.json, which belongs into fp8jax/analysis/.
 
-All programs are compiled first, several at a time and from shapes alone, so that no compilation
-runs beside a measurement. Each shape then races on arrays of its own, which are gone before those
-of the next are made: the largest ones of all shapes would not fit together. A linear that takes
-less time than the dispatch of a program runs several times in one, as it does within a step.
+All programs are compiled first, several at a time, so that no compilation runs beside a
+measurement. They are compiled from shapes alone. Then the contestants of one shape after the other
+are timed, on arrays that are freed before the next shape: the arrays of all large shapes together
+would not fit into memory. A program runs a small linear several times, since one run may take less
+time than the dispatch of a program.
 """
 
 import concurrent.futures
@@ -37,19 +36,20 @@ CONTESTANTS = ("bf16", *KINDS.values())
 _THREADS = 8
 
 
-_LEAST_WORK = 3e11  # FLOPs of a program: half a millisecond in BF16 on an H200
+_LEAST_WORK = 3e11  # FLOPs of a program; they take half a millisecond in BF16 on an H200
 
 
 def _repeats(m: int, k: int, n: int) -> int:
+    """Returns how often a program runs its linear."""
     return max(1, min(16, round(_LEAST_WORK / (6 * m * k * n))))
 
 
 def _compile(policy: str, m: int, k: int, n: int) -> Any:
-    """The compiled products of a linear under a policy, so many times one after the other."""
+    """Returns a compiled program that runs a linear `_repeats` times, forward and backward."""
     once, histories = linear(policy)
 
     def products(*arrays):
-        # Without the barrier XLA would take out of the loop all that is the same each time.
+        # Without the barrier, XLA would move the work out of the loop: it is the same each time.
         again = lambda _, out: once(*lax.optimization_barrier((arrays, out))[0])  # noqa: E731
         empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(once, *arrays))
         return lax.fori_loop(0, _repeats(m, k, n), again, empty)
@@ -61,10 +61,10 @@ def _compile(policy: str, m: int, k: int, n: int) -> Any:
     return jitted.lower(x, w, g, state).compile()
 
 
-def _race(
+def _time_shape(
     m: int, k: int, n: int, programs: Mapping[str, concurrent.futures.Future], timed: Timer
 ) -> dict[str, Timing]:
-    """The timing of each policy's program, on arrays that end with the call."""
+    """Returns policy -> timing of its program, on arrays that are freed at the end of the call."""
     x, w, g = normal(0, (m, k)), normal(1, (k, n), jnp.float32), normal(2, (m, n))
 
     def prepare(policy: str) -> Program:
@@ -75,7 +75,12 @@ def _race(
 
 
 def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
-    """Linears M x K x N, forward and backward, quantized from bfloat16 x and g and float32 w."""
+    """Measures linears forward and backward, with x and g in bfloat16 and w in float32.
+
+    Args:
+      shapes: such as "1024x2048x4096", M x K x N.
+      timed: times contestants.
+    """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         compiling = {
             shape: {p: pool.submit(_compile, p, *sizes(shape, "MxKxN")) for p in CONTESTANTS}
@@ -84,7 +89,7 @@ def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
     rows = []
     for shape, programs in compiling.items():
         m, k, n = sizes(shape, "MxKxN")
-        found = _race(m, k, n, programs, timed)
+        found = _time_shape(m, k, n, programs, timed)
         rows += [
             Row(case=shape, name=name, timing=timing, work=6 * m * k * n,
                 baseline=found["bf16"].seconds)
@@ -94,12 +99,16 @@ def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
 
 
 def write(path: Path, report: Report, command: str) -> None:
-    """Writes the report's times to `path`, for `gate.parse`. A kind that did not run at every shape
-    is left out, since gaps cannot be interpolated; the report has the reasons."""
+    """Writes the times of `measure_gains` to `path`, in the format of `gains_table.parse_table`.
+
+    A kind that failed at a shape is left out, since gaps cannot be interpolated. The report has the
+    reasons.
+    """
     rows: list[str] = []
     for kind, policy in KINDS.items():
         of_kind = [row for row in report.rows if row.name == policy]
-        if all(row.baseline > 0 and row.timing.seconds > 0 for row in of_kind):  # NaN is not
+        # A contestant that failed has a time of NaN, which is not positive.
+        if all(row.baseline > 0 and row.timing.seconds > 0 for row in of_kind):
             rows += [
                 json.dumps([kind, *sizes(row.case, "MxKxN"),
                             *(round(1e6 * t, 2) for t in (row.baseline, row.timing.seconds))])
@@ -109,5 +118,6 @@ def write(path: Path, report: Report, command: str) -> None:
     lines = [
         f" {json.dumps(k)}: {json.dumps(v)}" for k, v in (facts | {"columns": COLUMNS}).items()
     ]
-    lines.append(' "rows": [\n  ' + ",\n  ".join(rows) + "\n ]")  # a line each, to be compared
+    # One row a line, for readable diffs.
+    lines.append(' "rows": [\n  ' + ",\n  ".join(rows) + "\n ]")
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -1,22 +1,27 @@
-"""Measured tables of training steps, beside BF16, the device's limits, and torch
-(experiments/bench/operators.py).
+"""Benchmarks of training steps, beside BF16, the device's measured limits, and torch.
 
     measure_step        layers of a model, forward and backward, without an optimizer
-    measure_training    whole steps of a config, by the program that training runs
+    measure_training    whole steps of a config, with the program that training runs
 
-Both run what training runs: `step.accumulate` of our own Transformer, weights quantized from
-float32 inside of the step, and `run.build`. A delayed policy has the histories that its seeding
-step leaves: under others, gradients would be flushed to zeros, which draw less power. The limit of
-a row is the time of its matrix products at the measured rate of their precision, plus attention's
-own time. The figures, d4096 unless a shape is named:
+Both run what training runs: `accumulate` of training/step.py on our own Transformer, which
+quantizes float32 weights in every step, and `build` of training/build.py. A delayed policy starts
+from the amax histories that its seeding step leaves: with empty histories, gradients would be
+flushed to zeros, which draw less power. The limit of a row is the time of the step's matmuls at the
+measured rate of their precision, plus the measured time of attention.
+
+The figures of `measure_step` are for the shape d4096 unless their name has another shape:
 
     step_speedup/POLICY    speed of a step over bf16's
-    step_memory/POLICY     its temporaries over bf16's, with the same rematerialization
-    bf16_vs_torch          speed of our bf16 step over torch.compile's
-    infir2_time            time of a training step in fp8_block over bf16's, Qwen2.5-1.5B, 2 x 8192
-    infir2_memory          all that XLA allocates for it, over bf16's
-    train_vs_bench         speed of training's own step over that of the benchmark's step followed
-                           by the optimizer, the lowest of the policies
+    step_memory/POLICY     temporaries of a step over bf16's, with the same rematerialization
+    bf16_vs_torch          speed of our bf16 step over that of torch.compile
+
+The figures of `measure_training`. With --figure=NAME, the first two have the names NAME_time and
+NAME_memory for the first policy besides bf16:
+
+    train_time/MODEL/POLICY      time of a training step over bf16's
+    train_memory/MODEL/POLICY    all memory that XLA allocates for the step, over bf16's
+    train_vs_bench               speed of the training step over that of its parts, the benchmark's
+                                 step followed by the optimizer; the lowest of all policies
 """
 
 import dataclasses
@@ -59,8 +64,8 @@ def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: i
     )  # fmt: skip
 
 
-# Layers of Llama-3-8B, Qwen2.5-1.5B, a Llama of 1B and Llama-2-70B, with rows and their length. The
-# vocabulary is small, so that only layers count.
+# name -> (model, rows, length of a row), with layers of Llama-3-8B, Qwen2.5-1.5B, a Llama of 1B and
+# Llama-2-70B. The vocabulary is small, so that almost all time is spent in the layers.
 STEPS = {
     "d4096": (_layers(4096, 4, 32, 8, 14_336), 4, 4096),
     "d1536": (_layers(1536, 8, 12, 2, 8960), 2, 8192),
@@ -71,10 +76,16 @@ STEPS = {
 
 
 def step_shape(name: str) -> tuple[ModelConfig, int, int]:
-    """(model, rows, length) of a key of `STEPS`, or of such a name as d4096_16x1024."""
+    """Returns (model, rows, length) of a shape: a key of `STEPS`, or KEY_ROWSxLENGTH.
+
+    Raises:
+      ValueError: an unknown key, or a wrong size.
+    """
     key, _, size = name.partition("_")
     if key not in STEPS:
-        raise ValueError(f"unknown shape {name!r}: one of {', '.join(STEPS)}, or with _ROWSxLENGTH")
+        raise ValueError(
+            f"unknown shape {name!r}: use one of {', '.join(STEPS)}, or KEY_ROWSxLENGTH"
+        )
     model, rows, length = STEPS[key]
     if size:
         rows, length = sizes(size, "ROWSxLENGTH")
@@ -98,7 +109,7 @@ def _init_params(dims: ModelConfig) -> Any:
 
 
 def _seeded(model: Transformer, params: Any, batch: Batch) -> TrainState:
-    """The state after the seeding step, whose program is a loop: it compiles faster."""
+    """Returns the state after the seeding step. Its layers are not unrolled: it compiles faster."""
     shapes = abstract_variables(model)
     histories = shapes[HISTORIES] if HISTORIES in shapes else {}
     histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), linen.meta.unbox(histories))
@@ -116,7 +127,7 @@ def _seeded(model: Transformer, params: Any, batch: Batch) -> TrainState:
 
 
 def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program]:
-    """Loss, gradients and histories: a training step without its optimizer."""
+    """Returns a function that prepares a training step without its optimizer."""
 
     def prepare() -> Program:
         state = _seeded(model, params, batch)
@@ -128,7 +139,7 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 def step_floor(
     dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits
 ) -> dict[bool, float]:
-    """quantized or not -> seconds of a step's matrix products and attention, and nothing else."""
+    """Returns the least seconds of a step, matmuls and attention only, by whether it quantizes."""
     shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim)
     core = timed({attention: attend(attention, *shape)})[attention].seconds
     flops = flops_per_token(dims, length) * rows * length
@@ -150,54 +161,87 @@ def measure_step(
     remat: str = "none",
     peers: bool,
 ) -> Report:
-    """Forward and backward of a few layers under policies (POLICY or POLICY@BACKEND), the layers
-    unrolled. The memory of a row is its temporaries."""
+    """Measures forward and backward of a few unrolled layers under each policy.
+
+    Args:
+      shapes: as for `step_shape`.
+      policies: POLICY or POLICY@BACKEND.
+      timed: times contestants.
+      limits: the device's.
+      attention, remat: as for `Transformer`.
+      peers: whether torch's contestants take part; only without rematerialization.
+
+    Returns:
+      The report. The memory of a row is that of its temporaries.
+    """
     rows: list[Row] = []
     figures: dict[str, float] = {}
     quantized = {policy for policy in policies if _quantizes(policy)}
     quantized |= {f"torchao {recipe}" for recipe in torch_peers.TORCHAO}
-    for dims, size, length, shape in [(*step_shape(shape), shape) for shape in shapes]:
+    for shape in shapes:
+        dims, size, length = step_shape(shape)
         floor = step_floor(dims, size, length, attention, timed, limits)
-        params = _init_params(dims)
-        batch = jax.tree.map(jnp.asarray, _random_batch(dims, size, length))
-        entrants: dict[str, Callable[[], Program]] = {}
-        for policy in policies:
-            name, backend = policy_and_backend(policy)
-            model = Transformer(dims, name, backend, attention, remat, dims.n_layers)
-            entrants[policy] = _step(model, params, batch)
+        contestants = _step_contestants(shape, policies, attention, remat)
         if peers and remat == "none":
-            entrants |= torch_peers.steps(dims, size, length)
-        found = timed(entrants)
-        del entrants, params
+            contestants |= torch_peers.steps(dims, size, length)
+        found = timed(contestants)
+        del contestants  # the parameters go before the next shape's are initialized
         flops = flops_per_token(dims, length) * size * length
         rows += [
             Row(case=shape, name=name, timing=timing, work=flops, limit=floor[name in quantized],
                 baseline=found["bf16"].seconds if "bf16" in found else math.nan)
             for name, timing in found.items()
         ]  # fmt: skip
-        suffix = ("" if shape == "d4096" else f"_{shape}") + (
-            "" if remat == "none" else f"_{remat}"
-        )
-        if "bf16" not in found:
-            continue
-        base = found["bf16"]
-        if (torch := "torch.compile bf16") in found:
-            figures[f"bf16_vs_torch{suffix}"] = found[torch].seconds / base.seconds
-        for policy in set(policies) - {"bf16"}:
-            figures[f"step_speedup{suffix}/{policy}"] = base.seconds / found[policy].seconds
-            figures[f"step_memory{suffix}/{policy}"] = _over(found[policy].bytes, base.bytes)
+        suffix = "" if shape == "d4096" else f"_{shape}"
+        suffix += "" if remat == "none" else f"_{remat}"
+        figures |= _step_figures(suffix, policies, found)
     notes = [limits.note(), f"Attention {attention}, rematerialization {remat}; GiB: temporaries."]
     return Report(
         title="Steps without an optimizer", rate="TFLOP/s", rows=rows, figures=figures, notes=notes
     )
 
 
+def _step_contestants(
+    shape: str, policies: Sequence[str], attention: str, remat: str
+) -> dict[str, Callable[[], Program]]:
+    """Returns the step under each policy; all have the same parameters and batch."""
+    dims, size, length = step_shape(shape)
+    params = _init_params(dims)
+    batch = jax.tree.map(jnp.asarray, _random_batch(dims, size, length))
+    contestants = {}
+    for policy in policies:
+        name, backend = policy_and_backend(policy)
+        model = Transformer(dims, name, backend, attention, remat, dims.n_layers)
+        contestants[policy] = _step(model, params, batch)
+    return contestants
+
+
+def _step_figures(
+    suffix: str, policies: Sequence[str], found: Mapping[str, Timing]
+) -> dict[str, float]:
+    """Returns the figures of one shape; none without bf16."""
+    if "bf16" not in found:
+        return {}
+    figures = {}
+    base = found["bf16"]
+    if (torch := "torch.compile bf16") in found:
+        figures[f"bf16_vs_torch{suffix}"] = found[torch].seconds / base.seconds
+    for policy in policies:
+        if policy != "bf16":
+            figures[f"step_speedup{suffix}/{policy}"] = base.seconds / found[policy].seconds
+            figures[f"step_memory{suffix}/{policy}"] = _ratio(found[policy].bytes, base.bytes)
+    return figures
+
+
 # Whole training steps -----------------------------------------------------------------------------
 
 
 class _Training:
-    """The programs of a config, and one state for all of them: parameters and moments, which every
-    call gives away and gets back. Each policy keeps histories of its own."""
+    """The runs of a config under several policies, which share one state.
+
+    The state holds parameters and moments. Every call consumes it, as donated buffers, and returns
+    the next one. Each policy has its own amax histories.
+    """
 
     def __init__(self, config: ConfigDict, policies: Sequence[str]):
         self.config, self.runs = config, {}
@@ -206,35 +250,41 @@ class _Training:
             (one.precision, one.backend), one.precision_schedule = policy_and_backend(policy), ()
             self.runs[policy] = build(one, jax.local_devices()[:1])
         self.first: Run = next(iter(self.runs.values()))
-        self.model = self.first.model.config
+        self.model = self.first.stages[0].model.config
         self.batch = _random_batch(self.model, config.batch_size, config.seq_len)
         self._state: TrainState | None = None
         self._histories: dict[str, Any] = {}
         self._seeded: set[str] = set()
 
     def state(self, policy: str) -> TrainState:
-        """For a call that takes it away; made anew where a call that failed has lost it."""
+        """Returns the state with the policy's histories, for a call that it is donated to.
+
+        The shared part is initialized again if a failed call has lost it.
+        """
         if policy not in self._histories:
-            raise RuntimeError("its histories went with a call that failed")
+            raise RuntimeError("a call that failed has lost the histories of this policy")
         state, self._state = self._state, None
         if state is None:
-            state = self.first.initialize()
+            state = self.first.stages[0].programs.initialize()
         return dataclasses.replace(state, histories=self._histories.pop(policy))
 
     def keep(self, policy: str, state: TrainState) -> None:
+        """Stores the state that a call has returned."""
         self._histories[policy] = state.histories
         self._state = dataclasses.replace(state, histories={})
 
     def prepare(self, policy: str, inner: Callable[["_Training", str], Program]) -> Program:
-        """`inner`, on the run's mesh, with seeded histories; its calls run on that mesh too."""
+        """Returns the program of `inner`, prepared and called on the run's mesh, after seeding."""
         run = self.runs[policy]
         with jax.set_mesh(run.mesh):
             if policy not in self._seeded:
                 self._seeded.add(policy)
                 self._histories[policy] = {}
-                state = enter_policy(self.state(policy), run.state, frozenset())
-                if run.seeds:
-                    state, _ = run.seed_step(state, to_devices(self.batch, run.batch_sharding))
+                (stage,) = run.stages
+                state = enter_policy(self.state(policy), stage.state, frozenset())
+                if stage.seeds:
+                    batch = to_devices(self.batch, run.batch_sharding)
+                    state, _ = stage.programs.seed_step(state, batch)
                 self.keep(policy, state)
             program = inner(self, policy)
 
@@ -246,17 +296,21 @@ class _Training:
 
 
 def _train(training: _Training, policy: str) -> Program:
-    """What the loop of training/loop.py does a step: rows to the device, the step, the last
-    metrics."""
+    """Prepares what training/loop.py does in a step.
+
+    It copies the rows to the device, dispatches the step, and reads the metrics of the step before.
+    """
     run = training.runs[policy]
     batch = to_devices(training.batch, run.batch_sharding)
-    # `Run` types its step as a plain function; it is a jitted one, which can be lowered.
-    size = program_bytes(run.step.lower(run.state, batch).compile())  # type: ignore[attr-defined]
+    (stage,) = run.stages
+    # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
+    lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
+    size = program_bytes(lowered.compile())
     last: list[Any] = []
 
     def call() -> Any:
         rows = to_devices(training.batch, run.batch_sharding)
-        state, metrics = run.step(training.state(policy), rows)
+        state, metrics = stage.programs.step(training.state(policy), rows)
         training.keep(policy, state)
         jax.device_get(last)
         last[:] = [metrics]
@@ -266,11 +320,11 @@ def _train(training: _Training, policy: str) -> Program:
 
 
 def _without_optimizer(training: _Training, policy: str) -> Program:
-    """The step that `measure_step` times, on the config's model, from the same state."""
+    """Prepares the step that `measure_step` times, with the config's model and the shared state."""
     run = training.runs[policy]
-    batch = to_devices(training.batch, run.batch_sharding)
+    batch, model = to_devices(training.batch, run.batch_sharding), run.stages[0].model
     program = jax.jit(
-        lambda state, batch: accumulate(run.model, state, batch, training.config.grad_accum),
+        lambda state, batch: accumulate(model, state, batch, training.config.grad_accum),
         compiler_options=xla.compiler_options(),
     )
 
@@ -283,12 +337,8 @@ def _without_optimizer(training: _Training, policy: str) -> Program:
 
 
 def _optimizer(training: _Training, policy: str) -> Program:
-    """All that a step does after its gradients."""
-    config = training.config
-    fields = {f.name for f in dataclasses.fields(OptimizerConfig)} - {"name"}
-    optimizer, _ = make_optimizer(
-        OptimizerConfig(name=config.optimizer, **{name: config[name] for name in fields})
-    )
+    """Prepares everything that a step does after it has computed the gradients."""
+    optimizer, _ = make_optimizer(OptimizerConfig.from_config(training.config))
 
     def update(state: TrainState, grads: Any) -> TrainState:
         norm = optax.tree.norm(grads)
@@ -298,7 +348,7 @@ def _optimizer(training: _Training, policy: str) -> Program:
         return select_if(is_finite(norm, norm), new, state)
 
     program = jax.jit(update, donate_argnums=0, compiler_options=xla.compiler_options())
-    params = training.first.state.params
+    params = training.first.stages[0].state.params
     random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, leaf.dtype), params)  # noqa: E731
     grads = jax.jit(random)()
 
@@ -311,64 +361,80 @@ def _optimizer(training: _Training, policy: str) -> Program:
 
 
 def measure_training(
-    config: ConfigDict, policies: Sequence[str], timed: Timer, limits: Limits
+    config: ConfigDict,
+    policies: Sequence[str],
+    timed: Timer,
+    limits: Limits,
+    *,
+    figure: str = "",
 ) -> Report:
-    """Whole steps of a config on one device and random tokens, by `run.build`; and, to compare,
-    the benchmark's step and the optimizer alone. The memory of a row is all that XLA allocates."""
-    quantized = {policy for policy in policies if _quantizes(policy)}
+    """Measures whole training steps of a config on one device and random tokens.
+
+    The benchmark's own step and the optimizer alone are measured, too, for comparison.
+
+    Args:
+      config: its precision and backend are replaced.
+      policies: POLICY or POLICY@BACKEND.
+      timed: times contestants.
+      limits: the device's.
+      figure: names the figures of the first policy besides bf16, unless it is empty.
+
+    Returns:
+      The report. The memory of a row is all that XLA allocates for the training step.
+    """
     training = _Training(config, policies)
-    model, attention = training.model, config.attention or "xla"
+    contestants = {}
+    for policy in policies:
+        contestants[policy] = functools.partial(training.prepare, policy, _train)
+        contestants[f"{policy}, no optimizer"] = functools.partial(
+            training.prepare, policy, _without_optimizer
+        )
+    contestants["optimizer"] = functools.partial(training.prepare, policies[0], _optimizer)
+    found = timed(contestants)
     case = f"{config.model} {config.batch_size}x{config.seq_len}"
-    parts = {"": _train, ", no optimizer": _without_optimizer}
-    entrants = {
-        f"{policy}{part}": functools.partial(training.prepare, policy, inner)
-        for policy in policies
-        for part, inner in parts.items()
-    }
-    entrants["optimizer"] = functools.partial(training.prepare, policies[0], _optimizer)
-    found = timed(entrants)
-    micro = config.batch_size // config.grad_accum
-    floor = step_floor(model, micro, config.seq_len, attention, timed, limits)
-    flops = flops_per_token(model, config.seq_len) * config.batch_size * config.seq_len
+    micro, attention = config.batch_size // config.grad_accum, config.attention or "xla"
+    floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits)
+    flops = flops_per_token(training.model, config.seq_len) * config.batch_size * config.seq_len
     rows = []
-    for name, timing in found.items():
-        policy, _, part = name.partition(", ")
-        known = name != "optimizer"
-        base = f"bf16, {part}" if part else "bf16"
-        rows.append(
-            Row(case=case, name=name, timing=timing, work=flops if known else math.nan,
-                limit=config.grad_accum * floor[policy in quantized] if known else math.nan,
-                baseline=found[base].seconds if known and base in found else math.nan)
-        )  # fmt: skip
+    for policy in policies:
+        for part in ("", ", no optimizer"):
+            name, base = f"{policy}{part}", f"bf16{part}"
+            rows.append(
+                Row(case=case, name=name, timing=found[name], work=flops,
+                    limit=config.grad_accum * floor[_quantizes(policy)],
+                    baseline=found[base].seconds if base in found else math.nan)
+            )  # fmt: skip
+    rows.append(Row(case=case, name="optimizer", timing=found["optimizer"]))
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
     return Report(
         title=f"Training steps of {case}", rate="TFLOP/s", rows=rows,
-        figures=_training_figures(config, policies, found), notes=notes,
+        figures=_training_figures(config, policies, found, figure), notes=notes,
     )  # fmt: skip
 
 
 def _training_figures(
-    config: ConfigDict, policies: Sequence[str], found: Mapping[str, Timing]
+    config: ConfigDict, policies: Sequence[str], found: Mapping[str, Timing], figure: str = ""
 ) -> dict[str, float]:
-    """Whole steps against bf16's, and against the sum of their parts."""
-    sums = [
-        (found[f"{policy}, no optimizer"].seconds + found["optimizer"].seconds)
-        / found[policy].seconds
-        for policy in policies
-    ]
-    figures = {"train_vs_bench": min((s for s in sums if s > 0), default=math.nan)}
-    infir2 = (config.model, config.batch_size // config.grad_accum, config.seq_len)
+    """Returns the figures of training steps: against those in bf16, and against their parts."""
+    speeds = []
     for policy in policies:
-        if policy == "bf16" or "bf16" not in policies:
-            continue
-        ours, theirs = found[policy], found["bf16"]
-        paper = infir2 == ("qwen2.5_1.5b", 2, 8192) and policy == "fp8_block"
-        end = "" if paper else f"/{config.model}/{policy}"
-        kind = "infir2" if paper else "train"
-        figures[f"{kind}_time{end}"] = ours.seconds / theirs.seconds
-        figures[f"{kind}_memory{end}"] = _over(ours.bytes, theirs.bytes)
+        parts = found[f"{policy}, no optimizer"].seconds + found["optimizer"].seconds
+        speeds.append(parts / found[policy].seconds)
+    figures = {"train_vs_bench": min((s for s in speeds if s > 0), default=math.nan)}
+    if "bf16" not in policies:
+        return figures
+    base = found["bf16"]
+    others = [policy for policy in policies if policy != "bf16"]
+    for policy in others:
+        place = f"/{config.model}/{policy}"
+        time, memory = f"train_time{place}", f"train_memory{place}"
+        if figure and policy == others[0]:
+            time, memory = f"{figure}_time", f"{figure}_memory"
+        figures[time] = found[policy].seconds / base.seconds
+        figures[memory] = _ratio(found[policy].bytes, base.bytes)
     return figures
 
 
-def _over(bytes_: int | None, baseline: int | None) -> float:
-    return math.nan if bytes_ is None or not baseline else bytes_ / baseline
+def _ratio(size: int | None, baseline: int | None) -> float:
+    """Returns size / baseline in bytes; NaN if one is unknown, or the baseline is zero."""
+    return math.nan if size is None or not baseline else size / baseline

@@ -1,17 +1,18 @@
-"""Contestants timed in turns, and the pages and figures that come of it.
+"""Times contestants in turns.
 
-A device's clock moves with its temperature and with what ran before. So whatever is compared runs
-in one process and in turns: each round gives every contestant a batch of calls, and the median of
-its rounds is its time. The calls of a batch are dispatched one after the other and waited for once,
-as a training loop does it, so that the host's work overlaps with the device's.
+A device's clock frequency changes with its temperature and with what ran before. So all contestants
+of a comparison run in one process and in turns: each round gives every contestant a batch of calls,
+and the median over the rounds is its time. The calls of a batch are dispatched one after the other
+and waited for once, as a training loop does, so that the host's work overlaps with the device's.
 
-A contestant that cannot run, be it refused, not installed or out of memory, is reported with the
-reason, and the others go on. Between its turns it holds its operands only: results are dropped
-before the next call, and what it had in memory goes when the race ends.
+A contestant that cannot run (refused, not installed, out of memory) is reported with the reason,
+and the others continue. Between its turns a contestant holds only its operands: each result is
+dropped before the next call. Its memory is freed when it fails, or at the end of the race.
 """
 
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import math
 import statistics
@@ -21,7 +22,7 @@ from typing import Any
 
 import jax
 
-_MOST_CALLS = 1000  # a batch
+_MOST_CALLS = 1000  # in a batch
 
 
 def _nothing() -> None:
@@ -33,11 +34,11 @@ class Program:
     """Something to time.
 
     Attributes:
-      call: dispatches it once.
-      wait: returns when the result of the last call is there.
-      close: called once nothing refers to the program any more.
-      items: equal pieces of work in a call; times are of one.
-      bytes: the memory that its row shows, None for none.
+      call: dispatches the work once and returns its result.
+      wait: takes the result of the last call and returns when it is ready.
+      close: is called when nothing refers to the program any more.
+      items: number of equal pieces of work in a call. Times are those of one piece.
+      bytes: the memory that the program's row shows, None for none.
     """
 
     call: Callable[[], Any]
@@ -49,13 +50,13 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What came of a contestant.
+    """The result of a contestant.
 
     Attributes:
-      seconds: median over the rounds; NaN where it did not run to the end.
+      seconds: median over the rounds; NaN if it failed.
       spread: (slowest - fastest) / median.
-      bytes: as its `Program` says.
-      reason: why it did not run, "" where it did.
+      bytes: as in its `Program`.
+      reason: why it failed, "" if it did not.
     """
 
     seconds: float = math.nan
@@ -64,6 +65,7 @@ class Timing:
     reason: str = ""
 
 
+# name -> a function that prepares the program, compiled or not. It may raise any exception.
 Contestants = Mapping[str, Callable[[], Program]]
 
 
@@ -78,74 +80,92 @@ def time_in_turns(
     threads: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Times all entrants in turns.
+    """Times all contestants in turns.
 
     Args:
-      entrants: name -> what makes the program, compiled or not; may raise.
-      rounds: batches of each.
-      seconds: length of a batch, which has one call at least.
-      threads: programs made at a time, before any of them is called.
-      clock: seconds since some moment.
+      entrants: the contestants.
+      rounds: number of batches of each contestant.
+      seconds: approximate length of a batch, which has at least one call.
+      threads: number of programs that are prepared at a time, before any of them is called.
+      clock: returns seconds since some moment.
+
+    Returns:
+      name -> the contestant's result.
     """
-    programs: dict[str, Program] = {}
-    calls: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in entrants}
-    reasons: dict[str, str] = {}
-
-    def attempt(name: str, turn: Callable[[str], None]) -> None:
-        try:
-            turn(name)
-        except Exception as error:  # a peer may raise anything; its row says what
-            text = " ".join(str(error).split())
-            reasons[name] = f"{type(error).__name__}: {text[:200]}"
-        if name in reasons:
-            _close(programs, name)
-
-    def prepare(name: str) -> None:
-        programs[name] = made[name].result()
-        _batch(programs[name], 2, clock)  # the first call may compile
-        once = _batch(programs[name], 1, clock) * programs[name].items
-        calls[name] = max(1, min(_MOST_CALLS, round(seconds / max(once, 1e-9))))
-
-    def time_batch(name: str) -> None:
-        times[name].append(_batch(programs[name], calls[name], clock))
-
+    racers: dict[str, _Racer] = {}
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        made = {name: pool.submit(entrant) for name, entrant in entrants.items()}
-    for name in entrants:
-        attempt(name, prepare)
+        for name, prepare in entrants.items():
+            racers[name] = _Racer(pool.submit(prepare), clock)
+    for racer in racers.values():
+        racer.attempt(functools.partial(racer.warm_up, seconds))
     for _ in range(rounds):
-        for name in list(programs):
-            attempt(name, time_batch)
-    found = {
-        name: Timing(reason=reasons[name])
-        if name in reasons
-        else _timing(times[name], programs[name].bytes)
-        for name in entrants
-    }
-    for name in list(programs):
-        _close(programs, name)
-    return found
+        for racer in racers.values():
+            racer.attempt(racer.time_batch)
+    timings = {name: racer.timing() for name, racer in racers.items()}
+    for racer in racers.values():
+        racer.close()
+    return timings
 
 
-def _timing(times: list[float], size: int | None) -> Timing:
-    median = statistics.median(times)
-    spread = (max(times) - min(times)) / median if median else 0.0
-    return Timing(seconds=median, spread=spread, bytes=size)
+class _Racer:
+    """A contestant during a race."""
 
+    def __init__(
+        self, future: concurrent.futures.Future[Program], clock: Callable[[], float]
+    ) -> None:
+        self._future: concurrent.futures.Future[Program] | None = future
+        self._clock = clock
+        self._program: Program | None = None
+        self._calls = 1  # in a batch
+        self._times: list[float] = []
+        self._reason = ""
 
-def _batch(program: Program, calls: int, clock: Callable[[], float]) -> float:
-    """Seconds of an item of the program's work, from `calls` calls."""
-    out = None
-    begin = clock()
-    for _ in range(calls):
-        out = None  # its memory may be taken by the next call's
-        out = program.call()
-    program.wait(out)
-    return (clock() - begin) / calls / program.items
+    def attempt(self, turn: Callable[[], None]) -> None:
+        """Runs a turn, unless the contestant has failed. An exception becomes its reason."""
+        if self._reason:
+            return
+        try:
+            turn()
+        except Exception as error:  # a contestant may raise anything
+            text = " ".join(str(error).split())
+            self._reason = f"{type(error).__name__}: {text[:200]}"
+        if self._reason:
+            self.close()
 
+    def warm_up(self, seconds: float) -> None:
+        """Calls the program three times, and chooses how many calls fill `seconds`."""
+        assert self._future is not None
+        future, self._future = self._future, None  # which would keep the program alive
+        self._program = future.result()
+        self._run_batch(2)  # the first call may compile
+        once = self._run_batch(1) * self._program.items
+        self._calls = max(1, min(_MOST_CALLS, round(seconds / max(once, 1e-9))))
 
-def _close(programs: dict[str, Program], name: str) -> None:
-    close = programs.pop(name).close if name in programs else _nothing
-    gc.collect()
-    close()
+    def time_batch(self) -> None:
+        self._times.append(self._run_batch(self._calls))
+
+    def _run_batch(self, calls: int) -> float:
+        """Returns the seconds of one piece of the program's work, measured over `calls` calls."""
+        program = self._program
+        assert program is not None
+        out = None
+        begin = self._clock()
+        for _ in range(calls):
+            out = None  # the next call may use its memory
+            out = program.call()
+        program.wait(out)
+        return (self._clock() - begin) / calls / program.items
+
+    def timing(self) -> Timing:
+        if self._reason or self._program is None:
+            return Timing(reason=self._reason)
+        median = statistics.median(self._times)
+        spread = (max(self._times) - min(self._times)) / median if median else 0.0
+        return Timing(seconds=median, spread=spread, bytes=self._program.bytes)
+
+    def close(self) -> None:
+        """Drops the program, so that its memory is freed, and then calls its `close`."""
+        close = self._program.close if self._program is not None else _nothing
+        self._program = None
+        gc.collect()
+        close()

@@ -1,8 +1,8 @@
-"""What PyTorch does of the same: products, attention, and training steps of the same layers.
+"""The same work in PyTorch: GEMMs, attention, and training steps of the same layers.
 
-torch is imported when a contestant is prepared, so that one without it is a row that says so. Its
-models are compiled (`torch.compile`), their weights bfloat16: a float32 master copy is the
-optimizer's there. torchao's conversion makes linears FP8, but for the small head.
+torch is imported when a contestant is prepared. If it is not installed, the contestant's row says
+so. Models are compiled (`torch.compile`) and have bfloat16 weights: in torch, the optimizer keeps
+the float32 master weights. torchao converts all linears except the small head to FP8.
 """
 
 import functools
@@ -18,7 +18,7 @@ DEVICE = "cuda"
 BLOCK = 128
 
 
-TORCHAO = ("tensorwise", "rowwise")  # its recipes
+TORCHAO = ("tensorwise", "rowwise")  # recipes of torchao
 
 
 def _torch() -> Any:
@@ -41,11 +41,14 @@ def _program(torch: Any, call: Callable[[], Any]) -> Program:
     return Program(call=call, wait=wait, close=close)
 
 
-# Products -----------------------------------------------------------------------------------------
+# GEMMs --------------------------------------------------------------------------------------------
 
 
-def _product(m: int, k: int, n: int, scales: str | None) -> Program:
-    """bfloat16 [M, N] of operands [M, K] and [K, N]; `scales` as in `gemms`, None for bfloat16."""
+def _gemm(m: int, k: int, n: int, scales: str | None) -> Program:
+    """Prepares a GEMM of [M, K] and [K, N] with a bfloat16 result.
+
+    `scales` is the kind of the FP8 operands' scales, as in `gemms`; None for bfloat16 operands.
+    """
     torch = _torch()
     random = functools.partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
     a, b = random(m, k), random(n, k).t()
@@ -55,7 +58,7 @@ def _product(m: int, k: int, n: int, scales: str | None) -> Program:
     del a, b
     scale = lambda *shape: torch.rand(shape, device=DEVICE) + 0.5  # noqa: E731
     blocks = -(-k // BLOCK)
-    # Scales of 128 elements lie with the rows of their operand last, those of blocks with K last.
+    # Scales of 1x128 have the row axis of their operand contiguous, those of 128x128 have K.
     tiles, of_b = {
         "tensor": lambda: (scale(), scale()),
         "row": lambda: (scale(m, 1), scale(1, n)),
@@ -72,20 +75,23 @@ def _product(m: int, k: int, n: int, scales: str | None) -> Program:
 
 
 def gemms(m: int, k: int, n: int) -> Contestants:
-    """bfloat16, and `torch._scaled_mm` with each kind of scales that cuBLAS takes on Hopper: of the
-    tensor, of rows, of 1x128 by 128x128, of 1x128 by 1x128."""
+    """Returns a bfloat16 GEMM, and `torch._scaled_mm` with each kind of scales.
+
+    These are the kinds that cuBLAS takes on Hopper: one scale for the tensor, one for each row,
+    1x128 by 128x128, and 1x128 by 1x128.
+    """
     kinds = {
         "torch bf16": None, "torch._scaled_mm tensor": "tensor", "torch._scaled_mm rows": "row",
         "torch._scaled_mm 1x128 by 128x128": "block", "torch._scaled_mm 1x128 by 1x128": "tile",
     }  # fmt: skip
-    return {name: functools.partial(_product, m, k, n, scales) for name, scales in kinds.items()}
+    return {name: functools.partial(_gemm, m, k, n, scales) for name, scales in kinds.items()}
 
 
 # Attention ----------------------------------------------------------------------------------------
 
 
 def attention(batch: int, length: int, heads: int, kv_heads: int, size: int) -> Contestants:
-    """Causal attention, forward and backward, by whichever fused kernel torch takes."""
+    """Returns causal attention, forward and backward, with the fused kernel that torch chooses."""
 
     def prepare() -> Program:
         torch = _torch()
@@ -111,7 +117,7 @@ def attention(batch: int, length: int, heads: int, kv_heads: int, size: int) -> 
 
 
 def _model(torch: Any, c: ModelConfig, length: int) -> Any:
-    """Tokens and targets [B, L] -> mean loss, of the layers that `c` describes."""
+    """Returns a model of the shapes `c`: tokens and targets [B, L] -> mean loss."""
     nn, f = torch.nn, torch.nn.functional
     linear = functools.partial(nn.Linear, bias=False)
     frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, device=DEVICE) / c.head_dim)
@@ -162,6 +168,7 @@ def _model(torch: Any, c: ModelConfig, length: int) -> Any:
 
 
 def _step(c: ModelConfig, batch: int, length: int, recipe: str | None) -> Program:
+    """Prepares forward and backward; `recipe` is one of TORCHAO, None for bfloat16."""
     torch = _torch()
     model = _model(torch, c, length)
     if recipe is not None:
@@ -183,8 +190,10 @@ def _step(c: ModelConfig, batch: int, length: int, recipe: str | None) -> Progra
 
 
 def steps(c: ModelConfig, batch: int, length: int) -> Contestants:
-    """Forward and backward of a model of RMSNorm, rotary positions and SwiGLU, without biases:
-    bfloat16, and torchao's recipes."""
+    """Returns forward and backward of a model in bfloat16 and in each of torchao's recipes.
+
+    The model has RMSNorm, rotary positions and SwiGLU, and no biases.
+    """
     recipes: dict[str, str | None] = {"torch.compile bf16": None}
     recipes |= {f"torchao {name}": name for name in TORCHAO}
     return {

@@ -1,19 +1,20 @@
-"""The theoretical cost of a policy: products weighted by their FLOPs and by the speed of a unit.
+"""The theoretical cost of a policy: the time of all matmuls, relative to BF16.
 
-The model of the FP4 paper (arXiv 2502.11458). A product runs at the speed of its wider operand, and
-the cost of training is the time of all products relative to that of BF16:
+This is the cost model of the FP4 paper (arXiv 2502.11458). A GEMM runs at the speed v of its wider
+operand, and the cost of training is
 
     cost = sum over modules of share * (1/v_fwd + 1/v_dgrad + 1/v_wgrad) / 3
 
-with `share` a module's part of the forward FLOPs: dgrad and wgrad have as many each. The attention
-core is never quantized, and its backward counts twice as well. Casts, norms, the optimizer and
-memory cost nothing here. The result is thus what a policy could save at best, and no measurement.
+where `share` is the module's fraction of the forward FLOPs. dgrad and wgrad have as many FLOPs as
+the forward. The attention core is never quantized, and its backward has twice the FLOPs of its
+forward, too. Casts, norms, the optimizer and memory cost nothing in this model. So the result is
+the most that a policy could save, and not a measurement.
 
-The paper's split of LLaMA-7B at 4K, `PAPER_SPLIT`, follows from the shapes if the attention core is
-counted in full, 4 * seq_len * N * H FLOPs a token and layer, and embedding and head are left out:
-57.3 : 28.4 : 14.2. With half of the square, as `flops_per_token` counts causal attention
-(`causal=True`), it would be 61.7 : 30.6 : 7.7. At the speeds 1, 2 and 4 the split gives 35.7% for
-FP4 everywhere and 52.4% for the paper's own scheme.
+The paper's split of LLaMA-7B at length 4096, `PAPER_SPLIT`, follows from the shapes if the
+attention core counts in full, with 4 * seq_len * N * H FLOPs per token and layer, and embedding and
+head are left out: 57.3 : 28.4 : 14.2. With half of the square, as `flops_per_token` counts causal
+attention (`causal=True`), it would be 61.7 : 30.6 : 7.7. At the speeds 1, 2 and 4, the split gives
+35.7% for FP4 everywhere, and 52.4% for the paper's own scheme.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipe import GemmCasts, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION
 
-CORE = "attention core"  # scores and values: products without a weight, matched by no policy
+CORE = "attention core"  # the two matmuls without a weight, which no policy matches
 
 
 PAPER_SPLIT = {"layers/mlp/*": 0.57, "layers/attention/*": 0.287, CORE: 0.143}
@@ -35,7 +36,7 @@ PAPER_SPLIT = {"layers/mlp/*": 0.57, "layers/attention/*": 0.287, CORE: 0.143}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Operations a second of the matrix units, in any common unit."""
+    """Operations per second of the matrix units by precision, in any common unit."""
 
     bf16: float = 1.0
     fp8: float = 2.0
@@ -46,35 +47,38 @@ class Speeds:
             if not 0 < speed < float("inf"):
                 raise ValueError(f"{name}={speed} must be positive and finite")
 
-    def of(self, product: GemmCasts) -> float:
-        """The speed of a product: that of its wider operand."""
+    def of(self, casts: GemmCasts) -> float:
+        """Returns the speed of a GEMM, which is that of its wider operand."""
         return min(
             self.bf16 if cast is None else {8: self.fp8, 4: self.fp4}[cast.format.bits]
-            for cast in product
+            for cast in casts
         )
 
     def slowness(self, recipe: Recipe) -> float:
-        """Time of a linear's three products, relative to BF16."""
-        return sum(self.bf16 / self.of(product) for product in recipe.gemms.values()) / 3
+        """Returns the time of a linear's three GEMMs, relative to BF16."""
+        return sum(self.bf16 / self.of(casts) for casts in recipe.gemms.values()) / 3
 
 
 def forward_flops(
     config: ModelConfig, seq_len: int, *, head: bool = False, causal: bool = False
 ) -> dict[str, int]:
-    """FLOPs of one token's forward pass, all layers together, by path of the linear and `CORE`.
+    """Returns the FLOPs of one token's forward pass through all layers, by linear and `CORE`.
 
     Args:
-      head: whether the LM head is counted; the FP4 paper leaves it out.
-      causal: whether half of the attention's square is counted, or all of it as in the paper.
+      head: whether the LM head counts; the FP4 paper leaves it out.
+      causal: whether only half of the attention's square counts; in the paper, all of it does.
+
+    Raises:
+      ValueError: seq_len is less than 1.
     """
     if seq_len < 1:
         raise ValueError(f"{seq_len=} must be at least 1")
     flops = {path: 2 * config.n_layers * k * n for path, (k, n) in config.linears.items()}
-    of_head = flops.pop("lm_head") // config.n_layers  # there is one
+    head_flops = flops.pop("lm_head") // config.n_layers  # a model has one head
     flops[CORE] = (
         (2 if causal else 4) * config.n_layers * seq_len * config.n_heads * config.head_dim
     )
-    return flops | ({"lm_head": of_head} if head else {})
+    return flops | ({"lm_head": head_flops} if head else {})
 
 
 def relative_cost(
@@ -86,10 +90,12 @@ def relative_cost(
     head: bool = False,
     causal: bool = False,
 ) -> float:
-    """Theoretical cost of training, 1 for BF16; `head` and `causal` as in `forward_flops`.
+    """Returns the theoretical cost of training, 1 for BF16.
+
+    `head` and `causal` are as in `forward_flops`.
 
     Raises:
-      ValueError: a policy that does not fit the model (`Policy.check`), or no length.
+      ValueError: the policy does not fit the model (`Policy.check`), or seq_len is less than 1.
     """
     policy = as_policy(policy)
     policy.check(config.modules, config.n_layers)
@@ -105,20 +111,21 @@ def split_cost(
     *,
     exempt: float | None = None,
 ) -> float:
-    """The same for a given split of the forward FLOPs, such as `PAPER_SPLIT`, in any unit.
+    """Returns the theoretical cost for a given split of the forward FLOPs, such as `PAPER_SPLIT`.
 
     Args:
-      split: module path, pattern or `CORE` -> FLOPs.
-      exempt: share of the layers that run in BF16; needed if the policy exempts some.
+      split: module path, pattern or `CORE` -> FLOPs, in any unit.
+      exempt: fraction of the layers that run in BF16; needed if the policy exempts layers.
 
     Raises:
-      ValueError: a pattern that matches no module, or modules of unlike cost; no split.
+      ValueError: a pattern matches no module, or modules of different costs; the split has negative
+        or no FLOPs; or `exempt` is missing or not a fraction.
     """
     policy, total, cost = as_policy(policy), sum(split.values()), 0.0
     if exempt is None and (policy.bf16_first or policy.bf16_last):
-        raise ValueError(f"policy {policy.name!r} exempts layers: say their share as exempt")
+        raise ValueError(f"policy {policy.name!r} exempts layers: pass their fraction as exempt")
     if min(split.values(), default=0) < 0 or total <= 0 or not 0 <= (exempt or 0) <= 1:
-        raise ValueError(f"no shares of a whole: {dict(split)}, {exempt=}")
+        raise ValueError(f"a split must be positive, exempt a fraction: {dict(split)}, {exempt=}")
     for pattern, flops in split.items():
         paths = [] if pattern == CORE else fnmatch.filter(MODULES, pattern)
         if not paths and pattern != CORE:
@@ -126,7 +133,9 @@ def split_cost(
         recipes = [policy.recipe(path) for path in paths] or [HIGH_PRECISION]
         slowness = {speeds.slowness(recipe) for recipe in recipes}
         if len(slowness) > 1:
-            raise ValueError(f"policy {policy.name!r} treats the modules of {pattern!r} unlike")
+            raise ValueError(
+                f"modules of {pattern!r} have different costs in policy {policy.name!r}: split them"
+            )
         in_bf16 = 0.0 if pattern == "lm_head" else exempt or 0.0
         cost += flops * (in_bf16 + (1 - in_bf16) * slowness.pop())
     return cost / total

@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""Loss curves: trains one config under several policies, and compares their losses with BF16's.
+
+Each run has its own folder, WORKDIR/POLICY or WORKDIR/POLICY-seedN. A finished run is read from its
+folder instead of being trained again. The comparison is written as a Markdown table and a figure.
+"""
 
 import copy
 import itertools
@@ -14,33 +18,83 @@ from ml_collections import ConfigDict
 from experiments.markdown import markdown_table
 from experiments.study import plots
 from fp8jax.numerics.policy_options import as_policy
+from fp8jax.records.events import Cause, Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.recovery import NonFiniteError
 
-# Loss curves --------------------------------------------------------------------------------------
+
+def loss_curves(
+    config: ConfigDict, workdir: Path, precisions: Sequence[str], seeds: Sequence[int]
+) -> str:
+    """Trains `config` in BF16 and in each precision, with each seed, and compares the losses.
+
+    Writes curves.md and curves.png into `workdir`. A run that becomes non-finite is reported in
+    them, and does not end the study.
+
+    Args:
+      config: its `precision` and `seed` are replaced.
+      workdir: run folders are WORKDIR/NAME for the config's own seed, else WORKDIR/NAME-seedN.
+      precisions: names of policies; BF16 is added.
+      seeds: a precision is compared with the BF16 run of the same seed.
+
+    Returns:
+      The text of curves.md.
+
+    Raises:
+      ValueError: an unknown policy, no precision besides BF16, or `config.size_gate`.
+      InterruptedError: a run was stopped before its end. The same call resumes it.
+    """
+    plots.require_matplotlib()
+    require_ungated(config)
+    names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
+    if len(names) == 1:
+        raise ValueError("no precision to compare with bf16: add one")
+    runs: dict[str, list[Curve]] = {}
+    for name, seed in itertools.product(names, seeds):
+        one = copy.deepcopy(config)
+        one.precision, one.seed = name, seed
+        folder = name if seed == config.seed else f"{name}-seed{seed}"
+        logging.info("study: %s", folder)
+        runs.setdefault(name, []).append(train_once(one, workdir / folder))
+    window = max(1, config.num_steps // 10)
+    panels = {name: _panel(name, curves, runs["bf16"], window) for name, curves in runs.items()}
+    text = f"Validation loss in nats a token, mean of the seeds {', '.join(map(str, seeds))}.\n\n"
+    text += _loss_table(runs, panels, config.num_steps)
+    workdir.joinpath("curves.md").write_text(text, encoding="utf-8")
+    title = f"Loss above BF16's. Line: training, window of {window}; dots, number: validation"
+    others = [panel for name, panel in panels.items() if name != "bf16"]
+    figure = plots.loss_differences(others, baseline="BF16", title=title)
+    figure.savefig(workdir / "curves.png")
+    return text
+
+
+def require_ungated(config: ConfigDict) -> None:
+    """Raises ValueError if the size gate would leave linears of a compared policy in BF16."""
+    if config.size_gate:
+        raise ValueError(
+            "size_gate=True: a study compares precisions, and would compare the linears that the"
+            " size gate leaves in BF16 with themselves; leave it False"
+        )
+
+
+# Runs ---------------------------------------------------------------------------------------------
 
 
 class Curve(NamedTuple):
-    """What a run left: training and validation loss by step, and the step that was not finite."""
+    """The losses of a run by step, and the step that stopped it because it was not finite."""
 
     loss: dict[int, float]
     valid: dict[int, float]
     failed: int | None
 
 
-def _read_curve(workdir: Path) -> Curve:
-    rows, events = (read_jsonl(workdir / f"{name}.jsonl") for name in ("metrics", "events"))
-    loss = {row["step"]: row["loss"] for row in rows}
-    valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
-    # Events outlive their run: that of an older one does not come right after these metrics.
-    step = max(loss, default=0) + 1
-    failed = any((e["kind"], e["step"]) == ("non_finite", step) for e in events[-1:])
-    return Curve(loss, valid, step if failed else None)
-
-
 def train_once(config: ConfigDict, workdir: Path) -> Curve:
-    """Trains, or goes on, or reads what a finished run of this config left in `workdir`."""
+    """Trains a run or resumes it; reads it if `workdir` holds a finished run of this config.
+
+    Raises:
+      InterruptedError: the run was stopped before its end.
+    """
     path, settings = workdir / "config.json", json.loads(config.to_json())
     if path.exists() and json.loads(path.read_text()) == settings:
         curve = _read_curve(workdir)
@@ -52,81 +106,80 @@ def train_once(config: ConfigDict, workdir: Path) -> Curve:
         logging.warning("%s: %s", workdir, error)
     curve = _read_curve(workdir)
     if curve.failed is None and config.num_steps not in curve.valid:
-        raise InterruptedError(f"{workdir}: stopped early; the same command goes on from there")
+        raise InterruptedError(f"{workdir}: stopped early; the same command resumes the run")
     return curve
 
 
+def _read_curve(workdir: Path) -> Curve:
+    rows, events = (read_jsonl(workdir / f"{name}.jsonl") for name in ("metrics", "events"))
+    loss = {row["step"]: row["loss"] for row in rows}
+    valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
+    # The events of earlier runs stay in the file. Only an event of this run is the last one, and
+    # belongs to the step right after the last metrics: the rejected step itself has none.
+    rejected = max(loss, default=0) + 1
+    failed = any(
+        event["kind"] == Event.STOP
+        and event["cause"] == Cause.NON_FINITE
+        and event["step"] == rejected
+        for event in events[-1:]
+    )
+    return Curve(loss, valid, rejected if failed else None)
+
+
+# Comparison ---------------------------------------------------------------------------------------
+
+
 def _smooth(loss: Mapping[int, float], window: int) -> dict[int, float]:
-    """step -> mean over the last `window` steps."""
+    """Returns step -> mean loss over the `window` steps up to this one."""
     windows = ((last, range(last - window + 1, last + 1)) for last in loss if last >= window)
     return {last: fmean(loss[step] for step in steps) for last, steps in windows}
 
 
 def _excess(losses: Sequence[Mapping], baselines: Sequence[Mapping]) -> dict[int, list[float]]:
-    """step -> how far each seed's loss lies above its baseline's, in per cent."""
+    """Returns step -> each seed's loss above its baseline's, in percent, where all have a loss."""
     pairs = list(zip(losses, baselines, strict=True))
     steps = set.intersection(*(set(a) & set(b) for a, b in pairs))
     return {step: [100 * (a[step] / b[step] - 1) for a, b in pairs] for step in sorted(steps)}
 
 
 def _panel(name: str, curves: Sequence[Curve], bases: Sequence[Curve], window: int) -> plots.Panel:
+    """Returns what the figure shows of one precision: means over the seeds."""
     bits = [cast.format.bits for _, recipe in as_policy(name).rules for cast in recipe.casts]
-    training = _excess(*([_smooth(c.loss, window) for c in side] for side in (curves, bases)))
-    valid = _excess(*([c.valid for c in side] for side in (curves, bases)))
+    training = _excess(
+        [_smooth(curve.loss, window) for curve in curves],
+        [_smooth(base.loss, window) for base in bases],
+    )
+    valid = _excess([curve.valid for curve in curves], [base.valid for base in bases])
     failed = [curve.failed for curve in curves if curve.failed is not None]
     return plots.Panel(
-        name, f"FP{min(bits)}" if bits else "BF16", list(training),
-        list(map(fmean, training.values())), list(valid), list(map(fmean, valid.values())),
-        f"non-finite at step {min(failed)}" if failed else "",
-    )  # fmt: skip
+        name=name,
+        group=f"FP{min(bits)}" if bits else "BF16",
+        steps=list(training),
+        training=[fmean(values) for values in training.values()],
+        valid_steps=list(valid),
+        validation=[fmean(values) for values in valid.values()],
+        note=f"non-finite at step {min(failed)}" if failed else "",
+    )
 
 
-def require_ungated(config: ConfigDict) -> None:
-    """Raises ValueError where linears of a compared policy would be left in BF16 by their size."""
-    if config.size_gate:
-        raise ValueError(
-            "size_gate=True: a study compares precisions, and what the gate leaves in BF16 would be"
-            " compared with itself; leave it False"
-        )
-
-
-def loss_curves(
-    config: ConfigDict, workdir: Path, precisions: Sequence[str], seeds: Sequence[int]
+def _loss_table(
+    runs: Mapping[str, Sequence[Curve]], panels: Mapping[str, plots.Panel], num_steps: int
 ) -> str:
-    """Trains `config` in BF16 and each precision into WORKDIR/NAME (NAME-seedN for other seeds than
-    the config's), writes curves.md and curves.png, and returns the text.
+    """Returns the Markdown table of validation losses by precision, and how they compare to BF16.
 
-    What is finished is not trained again. A run that was not finite is reported, and is no error.
+    The last column is the mean and the range over the seeds, or why a run did not reach the end.
     """
-    plots.require_matplotlib()
-    require_ungated(config)
-    names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
-    if len(names) == 1:
-        raise ValueError("no precision to compare with bf16")
-    runs: dict[str, list[Curve]] = {}
-    for name, seed in itertools.product(names, seeds):
-        one = copy.deepcopy(config)
-        one.precision, one.seed = name, seed
-        folder = name if seed == config.seed else f"{name}-seed{seed}"
-        logging.info("study: %s", folder)
-        runs.setdefault(name, []).append(train_once(one, workdir / folder))
-    bases, window = runs["bf16"], max(1, config.num_steps // 10)
+    bases = runs["bf16"]
     steps = sorted(bases[0].valid)
-    rows, panels = [], []
+    rows = []
     for name, curves in runs.items():
-        panels.append(_panel(name, curves, bases, window))
-        valid = _excess([c.valid for c in curves], [c.valid for c in bases])
-        end = panels[-1].note
-        if config.num_steps in valid:
-            last = valid[config.num_steps]
-            spread = f" ({min(last):+.2f} to {max(last):+.2f})" if len(last) > 1 else ""
-            end = f"{fmean(last):+.2f}%{spread}"
-        means = [f"{fmean(c.valid[s] for c in curves):.4f}" if s in valid else "–" for s in steps]
+        excess = _excess([c.valid for c in curves], [c.valid for c in bases])
+        means = [f"{fmean(c.valid[s] for c in curves):.4f}" if s in excess else "–" for s in steps]
+        end = panels[name].note
+        if num_steps in excess:
+            last = excess[num_steps]
+            end = f"{fmean(last):+.2f}%"
+            if len(last) > 1:
+                end += f" ({min(last):+.2f} to {max(last):+.2f})"
         rows.append([f"`{name}`", *means, end])
-    text = f"Validation loss in nats a token, mean of the seeds {', '.join(map(str, seeds))}.\n\n"
-    text += markdown_table(["precision", *(f"step {step}" for step in steps), "against BF16"], rows)
-    workdir.joinpath("curves.md").write_text(text, encoding="utf-8")
-    title = f"Loss above BF16's. Line: training, window of {window}; dots, number: validation"
-    figure = plots.loss_differences(panels[1:], baseline="BF16", title=title)
-    figure.savefig(workdir / "curves.png")
-    return text
+    return markdown_table(["precision", *(f"step {step}" for step in steps), "against BF16"], rows)

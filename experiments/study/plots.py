@@ -1,7 +1,8 @@
-"""Figures of studies: one function a figure, data in, a matplotlib Figure out.
+"""Figures of studies. Each function takes numbers and returns a matplotlib Figure.
 
 Nothing here reads a file or knows of a run. matplotlib is an extra (`pip install fp8jax[plots]`)
-and imported where a figure is made. Curves are labeled where they are: there are no legends.
+and is imported when a figure is made. Curves are labeled directly, without legends. Colors are
+those of Okabe and Ito, which color-blind readers can tell apart, and markers differ as well.
 """
 
 import math
@@ -9,20 +10,30 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-_COLORS = {"FP8": "#0072b2", "FP4": "#d55e00"}  # Okabe and Ito: told apart by all eyes
+_BLUE, _ORANGE, _GREEN = "#0072b2", "#d55e00", "#009e73"  # of Okabe and Ito
 
 
-_OTHER, _GRAY, _RED = "#009e73", "#888888", "#b00020"
+_GRAY, _RED = "#888888", "#b00020"
 
 
-_BROKEN = 10.0  # per cent: a curve that ends further away does not set its group's axis
+_STYLES = {"FP8": (_BLUE, "o"), "FP4": (_ORANGE, "s")}  # group -> color, marker
+
+
+_OTHER = (_GREEN, "^")
+
+
+_BROKEN = 10.0  # percent: a curve that ends above it does not widen its group's axis
 
 
 _COLUMNS = 5
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's Figure; raises ImportError that says what to install. For before long work."""
+    """Returns matplotlib's Figure. Call it before long work that ends in a figure.
+
+    Raises:
+      ImportError: matplotlib is not installed; the message says how to install it.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -31,7 +42,7 @@ def require_matplotlib() -> Any:
 
 
 def _figure(rows: int, columns: int, *, panel=(2.6, 2.1), **kwargs) -> tuple[Any, Any]:
-    """A Figure with panels of that many inches, and its axes [rows, columns]."""
+    """Returns a Figure and its axes [rows, columns]; `panel` is the size of each, in inches."""
     size = (panel[0] * columns, panel[1] * rows + 0.5)
     figure = require_matplotlib()(figsize=size, layout="constrained", dpi=120)
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
@@ -43,13 +54,14 @@ def _tidy(axis: Any) -> None:
 
 
 class Panel(NamedTuple):
-    """One precision beside its baseline, in per cent of the baseline's loss.
+    """The loss of one precision above that of its baseline, in percent of the baseline's.
 
     Attributes:
-      name, group: title, and whose axis and color it shares, such as "FP8".
-      steps, training: smoothed difference in training loss.
-      valid_steps, validation: difference in validation loss.
-      note: what the curve cannot show, such as "non-finite at step 7"; "" for nothing.
+      name: the title of the panel.
+      group: panels of a group share axis and color; such as "FP8".
+      steps, training: the smoothed difference in training loss.
+      valid_steps, validation: the difference in validation loss.
+      note: what the curve cannot show, such as "non-finite at step 7"; "" for none.
     """
 
     name: str
@@ -62,7 +74,10 @@ class Panel(NamedTuple):
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    """The axis of a group: what its sound curves need from the middle of training on."""
+    """Returns the limits of a group's axis.
+
+    They fit the second half of the training of all curves that end as finite numbers below _BROKEN.
+    """
     sound = [p for p in panels if p.validation and not p.note and p.validation[-1] < _BROKEN]
     late = [y for p in sound for y in (*p.training[len(p.training) // 2 :], *p.validation)]
     low, high = min([-0.4, *late]), max([0.8, *late])
@@ -70,32 +85,32 @@ def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def loss_differences(panels: Sequence[Panel], *, baseline: str, title: str) -> Any:
-    """A panel a precision: how far its loss lies from the baseline's, over training.
+    """Returns a figure of small panels, one for each precision, with its loss over training.
 
-    Panels of a group share an axis and stand together; a curve that leaves the axis is cut there.
+    The rows of panels are grouped, as FP8 and FP4. Panels of a group share their axis. A curve that
+    leaves the axis is cut off, and the number in its panel says where it ends.
+
+    Args:
+      panels: any number, in the order in which they are drawn within their groups.
+      baseline: the name of the zero line.
+      title: of the figure.
+
+    Raises:
+      ValueError: there are no panels.
     """
     groups: dict[str, list[Panel]] = {}
     for panel in panels:
         groups.setdefault(panel.group, []).append(panel)
     if not groups:
-        raise ValueError(f"nothing to compare with {baseline}")
+        raise ValueError(f"nothing to compare with {baseline}: there are no panels")
     columns = min(_COLUMNS, max(map(len, groups.values())))
     heights = {group: -(-len(members) // columns) for group, members in groups.items()}
     figure, grid = _figure(sum(heights.values()), columns, sharex=True)
     figure.suptitle(textwrap.fill(title, 38 * columns), x=0.01, ha="left", fontsize=9)
     first = 0
     for group, members in groups.items():
-        axes = grid[first : first + heights[group]]
+        _draw_group(grid[first : first + heights[group]], members, baseline)
         first += heights[group]
-        limits = _limits(members)
-        for axis in axes.flat[len(members) :]:
-            axis.set_visible(False)
-        for row in axes:
-            row[0].set_ylabel(f"{group}: % of {baseline}", fontsize=8)
-        for panel, axis in zip(members, axes.flat, strict=False):
-            _draw_panel(axis, panel, limits)
-            if axis not in axes[:, 0]:
-                axis.set_yticklabels([])
     for column in grid.T:
         shown = [axis for axis in column if axis.get_visible()]
         if shown:
@@ -104,47 +119,72 @@ def loss_differences(panels: Sequence[Panel], *, baseline: str, title: str) -> A
     return figure
 
 
+def _draw_group(axes: Any, members: Sequence[Panel], baseline: str) -> None:
+    """Draws the panels of a group onto axes [rows, columns]; the last row may not be full."""
+    limits = _limits(members)
+    for axis in axes.flat[len(members) :]:
+        axis.set_visible(False)
+    for row in axes:
+        row[0].set_ylabel(f"{members[0].group}: loss above {baseline}, %", fontsize=8)
+    for panel, axis in zip(members, axes.flat, strict=False):
+        _draw_panel(axis, panel, limits)
+        if axis not in axes[:, 0]:
+            axis.set_yticklabels([])
+    place = axes[0, 0].get_yaxis_transform()  # x in parts of the axis, y in percent
+    axes[0, 0].text(0.01, 0, baseline, transform=place, va="top", fontsize=7, color=_GRAY)
+
+
 def _draw_panel(axis: Any, panel: Panel, limits: tuple[float, float]) -> None:
-    color = _COLORS[panel.group] if panel.group in _COLORS else _OTHER
-    axis.axhline(0, color=_GRAY, linewidth=0.8)
-    axis.plot(panel.steps, panel.training, color=color, linewidth=1.0, alpha=0.55)
-    axis.plot(panel.valid_steps, panel.validation, color=color, marker="o", markersize=3.5, lw=0)
+    color, marker = _STYLES[panel.group] if panel.group in _STYLES else _OTHER
+    axis.axhline(0, color=_GRAY, linewidth=0.8, alpha=0.6)
+    axis.plot(panel.steps, panel.training, color=color, linewidth=1.2, alpha=0.6)
+    axis.plot(panel.valid_steps, panel.validation, color=color, marker=marker, markersize=3.5, lw=0)
     axis.set_ylim(*limits)
     _tidy(axis)
     axis.set_title(panel.name, fontsize=8, loc="left")
-    off = bool(panel.validation) and panel.validation[-1] >= _BROKEN
-    ends = f"{panel.validation[-1]:+.2f}%" + ", off the axis" * off if panel.validation else ""
-    place = dict(transform=axis.transAxes, ha="right", va="top")
-    style = dict(fontsize=8, color=_RED if off or panel.note else color, fontweight="bold")
-    axis.text(0.98, 0.95, panel.note or ends, **place, **style)
+    off_axis = bool(panel.validation) and panel.validation[-1] >= _BROKEN
+    text = panel.note
+    if not text and panel.validation:
+        text = f"{panel.validation[-1]:+.2f}%" + (", off the axis" if off_axis else "")
+    axis.text(
+        0.98, 0.95, text, transform=axis.transAxes, ha="right", va="top", fontsize=8,
+        fontweight="bold", color=_RED if off_axis or panel.note else color,
+    )  # fmt: skip
 
 
 def bias_sweep(
     excess: Mapping[str, Mapping[str, Sequence[float]]], biases: Sequence[int], *, tolerance: float
 ) -> Any:
-    """Loss over BF16's against the exponent of a constant scale, a panel a use, a curve a model.
+    """Returns a figure of losses above BF16's by the exponent of a constant scale.
+
+    It has one panel for each use, with one curve for each model. Losses that are not finite are
+    marked with an x at the top.
 
     Args:
-      excess: use, such as "training" -> model -> validation loss over BF16's, in per cent, one for
-        each bias; not finite where the run was not.
+      excess: use, such as "training" -> model -> for each bias, the validation loss above BF16's in
+        percent.
       biases: exponents b of the scale 2^-b, ascending.
-      tolerance: in per cent, what still works: a band. The axis is linear inside, else logarithmic.
+      tolerance: in percent. A gray band marks the losses within it. The axis is linear inside the
+        band, and logarithmic outside.
     """
     figure, grid = _figure(1, 2, sharey=True, panel=(4.2, 3.2))
     finite = [y for curves in excess.values() for c in curves.values() for y in c if y < math.inf]
     top = 1.5 * max([10 * tolerance, *finite])
+    styles = (*_STYLES.values(), _OTHER)
     for axis, (use, curves) in zip(grid[0], excess.items(), strict=True):
         axis.set_title(use, fontsize=9, loc="left")
         axis.axhspan(-tolerance, tolerance, color=_GRAY, alpha=0.18, linewidth=0)
         axis.axhline(0, color=_GRAY, linewidth=0.8)
         for index, (model, curve) in enumerate(curves.items()):
-            color = (*_COLORS.values(), _OTHER)[index % 3]
+            color, marker = styles[index % len(styles)]
             drawn = [y if y < math.inf else top for y in curve]
-            axis.plot(biases, drawn, color=color, linewidth=1.2, marker="o", markersize=3)
+            axis.plot(biases, drawn, color=color, linewidth=1.2, marker=marker, markersize=3.5)
             lost = [b for b, y in zip(biases, curve, strict=True) if not y < math.inf]
             axis.plot(lost, [0.99 * top] * len(lost), color=_RED, marker="x", linestyle="")
-            place = dict(transform=axis.transAxes, ha="center")
-            axis.text(0.5, 0.02 + 0.06 * index, model, color=color, fontsize=8, **place)
+            height = 0.03 + 0.06 * index
+            axis.plot([0.24], [height], color=color, marker=marker, transform=axis.transAxes)
+            label = dict(transform=axis.transAxes, va="center_baseline", fontsize=8)
+            axis.text(0.27, height, model, color=color, **label)
         axis.set_yscale("symlog", linthresh=tolerance)
         axis.set_ylim(-4 * tolerance, top)
         axis.yaxis.set_major_formatter("{x:g}")

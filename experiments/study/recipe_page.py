@@ -1,16 +1,17 @@
-"""TODO docstring."""
+"""The tables of docs/recipes.md, made from the code.
+
+`fill_page` writes five tables: the casts of each recipe, its quantization noise, the policies and
+what they would cost, the devices on which a recipe runs natively, and the options of a policy name.
+"""
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.markdown import markdown_table
+from experiments.markdown import markdown_table, replace_between
 from experiments.study.cost_model import Speeds, relative_cost
 from fp8jax.device import xla
 from fp8jax.device.hardware import DEVICES, Device
@@ -26,9 +27,8 @@ from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.scales import SCALES, Constant
 from fp8jax.numerics.tiles import ROW, TENSOR
 
-# The tables of docs/recipes.md --------------------------------------------------------------------
-
-PAPERS = {  # recipe -> arXiv number of the paper that it follows most closely; the page has titles
+# recipe -> arXiv number of the paper that it follows most closely. The page lists the titles.
+PAPERS = {
     "bf16": "1905.12322", "fp8_delayed": "2209.05433", "fp8_current": "2507.16099",
     "fp8_amax": "2309.17224", "fp8_cscale": "2309.17224", "fp8_rowwise": "2507.16099",
     "fp8_rowwise_wgrad_bf16": "2507.16099", "fp8_block": "2412.19437",
@@ -37,37 +37,98 @@ PAPERS = {  # recipe -> arXiv number of the paper that it follows most closely; 
 }  # fmt: skip
 
 
+# Matrix units at twice and four times the speed of BF16, and at speeds closer to measured ones.
 SPEEDS = (Speeds(), Speeds(fp8=1.4, fp4=2.0))
 
 
-def _codes(cast: Cast | None) -> str:
+def fill_page(page: str) -> str:
+    """Returns the page with new tables, each between <!-- table: NAME --> and <!-- end -->.
+
+    Raises:
+      ValueError: the page lacks these lines for a table, or PAPERS lacks a recipe.
+    """
+    if missing := RECIPES.keys() - PAPERS.keys():
+        raise ValueError(f"PAPERS must say where these recipes come from: {sorted(missing)}")
+    for name, text in _tables().items():
+        begin, end = f"<!-- table: {name} -->", "<!-- end -->"
+        replaced = replace_between(page, begin, end, text)
+        if replaced is None:
+            raise ValueError(f"the page has no place for a table: {begin} and {end} are missing")
+        page = replaced
+    return page
+
+
+def _tables() -> dict[str, str]:
+    """Returns the Markdown of each table by its name."""
+    operands = [operand.replace("_", " ") for operand in KEY_ORDER]
+    costs = [f"cost at 1 : {speeds.fp8:g} : {speeds.fp4:g}" for speeds in SPEEDS]
+    return {
+        "casts": markdown_table(
+            ["recipe", *operands, "scale", "amax", "paper"],
+            [_cast_row(name, recipe) for name, recipe in RECIPES.items()],
+        ),
+        "noise": markdown_table(
+            ["recipe", "y", "dx", "dw"],
+            [_noise_row(name, recipe) for name, recipe in RECIPES.items()],
+        ),
+        "policies": markdown_table(
+            ["policy", "rules", "BF16 layers", *costs],
+            [_policy_row(name, policy) for name, policy in POLICIES.items()],
+        ),
+        "options": markdown_table(
+            ["option", "what it says", "taken by"],
+            [_option_row(key, option) for key, option in OPTIONS.items()],
+        ),
+        "native": _native_table(),
+    }
+
+
+# Casts --------------------------------------------------------------------------------------------
+
+
+def _format_cell(cast: Cast | None) -> str:
+    """Returns format and tile of a cast, such as "e2m1 1x16, H16, sr"."""
     if cast is None:
         return "BF16"
-    size = {cast.tile: f"{cast.tile.free}x{cast.tile.contract}"} | {TENSOR: "tensor", ROW: "row"}
-    marks = [f"H{cast.hadamard}"] * (cast.hadamard > 1) + ["sr"] * (cast.rounding == "stochastic")
-    return ", ".join([f"{cast.format.name} {size[cast.tile]}", *marks])
+    names = {TENSOR: "tensor", ROW: "row"}
+    tile = f"{cast.tile.free}x{cast.tile.contract}"
+    parts = [f"{cast.format.name} {names[cast.tile] if cast.tile in names else tile}"]
+    if cast.hadamard > 1:
+        parts.append(f"H{cast.hadamard}")
+    if cast.rounding == "stochastic":
+        parts.append("sr")
+    return ", ".join(parts)
 
 
-def _scale(cast: Cast) -> str:
+def _scale_cell(cast: Cast) -> str:
     if isinstance(cast.scale, Constant):
         return f"2^{math.log2(cast.scale.value):g}"
     named = (f"`{name}`" for name, rule in SCALES.items() if rule == cast.scale)
     return next(named, repr(cast.scale))
 
 
-def _amax(cast: Cast) -> str:
-    own = {"current": "its own", "constant": "–"}
-    return f"{cast.amax} of {cast.history} steps" if cast.delayed else own[cast.timing]
+def _amax_cell(cast: Cast) -> str:
+    if cast.delayed:
+        return f"{cast.amax} of {cast.history} steps"
+    return {"current": "its own", "constant": "–"}[cast.timing]
 
 
 def _cast_row(name: str, recipe: Recipe) -> list[str]:
-    casts = [_codes(getattr(recipe, operand)) for operand in KEY_ORDER]
-    shared = [", ".join(dict.fromkeys(map(cell, recipe.casts))) or "–" for cell in (_scale, _amax)]
-    return [f"`{name}`", *casts, *shared, f"[{PAPERS[name]}](https://arxiv.org/abs/{PAPERS[name]})"]
+    paper = f"[{PAPERS[name]}](https://arxiv.org/abs/{PAPERS[name]})"
+    formats = [_format_cell(getattr(recipe, operand)) for operand in KEY_ORDER]
+    scales = ", ".join(dict.fromkeys(map(_scale_cell, recipe.casts))) or "–"
+    amaxes = ", ".join(dict.fromkeys(map(_amax_cell, recipe.casts))) or "–"
+    return [f"`{name}`", *formats, scales, amaxes, paper]
+
+
+# Noise --------------------------------------------------------------------------------------------
 
 
 def sqnr(recipe: Recipe, seed: int = 0) -> dict[str, float]:
-    """Signal to quantization noise of y, dx and dw in dB, on normal data (docs/recipes.md)."""
+    """Returns the ratio of signal to quantization noise of y, dx and dw, in dB.
+
+    The operands are normal: x [512, 1024] and g [512, 1024] in bfloat16, w [1024, 1024] in float32.
+    """
     rng = np.random.default_rng(seed)
     x, w, g = (
         jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(sigma), dtype)
@@ -76,8 +137,8 @@ def sqnr(recipe: Recipe, seed: int = 0) -> dict[str, float]:
             ((512, 1024), 1e-4, jnp.bfloat16),
         )
     )  # fmt: skip
-    recipe = recipe.seeding()  # a history of such tensors holds about this amax
-
+    # A delayed recipe takes the tensors' own amaxes: a history of such tensors holds about these.
+    recipe = recipe.seeding()
     dot = functools.partial(
         dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe, backend="emulated",
         state=init_state(recipe), key=jax.random.key(seed),
@@ -87,22 +148,26 @@ def sqnr(recipe: Recipe, seed: int = 0) -> dict[str, float]:
         y, vjp = jax.vjp(dot, x, w)
         return y, *vjp(g)
 
-    got = jax.jit(products, compiler_options=xla.compiler_options())(x, w, g)
+    results = jax.jit(products, compiler_options=xla.compiler_options())(x, w, g)
     x64, w64, g64 = (np.asarray(operand, np.float64) for operand in (x, w, g))
-    exact, norm = (x64 @ w64, g64 @ w64.T, x64.T @ g64), np.linalg.norm
-    return {
-        name: float(20 * np.log10(norm(e) / norm(np.asarray(y, np.float64) - e)))
-        for name, y, e in zip(("y", "dx", "dw"), got, exact, strict=True)
-    }
+    exact = (x64 @ w64, g64 @ w64.T, x64.T @ g64)
+    ratios = {}
+    for name, result, expected in zip(("y", "dx", "dw"), results, exact, strict=True):
+        noise = np.asarray(result, np.float64) - expected
+        ratios[name] = float(20 * np.log10(np.linalg.norm(expected) / np.linalg.norm(noise)))
+    return ratios
 
 
 def _noise_row(name: str, recipe: Recipe) -> list[str]:
-    # Above 100 dB is the order of float32 sums, which another machine has otherwise.
+    # Above 100 dB, the noise is that of float32 sums, whose order depends on the machine.
     return [f"`{name}`", *("> 100" if v > 100 else f"{v:.1f}" for v in sqnr(recipe).values())]
 
 
-def _native() -> str:
-    """Recipes by devices, and what the numbers in the cells stand for."""
+# Native backends ----------------------------------------------------------------------------------
+
+
+def _native_table() -> str:
+    """Returns the table of recipes by device, and the reasons that its numbered cells refer to."""
     reasons: dict[str | None, int] = {}
 
     def cell(recipe: Recipe, device: Device) -> str:
@@ -116,8 +181,11 @@ def _native() -> str:
     return "\n".join([text, *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
 
+# Policies and options -----------------------------------------------------------------------------
+
+
 def _recipe_name(recipe: Recipe) -> str:
-    """The name of a table's recipe, or of the two that it is put together from."""
+    """Returns the recipe's name, or those of the two recipes that it combines."""
     if recipe.name in RECIPES:
         return f"`{recipe.name}`"
     fwd = next(r for r in RECIPES.values() if r.gemms["fwd"] == recipe.gemms["fwd"])
@@ -130,46 +198,19 @@ def _policy_row(name: str, policy: Policy) -> list[str]:
     ends = {"first": policy.bf16_first, "last": policy.bf16_last}
     exempt = [f"{end} {n:.0%}" if n < 1 else f"{end} {n}" for end, n in ends.items() if n]
     costs = [relative_cost(policy, MODELS["llama2_7b"], 4096, speeds) for speeds in SPEEDS]
-    # Rounded first: the last bit of a sum differs between Python 3.11 and 3.12.
-    printed = (f"{round(100 * cost, 9):.1f}%" for cost in costs)
+    # Rounded before they are printed: the last bit of a sum differs between Python 3.11 and 3.12.
+    printed = [f"{round(100 * cost, 9):.1f}%" for cost in costs]
     return [f"`{name}`", rules, ", ".join(exempt) or "–", *printed]
 
 
 def _option_row(key: str, option: Option) -> list[str]:
-    takes: dict[bool, list[str]] = {True: [], False: []}
+    """Returns the row of an option; a long list of recipes that take it is given by exclusion."""
+    takers: list[str] = []
+    others: list[str] = []
     for recipe in RECIPES.values():
         casts = [(operand, getattr(recipe, operand)) for operand in KEY_ORDER]
-        taken = any(cast is not None and option.takes(operand, cast) for operand, cast in casts)
-        takes[taken].append(f"`{recipe.name}`")
-    most = len(takes[True]) > len(takes[False])
-    return [f"`{key}`", option.help, ("all but " if most else "") + ", ".join(takes[not most])]
-
-
-def fill_page(page: str) -> str:
-    """The page with its tables made anew, each between <!-- table: NAME --> and <!-- end -->.
-
-    Raises ValueError where one has no place, or a recipe no paper.
-    """
-    if missing := RECIPES.keys() - PAPERS.keys():
-        raise ValueError(f"PAPERS must say where these recipes come from: {sorted(missing)}")
-    operands = [operand.replace("_", " ") for operand in KEY_ORDER]
-    costs = [f"cost at 1 : {speeds.fp8:g} : {speeds.fp4:g}" for speeds in SPEEDS]
-    rows: list[tuple[str, list[str], Callable[..., list[str]], Mapping[str, Any]]] = [
-        ("casts", ["recipe", *operands, "scale", "amax", "paper"], _cast_row, RECIPES),
-        ("noise", ["recipe", "y", "dx", "dw"], _noise_row, RECIPES),
-        ("policies", ["policy", "rules", "BF16 layers", *costs], _policy_row, POLICIES),
-        ("options", ["option", "what it says", "taken by"], _option_row, OPTIONS),
-    ]
-    tables = {
-        name: markdown_table(header, itertools.starmap(row, entries.items()))
-        for name, header, row, entries in rows
-    }
-    tables["native"] = _native()
-    for name, text in tables.items():
-        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->\n"
-        before, found, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"the page has no place for a table: {begin.strip()} … {end.strip()}")
-        page = f"{before}{begin}\n{text}\n{end}{after}"
-    return page
+        applies = any(cast is not None and option.applies(operand, cast) for operand, cast in casts)
+        (takers if applies else others).append(f"`{recipe.name}`")
+    if len(takers) > len(others):
+        return [f"`{key}`", option.help, f"all but {', '.join(others)}"]
+    return [f"`{key}`", option.help, ", ".join(takers)]

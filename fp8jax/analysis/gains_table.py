@@ -1,4 +1,22 @@
-"""TODO docstring."""
+"""Measured gains of FP8 over BF16: a table of times by recipe kind and size, and its interpolation.
+
+`h200_gains.json` holds times in microseconds of one linear alone: forward, the gradients of input
+and weight, and the quantization of x and g from bfloat16 and of w from float32. Each is the time of
+the fastest backend, beside the time in BF16 from the same process. experiments/bench/size_gains.py
+measures the table.
+
+The gain of a recipe is t_bf16 / t. Between the measured sizes, the logarithm of a time is taken as
+linear in the logarithms of M, K and N. Any power law is interpolated exactly, and so are both
+extremes: a time in proportion to the work, and a time of launches only. The logarithm of the gain
+is then linear, too, since both times belong to the same sizes. Outside the table the nearest edge
+is used. That overestimates the gain of smaller sizes, and `Gain.beyond` marks it.
+
+A linear and its transpose run the same three GEMMs with forward and input gradient exchanged, so
+the table holds only K <= N.
+
+A formula from the peak rates was rejected: it needs as many fitted constants as the table has
+columns, and cannot know what a launch costs.
+"""
 
 import bisect
 import dataclasses
@@ -26,18 +44,21 @@ KINDS = {  # kind -> the recipe that was measured
 }
 
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int]  # (M, K, N): tokens, inputs, outputs
 
 
 def timing_kind(recipe: Recipe) -> str | None:
-    """The key of `KINDS` that takes as long as this recipe, None where none was measured."""
+    """Returns the key of `KINDS` whose recipe takes as long as this one; None if there is none."""
     plain = recipe.map(_timed)
     return next((k for k, name in KINDS.items() if RECIPES[name].map(_timed) == plain), None)
 
 
 def _timed(operand: str, cast: Cast) -> Cast:
-    """The cast with one value for what takes no time: rules of float32 scales, which entries of a
-    history count, and the FP8 format of gradients where products take either."""
+    """Returns the cast with every setting that costs no time replaced by one common value.
+
+    These settings are the rule of a float32 scale, which entries of an amax history count, and the
+    FP8 format of a gradient where the GEMMs take either format.
+    """
     if isinstance(cast.scale, Fp32 | Pow2) or cast.scale == E8M0():
         cast = dataclasses.replace(cast, scale=SCALES["fp32"])
     if cast.delayed:
@@ -47,11 +68,8 @@ def _timed(operand: str, cast: Cast) -> Cast:
     return cast
 
 
-# The table ----------------------------------------------------------------------------------------
-
-
 class Gain(NamedTuple):
-    """Time in BF16 over time in the recipe, and whether the size lies beyond the table."""
+    """Time in BF16 over time in the recipe, and whether the size lies outside the table."""
 
     value: float
     beyond: bool
@@ -62,8 +80,11 @@ class Table:
     """Measured gains.
 
     Attributes:
-      device: on which.
+      device: the device on which they were measured.
       gains: key of `KINDS` -> (M, K, N) with K <= N -> log2 of the gain.
+
+    Raises:
+      ValueError: an unknown kind, or a kind whose shapes are not a full grid.
     """
 
     device: str
@@ -74,10 +95,13 @@ class Table:
             lookup("kind of recipe", name, KINDS)
             rows, sides = _axes(points)
             if wrong := sorted(set(grid(rows, sides)) ^ points.keys()):
-                raise ValueError(f"the gains of {name!r} are no full grid of M and K <= N: {wrong}")
+                raise ValueError(
+                    f"the shapes of {name!r} must be a full grid of M and K <= N; missing or"
+                    f" not on the grid: {wrong}"
+                )
 
     def gain(self, recipe: Recipe, shape: Shape) -> Gain | None:
-        """That of a linear of so many (tokens, inputs, outputs); None where nothing is known."""
+        """Returns the gain of a linear of shape (M, K, N) in a recipe; None if it is unknown."""
         name = timing_kind(recipe)
         if name is None or name not in self.gains:
             return None
@@ -94,19 +118,22 @@ class Table:
 
 
 def grid(rows: Iterable[int], sides: Iterable[int]) -> list[Shape]:
-    """Every (M, K, N) with M of `rows`, and K <= N of `sides`, which ascend."""
+    """Returns every (M, K, N) with M from `rows` and K <= N from `sides`, which must ascend."""
     pairs = itertools.combinations_with_replacement(sides, 2)
     return [(m, k, n) for m, (k, n) in itertools.product(rows, pairs)]
 
 
 def _axes(points: Iterable[Shape]) -> tuple[list[int], list[int]]:
-    """The measured M, and the measured K and N."""
+    """Returns the measured values of M, and the measured values of K and N, both ascending."""
     shapes = list(points)
     return sorted({m for m, _, _ in shapes}), sorted({side for p in shapes for side in p[1:]})
 
 
 def _around(size: int, known: Sequence[int]) -> list[tuple[int, float]]:
-    """The one or two measured sizes around `size`, or the edge, and their shares in it."""
+    """Returns the one or two measured sizes that enclose `size`, with their weights.
+
+    A size outside the measured range has the nearest measured one.
+    """
     size = min(max(size, known[0]), known[-1])
     above = bisect.bisect_left(known, size)
     if known[above] == size:
@@ -117,10 +144,10 @@ def _around(size: int, known: Sequence[int]) -> list[tuple[int, float]]:
 
 
 def parse_table(text: str) -> Table:
-    """The table of such a file as `h200_gains.json`.
+    """Returns the table in the text of a file like `h200_gains.json`.
 
     Raises:
-      ValueError: other columns, an unknown kind, or one whose points are no full grid.
+      ValueError: other columns, an unknown kind, or a kind whose shapes are not a full grid.
     """
     found = json.loads(text)
     if tuple(found["columns"]) != COLUMNS:
@@ -133,7 +160,7 @@ def parse_table(text: str) -> Table:
 
 @functools.cache
 def shipped_table() -> Table:
-    """The table that is installed with the library."""
+    """Returns the table that is installed with the library."""
     return parse_table(
         importlib.resources.files("fp8jax.analysis").joinpath("h200_gains.json").read_text("utf-8")
     )

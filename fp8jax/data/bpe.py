@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Byte-pair encodings: loads and trains the tokenizer.json files of Hugging Face's tokenizers."""
 
 import dataclasses
 import hashlib
@@ -16,29 +16,25 @@ from tokenizers import AddedToken
 
 from fp8jax.data.byte_tokenizer import require_ids
 
-# Byte-pair encodings, of Hugging Face's tokenizer.json.
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"  # BOS and EOS of train_bpe, named as in Llama 3
 
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"  # what train_bpe calls them, as Llama 3 does
-
-
-# Where no tokenizer_config.json says which, the first of these that is a special token.
+# Known names of BOS and EOS. Without a tokenizer_config.json, the first of them is used that is a
+# special token of the file.
 BEGINS = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
-
-
 ENDS = (END, "</s>", "<eos>", "<|endoftext|>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BPETokenizer:
-    """A byte-pair encoding from a tokenizer.json; `load_bpe` makes it.
+    """A byte-pair encoding from a tokenizer.json; `load_bpe` creates it.
 
-    Two ways of spelling bytes are understood: byte-level ones (GPT-2, Llama 3, Qwen), where each
-    character of a token stands for a byte, and SentencePiece's (Llama 2, Gemma), where "▁" is a
-    space and <0xAB> a byte. Where the file normalizes text (NFC, a space put in front), it is the
-    normalized text that ids and `token_bytes` speak of.
+    Two spellings of bytes are supported: byte-level (GPT-2, Llama 3, Qwen), where each character of
+    a token stands for a byte, and SentencePiece's (Llama 2, Gemma), where "▁" is a space and <0xAB>
+    a byte. If the file normalizes text (NFC, a space in front), then ids and `token_bytes` describe
+    the normalized text.
 
-    Attributes: those of `Tokenizer`. vocab_size is the highest id + 1, added tokens included; an
-    id in between that no token has stands for no text. fingerprint holds the hash of the file.
+    Attributes: those of `Tokenizer`. `vocab_size` is the highest id + 1, added tokens included; an
+    id that no token has stands for no text. `fingerprint` contains the hash of the file.
     """
 
     name: str = dataclasses.field(default="bpe", init=False)
@@ -50,66 +46,45 @@ class BPETokenizer:
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " length"]:
-        """The ids of `text` as int32, no special ones, whatever the text spells.
+        """Returns the ids of `text` as int32, without special ids even if the text spells them.
 
         Raises:
-          UnicodeEncodeError (a ValueError): a lone surrogate, which UTF-8 cannot hold.
+          UnicodeEncodeError (a ValueError): a lone surrogate, which UTF-8 cannot encode.
         """
-        text.encode("utf-8")  # the backend's own error says that text must be a string
+        text.encode("utf-8")  # raises a clear error; the backend's says that text must be a string
         return np.array(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " length"]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special ids vanish.
+        """Returns the text of `ids`, without special ids; bytes that are not UTF-8 become U+FFFD.
 
-        Any ids below `vocab_size` decode, so that samples of an untrained model can be shown.
+        Any sequence of ids can be decoded, so that samples of an untrained model can be shown.
 
         Raises:
-          ValueError: an id outside 0 <= id < vocab_size, or something that is not a whole number.
+          ValueError: an id is not in [0, vocab_size), or not a whole number.
         """
         listed = require_ids(ids, self.vocab_size).tolist()
         return self.backend.decode(listed, skip_special_tokens=True)
 
 
 def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
-    """The byte-pair encoding of a tokenizer.json.
+    """Returns the byte-pair encoding of a tokenizer.json.
 
-    Which special tokens begin and end a document is said by a tokenizer_config.json beside it
-    (`bos_token`, `eos_token`; without a bos_token, eos does for both, as in GPT-2 and Qwen), or
-    else found by name (`BEGINS`, `ENDS`).
+    A tokenizer_config.json in the same folder names the special tokens that begin and end a
+    document (`bos_token`, `eos_token`; without a bos_token, eos_token is both, as in GPT-2 and
+    Qwen). Without such a file they are found by name (`BEGINS`, `ENDS`).
 
     Raises:
-      ValueError: a file is missing, damaged or no BPE; an added token's id cannot be honoured; its
-        tokens are spelt in an unknown way; no special token, or none that exists, begins or ends a
-        document.
+      ValueError: a file is missing, damaged or not a BPE; the library gives an added token another
+        id than the file; the spelling of tokens is unknown; or the special tokens that begin and
+        end a document are unknown or do not exist.
     """
     path = Path(path).expanduser()
     content, spec = _read_json(path)
-    try:
-        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare ones
-        raise ValueError(f"{path} is no tokenizer: {error}") from error
-    if (model := type(backend.model).__name__) != "BPE":
-        raise ValueError(f"{path} holds a {model} tokenizer, only BPE is known")
-    backend.encode_special_tokens = True  # text that spells a special token stays text
-    backend.no_truncation()
-    backend.no_padding()
+    backend = _backend(path, content)
+    _require_same_ids(path, spec, backend)
     added = backend.get_added_tokens_decoder()
-    for token in spec["added_tokens"] if "added_tokens" in spec else ():
-        # The library counts on from the model's last token, whatever the file says.
-        if (index := backend.token_to_id(token["content"])) != token["id"]:
-            raise ValueError(
-                f"{path}: {token['content']!r} has the id {token['id']}, the library gives {index}"
-            )
-    vocab = backend.get_vocab(with_added_tokens=True)
     bos, eos = _bos_and_eos(path, added)
-    token_bytes = np.zeros(max(vocab.values()) + 1, np.int32)
-    spelt_bytes = _spelling(path, spec)
-    for piece, index in vocab.items():
-        if index not in added:
-            token_bytes[index] = spelt_bytes(piece)
-        elif not added[index].special:
-            token_bytes[index] = len(piece.encode("utf-8"))  # these are spelt as they are
-    token_bytes.flags.writeable = False
+    token_bytes = _token_bytes(backend, added, _spelling(path, spec))
     fingerprint = f"bpe-1-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
     return BPETokenizer(
         vocab_size=len(token_bytes), bos=bos, eos=eos, token_bytes=token_bytes,
@@ -117,18 +92,61 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
     )  # fmt: skip
 
 
+def _backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
+    """Returns the library's tokenizer of a tokenizer.json; ValueError unless it is a BPE."""
+    try:
+        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises plain exceptions
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+    if (model := type(backend.model).__name__) != "BPE":
+        raise ValueError(f"{path} has a {model} tokenizer, but only BPE is supported")
+    backend.encode_special_tokens = True  # text that spells a special token stays text
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _require_same_ids(path: Path, spec: Mapping[str, Any], backend: tokenizers.Tokenizer) -> None:
+    """Raises ValueError if the library gives an added token another id than the file.
+
+    The library numbers added tokens after the model's last token, whatever ids the file has.
+    """
+    for token in spec["added_tokens"] if "added_tokens" in spec else ():
+        if (index := backend.token_to_id(token["content"])) != token["id"]:
+            raise ValueError(
+                f"{path}: {token['content']!r} has the id {token['id']}, the library gives {index}"
+            )
+
+
+def _token_bytes(
+    backend: tokenizers.Tokenizer,
+    added: Mapping[int, AddedToken],
+    spelled_bytes: Callable[[str], int],
+) -> Int32[np.ndarray, " vocab"]:
+    """Returns how many bytes of text each id stands for, as a read-only array."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    token_bytes = np.zeros(max(vocab.values()) + 1, np.int32)
+    for piece, index in vocab.items():
+        if index not in added:
+            token_bytes[index] = spelled_bytes(piece)
+        elif not added[index].special:
+            token_bytes[index] = len(piece.encode("utf-8"))  # an added token is stored as text
+    token_bytes.flags.writeable = False
+    return token_bytes
+
+
 def train_bpe(documents: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
     """Learns a byte-level byte-pair encoding; `save` it and load it with `bpe:PATH`.
 
-    Ids 0 and 1 begin and end a document, the next 256 are the bytes, so that any text can be
-    encoded, the others pairs that occur at least twice. Words are cut as in GPT-2. The same
-    documents give the same file.
+    Ids 0 and 1 begin and end a document. The next 256 ids are the bytes, so that any text can be
+    encoded. The others are pairs that occur at least twice. Text is split into words as in GPT-2.
+    The same documents give the same file.
 
     Raises:
-      ValueError: vocab_size is less than 258, or more than the text gives.
+      ValueError: vocab_size is less than 258, or the text does not have that many tokens.
     """
     if vocab_size < 258:
-        raise ValueError(f"{vocab_size=} must be at least 258: the 256 bytes, begin and end")
+        raise ValueError(f"{vocab_size=} must be at least 258: the 256 bytes, BOS and EOS")
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
     learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learned.decoder = tokenizers.decoders.ByteLevel()
@@ -138,13 +156,13 @@ def train_bpe(documents: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer
         show_progress=False,
     )  # fmt: skip
     learned.train_from_iterator(documents, trainer)
-    if (found := learned.get_vocab_size()) < vocab_size:
-        raise ValueError(f"the text gives only {found} tokens, {vocab_size=} needs more text")
+    if (size := learned.get_vocab_size()) < vocab_size:
+        raise ValueError(f"the text gives only {size} tokens, {vocab_size=} needs more text")
     return learned
 
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """A JSON object as it is and parsed; raises ValueError with the path."""
+    """Returns a JSON file as bytes and parsed; ValueError unless it holds a JSON object."""
     try:
         content = path.read_bytes()
         parsed = json.loads(content)
@@ -156,44 +174,60 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _bos_and_eos(path: Path, added: Mapping[int, AddedToken]) -> tuple[int, int]:
-    """The ids that begin and end a document, from the file beside `path` or by name."""
+    """Returns the ids that begin and end a document.
+
+    A tokenizer_config.json in the folder of `path` names them, or else they are found by name.
+    """
     ids = {token.content: index for index, token in added.items() if token.special}
-    said: dict[str, str] = {}
     config_path = path.with_name("tokenizer_config.json")
-    if config_path.exists():
-        config = _read_json(config_path)[1]
-        for key in ("bos_token", "eos_token"):
-            token = config[key] if key in config else None
-            if isinstance(token, dict) and "content" in token:
-                token = token["content"]
-            if token is not None:
-                if not isinstance(token, str) or token not in ids:
-                    raise ValueError(
-                        f"{config_path}: {key} {token!r} is no special token of {path}, which are: "
-                        f"{', '.join(ids)}"
-                    )
-                said[key] = token
-        if "eos_token" in said and "bos_token" not in said:
-            said["bos_token"] = said["eos_token"]
+    named = _named_tokens(path, config_path, ids) if config_path.exists() else {}
+    if "eos_token" in named and "bos_token" not in named:
+        named["bos_token"] = named["eos_token"]
     for key, names in (("bos_token", BEGINS), ("eos_token", ENDS)):
-        if key not in said:
+        if key not in named:
             known = [name for name in names if name in ids]
             if not known:
                 raise ValueError(
                     f"{path}: none of {', '.join(names)} is a special token; there are: "
                     f"{', '.join(ids) or 'none'}. Name the {key} in {config_path}"
                 )
-            said[key] = known[0]
-    return ids[said["bos_token"]], ids[said["eos_token"]]
+            named[key] = known[0]
+    return ids[named["bos_token"]], ids[named["eos_token"]]
+
+
+def _named_tokens(path: Path, config_path: Path, ids: Mapping[str, int]) -> dict[str, str]:
+    """Returns the bos_token and eos_token that a tokenizer_config.json names, if it does.
+
+    Raises:
+      ValueError: one of them is not among `ids`, the special tokens of `path`.
+    """
+    config = _read_json(config_path)[1]
+    named = {}
+    for key in ("bos_token", "eos_token"):
+        token = config[key] if key in config else None
+        if isinstance(token, dict) and "content" in token:
+            token = token["content"]
+        if token is None:
+            continue
+        if not isinstance(token, str) or token not in ids:
+            raise ValueError(
+                f"{config_path}: {key} {token!r} is not a special token of {path}, which are: "
+                f"{', '.join(ids)}"
+            )
+        named[key] = token
+    return named
 
 
 def _spelling(path: Path, spec: Mapping[str, Any]) -> Callable[[str], int]:
-    """How many bytes a token of the model stands for, told from how the file decodes it."""
+    """Returns a function from a token of the model to the number of bytes it stands for.
+
+    The decoder in the file tells how tokens are spelled.
+    """
     decoder = json.dumps(spec["decoder"] if "decoder" in spec else None, ensure_ascii=False)
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
     def byte_level(token: str) -> int:
-        # A token with another character is decoded as it is.
+        # A token with a character outside the alphabet is decoded unchanged.
         return len(token) if set(token) <= alphabet else len(token.encode("utf-8"))
 
     def sentencepiece(token: str) -> int:
@@ -205,6 +239,6 @@ def _spelling(path: Path, spec: Mapping[str, Any]) -> Callable[[str], int]:
     if "▁" in decoder:
         return sentencepiece
     raise ValueError(
-        f"{path} spells its tokens in an unknown way: its decoder is neither ByteLevel nor one "
-        f"that replaces ▁, but {decoder[:200]}"
+        f"{path} spells its tokens in an unknown way: its decoder must be ByteLevel or one that "
+        f"replaces ▁, but is {decoder[:200]}"
     )

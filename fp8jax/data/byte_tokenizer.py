@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the one whose tokens are bytes."""
+"""The interface `Tokenizer`, and the tokenizer whose tokens are bytes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from jaxtyping import Int32, Integer
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer.
+    """The interface of tokenizers.
 
     Attributes:
-      name: key in `TOKENIZERS`, without the argument of a spec.
-      vocab_size: ids are 0 <= id < vocab_size, special ones included.
-      bos: id put before every document.
-      eos: id put after every document.
-      token_bytes: int32 [vocab_size], the bytes of UTF-8 text each id stands for, 0 for special
-        ones. It turns nats a token into bits a byte, which compare across tokenizers.
-      fingerprint: changes whenever the same text, or where it begins and ends, would give other
-        ids.
+      name: its key in `TOKENIZERS`.
+      vocab_size: ids are 0 <= id < vocab_size, special ids included.
+      bos: the id before every document.
+      eos: the id after every document.
+      token_bytes: int32 [vocab_size], the number of bytes of UTF-8 text that each id stands for; 0
+        for special ids. It converts nats a token to bits a byte, which can be compared between
+        tokenizers.
+      fingerprint: changes whenever the same documents would get other ids, bos and eos included.
     """
 
     @property
@@ -42,17 +42,17 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str: ...
 
     def encode(self, text: str) -> Int32[np.ndarray, " length"]:
-        """Text to ids, no special ones."""
+        """Returns the ids of a text, without special ids."""
         ...
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " length"]) -> str:
-        """Ids to text; special ones are dropped."""
+        """Returns the text of ids; special ids are dropped."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """One id a byte of UTF-8: 0 to 255 are the bytes, 256 begins and 257 ends a document."""
+    """One id for each byte of UTF-8: 0 to 255 are the bytes, 256 is BOS, 257 is EOS."""
 
     name: str = dataclasses.field(default="bytes", init=False)
     vocab_size: int = dataclasses.field(default=258, init=False)
@@ -61,36 +61,36 @@ class ByteTokenizer:
 
     @property
     def token_bytes(self) -> Int32[np.ndarray, " vocab"]:
-        """int32 [258]: 1 for the bytes, 0 for the two special ids."""
+        """Int32 [258]: 1 for the bytes, 0 for the two special ids."""
         return (np.arange(self.vocab_size) < 256).astype(np.int32)
 
     @property
     def fingerprint(self) -> str:
-        """A constant: nothing about this tokenizer can vary."""
+        """A constant, since nothing about this tokenizer can change."""
         return "bytes-1"
 
     def encode(self, text: str) -> Int32[np.ndarray, " length"]:
-        """The UTF-8 bytes of `text` as int32.
+        """Returns the UTF-8 bytes of `text` as int32.
 
         Raises:
-          UnicodeEncodeError (a ValueError): a lone surrogate, which UTF-8 cannot hold.
+          UnicodeEncodeError (a ValueError): a lone surrogate, which UTF-8 cannot encode.
         """
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " length"]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special ids vanish.
+        """Returns the text of `ids`, without special ids; bytes that are not UTF-8 become U+FFFD.
 
-        Any ids below `vocab_size` decode, so that samples of an untrained model can be shown.
+        Any sequence of ids can be decoded, so that samples of an untrained model can be shown.
 
         Raises:
-          ValueError: an id outside 0 <= id < vocab_size, or something that is not a whole number.
+          ValueError: an id is not in [0, vocab_size), or not a whole number.
         """
         ids = require_ids(ids, self.vocab_size)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def require_ids(ids: Any, vocab_size: int) -> Integer[np.ndarray, " length"]:
-    """`ids` as an array; raises ValueError for what is no id."""
+    """Returns `ids` as an array; ValueError unless they are whole numbers in [0, vocab_size)."""
     ids = np.asarray(ids)
     if ids.size == 0:
         return ids.astype(np.int32)

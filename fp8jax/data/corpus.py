@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""From a data spec to a corpus: packed training and validation rows, with their statistics."""
 
 import dataclasses
 import os
@@ -10,8 +10,6 @@ from fp8jax.data.rows import PackedRows
 from fp8jax.data.sources import parse_sources
 from fp8jax.data.token_cache import SourceStats, tokenize_sources
 
-# Corpora: text to rows.
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
@@ -20,9 +18,9 @@ class Corpus:
     Attributes:
       train: the training rows of all sources, mixed by their weights.
       valid: the validation rows of each source, by its name.
-      stats: what became of each source.
-      fingerprint: hex digest; equal for equal token streams, whatever seq_len and weights. A
-        resumed run compares it: other data under the same step would go unnoticed.
+      stats: counts of each source.
+      fingerprint: hex digest of the token streams; it does not depend on seq_len or weights. A
+        resumed run compares it, since changed data would otherwise go unnoticed.
     """
 
     train: Mixture
@@ -31,8 +29,10 @@ class Corpus:
     fingerprint: str
 
     def summary(self) -> str:
-        """A small table: documents, bytes and tokens by source and split, each source's share of
-        the training rows, and what was skipped.
+        """Returns a table of the sources.
+
+        It shows documents, bytes and tokens by source and split, each source's share of the
+        training rows, and what was skipped.
         """
         width = max(len(stats.name) for stats in self.stats)
         lines = [f"{'source':{width}}  split{'documents':>16}{'bytes':>16}{'tokens':>16}   share"]
@@ -48,14 +48,14 @@ class Corpus:
 
 
 def _require_rows(stats: SourceStats, seq_len: int, valid_fraction: float) -> None:
-    """Refuses a source of which a split does not fill a single row."""
+    """Raises ValueError if a split of the source does not fill a single row."""
     for split in SPLITS:
         if stats.tokens[split] < seq_len + 1:
             raise ValueError(
-                f"source {stats.name!r}: its {split} split is less than one row of {seq_len=} plus "
-                f"one. It has {stats.documents[split]} of {sum(stats.documents.values())} documents"
-                f" and {stats.tokens[split]} of {sum(stats.tokens.values())} tokens, with "
-                f"{valid_fraction=}; {stats.skipped()}"
+                f"source {stats.name!r}: its {split} split does not fill one row of {seq_len=} plus"
+                f" one. It has {stats.documents[split]} of {sum(stats.documents.values())} "
+                f"documents and {stats.tokens[split]} of {sum(stats.tokens.values())} tokens, with "
+                f"{valid_fraction=}; {stats.skipped()}. Add text or reduce seq_len"
             )
 
 
@@ -67,18 +67,20 @@ def build_corpus(
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
 ) -> Corpus:
-    """Tokenizes the sources named in `data`, or finds them tokenized, and packs them into rows.
+    """Tokenizes the sources in `data`, or reads them from the cache, and packs them into rows.
 
     Args:
       data: sources and their weights, see sources.py.
-      valid_fraction: share of the documents, between 0 and 1, that validate.
-      cache_dir: folder for the token files; made if need be. All files are read and hashed at
-        each call, so that an edit is never missed.
+      tokenizer: encodes the documents.
+      seq_len: inputs in a row.
+      valid_fraction: fraction of the documents, between 0 and 1, that validate.
+      cache_dir: folder of the token files; created if it does not exist. Every call reads and
+        hashes all files, so that an edit is never missed.
 
     Raises:
-      ValueError: a bad spec (see `parse_sources`), a file that cannot be read (with its name and,
-        in JSON lines, the line), a source of which either split does not fill one row, or a bad
-        number.
+      ValueError: the spec is wrong (see `parse_sources`), a file cannot be read (the message names
+        the file and, in JSON lines, the line), a split of a source does not fill one row, or a
+        number is out of range.
     """
     sources = parse_sources(data)
     tokenized = tokenize_sources(
@@ -90,7 +92,7 @@ def build_corpus(
         split: {name: PackedRows(stream, seq_len=seq_len) for name, stream in streams.items()}
         for split, streams in tokenized.streams.items()
     }
-    # Sources have weights all or not at all.
+    # Either all sources have a weight or none has.
     weights = {source.name: source.weight for source in sources if source.weight is not None}
     return Corpus(
         train=Mixture(packed["train"], weights or None),

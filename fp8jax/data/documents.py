@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""Documents, and their split into training and validation.
+
+The hash of a document's own text decides whether it trains or validates. So adding a document never
+moves another one to the other split, and two copies of a document are always in the same split.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,28 +10,25 @@ from collections.abc import Iterator
 from fp8jax.data.readers import Tally
 from fp8jax.data.sources import Source, parse_sources
 
-MIN_DOCUMENT_BYTES = 16  # shorter ones (empty files, stubs) are skipped and counted
-
+MIN_DOCUMENT_BYTES = 16  # shorter documents (empty files, stubs) are skipped and counted
 
 SPLITS = ("train", "valid")
 
 
-# Documents.
-
-
 def require_fraction(valid_fraction: float) -> None:
+    """Raises ValueError unless the fraction is between 0 and 1."""
     if not 0 < valid_fraction < 1:
         raise ValueError(f"valid_fraction must be between 0 and 1, got {valid_fraction}")
 
 
 def split_of(text: bytes, valid_fraction: float) -> str:
-    """The split of a document, which its own text alone decides."""
+    """Returns the split of a document, "train" or "valid", from the hash of its UTF-8 text."""
     hashed = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
     return "valid" if hashed < valid_fraction * 2**64 else "train"
 
 
 def read_documents(source: Source, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """The documents of a source, as text and in UTF-8; what is skipped is counted."""
+    """Yields the documents of a source as (text, UTF-8 bytes); counts what it skips in `tally`."""
     for text in source.reader.documents(tally):
         raw = text.encode("utf-8")
         if len(raw) < MIN_DOCUMENT_BYTES:
@@ -37,16 +38,18 @@ def read_documents(source: Source, tally: Tally) -> Iterator[tuple[str, bytes]]:
 
 
 def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
-    """The documents that train, of all sources in order: the same ones that a corpus would hold.
+    """Returns an iterator over the training documents of all sources, in order.
 
-    For training a tokenizer, which must not see what validates. Weights change nothing here.
+    They are the documents of a corpus's training split. A tokenizer is trained on them, since it
+    must not see validation text. Weights have no effect here.
 
     Args:
       data: sources, see `parse_sources`.
-      valid_fraction: share of the documents, between 0 and 1, that validate and are left out.
+      valid_fraction: fraction of the documents, between 0 and 1, that validate and are left out.
 
     Raises:
-      ValueError: at the call, a bad spec or number; on the way, a file that cannot be read.
+      ValueError: at the call, if the spec or the fraction is wrong; during iteration, if a file
+        cannot be read.
     """
     require_fraction(valid_fraction)
     sources = parse_sources(data)

@@ -1,51 +1,7 @@
-"""Rows of tokens of one fixed length, mixed from several sources, the same ones every time.
+"""Batches of rows, and the device arrays that a process feeds to its devices.
 
-From streams to rows. Row i of seq_len S reads the S + 1 tokens [i*S, i*S + S] of a stream of T
-(token_cache.py): the first S are inputs, the last S their targets. With S = 4 and the documents
-"ab"
-and "c" (^ is BOS, $ is EOS):
-
-    stream      ^ a b $ ^ c $           T = 7, hence ceil((T - 1) / S) = 2 rows
-
-    row 0       tokens    ^ a b $       row 1       tokens    ^ c $ .
-                targets   a b $ ^                   targets   c $ . .
-                segments  1 1 1 1                   segments  1 1 1 0
-                positions 0 1 2 3                   positions 0 1 2 0
-                weights   1 1 1 0                   weights   1 1 0 0
-
-`segments` number the documents of a row from 1, 0 is padding: attention must not look across
-them. `positions` restart with every segment, also with one that goes on from the row before,
-whose beginning this row cannot see. `weights` are 1 where the target belongs to the input's own
-document: nothing is learned from guessing which document comes next. Rows overlap by one token, so
-every token but the very last of a stream is an input exactly once, and every step within a
-document a weighted target exactly once. Only the last row of a stream is ever padded.
-
-Cutting a stream wastes nothing, and row i needs neither the rows before it nor a state. What it
-costs against packing whole documents is context: one that a row's end cuts goes on without it.
-
-From rows to a mixture. The weights of the sources, as the smallest whole numbers p_s with the same
-ratios, are their rows in a cycle of C = sum(p_s) positions; without weights each source has p_s
-in proportion to its rows. Row k of the p_s comes at time (k + 0.5) / p_s of the cycle, ties in the
-order of the sources, so that every stretch of a run has the right proportions, not only its
-whole. With 2 rows of a to 1 of b:
-
-    position g            0    1    2    3    4    5    6
-    time in the cycle     1/4  1/2  3/4  1/4  1/2  3/4  1/4
-    source                a    b    a    a    b    a    a
-    rows of it so far     0    0    1    2    1    3    4
-
-The last line is arithmetic: with q, r = divmod(g, C), source s = source[r] has given q * p_s +
-rank[r] rows, and that number picks a row through Grain's random-access shuffle, which goes over
-all rows of s once an epoch of s and draws a new order for the next.
-
-So the row at position g depends on seed, weights and g alone. A run resumes at any position with
-any batch size and number of processes, no iterator state is saved, and how many rows each source
-has given is known exactly. A random draw of sources would know it only by replaying, and
-grain.MapDataset.mix has no closed form for its counts, which `Position` needs: when weights or
-sources change in mid-run, each source goes on with its own next row.
-
-From a mixture to batches. Batch b holds positions b*B to b*B + B - 1 beyond the first, of which
-each process reads its slice.
+Batch b holds the positions b*B to b*B + B - 1 after the first of the run (mixture.py); each process
+reads its slice of them.
 """
 
 import queue
@@ -62,8 +18,6 @@ from jaxtyping import Array
 from fp8jax.data.mixture import Mixture, Position
 from fp8jax.data.rows import Row, Rows
 
-# Batches: rows to what a process feeds its devices.
-
 Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L] each
 
 
@@ -72,7 +26,7 @@ def _stack(rows: list[Row]) -> Row:
 
 
 def _local_slice(batch_size: int, process_index: int, process_count: int) -> tuple[int, int]:
-    """Which places of a global batch this process reads: the first one, and how many."""
+    """Returns which rows of a global batch this process reads: the first one, and how many."""
     if not 0 <= process_index < process_count:
         raise ValueError(f"{process_index=} must be in [0, {process_count=})")
     if batch_size < 1 or batch_size % process_count:
@@ -90,7 +44,7 @@ def train_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.DatasetIterator[Row]:
-    """This process's share of an endless run over `mixture`, each source shuffled anew each epoch.
+    """Returns this process's share of endless batches; each source is reshuffled every epoch.
 
     Equivalent to::
 
@@ -100,19 +54,24 @@ def train_batches(
             first = b * batch_size + process_index * local
             yield stack(read(first + j) for j in range(local))
 
-    After k batches the run is at `position.advanced(k * batch_size)`, and goes on from there with
-    any batch_size and process_count.
+    After k batches the run is at `position.advanced(k * batch_size)`. It can continue from there
+    with any batch_size and process_count.
 
     Args:
+      mixture: the training rows.
+      seed: of the shuffles.
+      batch_size: rows in a global batch.
       position: where to begin, from `mixture.start`; None is the beginning of a run.
+      process_index: number of this process, from 0.
+      process_count: number of processes.
 
     Returns:
-      An iterator of dicts of arrays [batch_size // process_count, seq_len]. `close()` ends its
-      two threads, which read a few batches ahead; so do dropping it and leaving the program.
+      An iterator of dicts of arrays [batch_size // process_count, seq_len]. Two threads read a few
+      batches ahead. They end with `close()`, when the iterator is deleted, or with the program.
 
     Raises:
-      ValueError: a batch_size that process_count does not divide, a seed outside [0, 2^32), a
-        position of another mixture, or a process_index that is not below process_count.
+      ValueError: process_count does not divide batch_size, the seed is not in [0, 2^32), the
+        position belongs to another mixture, or process_index is not below process_count.
     """
     offset, local = _local_slice(batch_size, process_index, process_count)
     read = mixture.reader(mixture.start() if position is None else position, seed=seed)
@@ -126,10 +85,10 @@ def train_batches(
 
 
 class TimedIterator(Iterator[Row]):
-    """The items of an iterator, each waited for so many seconds at most."""
+    """Iterates over `items`, and raises TimeoutError if an item takes longer than `timeout`."""
 
     def __init__(self, items: Iterator[Row], timeout: float):
-        """`timeout` in seconds. A thread of its own fetches an item ahead."""
+        """Starts a thread that fetches one item ahead; `timeout` is in seconds."""
         self._timeout = timeout
         self._queue: queue.Queue[tuple[Row | None, BaseException | None]] = queue.Queue(maxsize=1)
         threading.Thread(target=self._fetch, args=(items,), daemon=True).start()
@@ -139,17 +98,17 @@ class TimedIterator(Iterator[Row]):
             for item in items:
                 self._queue.put((item, None))
             raise StopIteration
-        except BaseException as error:  # all of it is the business of who takes the items
+        except BaseException as error:  # __next__ raises it, also StopIteration
             self._queue.put((None, error))
 
     def __next__(self) -> Row:
-        """Raises TimeoutError where the next item takes longer, and what the iterator raises."""
+        """Returns the next item; raises TimeoutError if it is late, or what the iterator raised."""
         try:
             item, error = self._queue.get(timeout=self._timeout)
         except queue.Empty:
             raise TimeoutError(
-                f"no batch came within {self._timeout:g} s: the data source stalls, or"
-                " data_timeout is too short for it"
+                f"no batch came within {self._timeout:g} s: the data source has stalled, or "
+                "data_timeout is too short for it"
             ) from None
         if error is not None:
             raise error
@@ -165,17 +124,24 @@ def valid_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Row]:
-    """This process's share of the rows, once and in order.
+    """Returns this process's share of the rows, in batches, once and in order.
 
-    The last batch is filled up with rows of zeros (segments and weights too), so that all batches
-    have one shape and all processes the same number of them.
+    The last batch is padded with rows of zeros (segments and weights too), so that all batches have
+    the same shape and all processes the same number of batches.
+
+    Args:
+      rows: the rows of one source.
+      batch_size: rows in a global batch.
+      max_batches: return only the first ones; None returns all.
+      process_index, process_count: as in `train_batches`.
 
     Returns:
       An iterator of dicts of arrays [batch_size // process_count, seq_len]: ceil(rows /
       batch_size) of them, or the first `max_batches`.
 
     Raises:
-      ValueError: no rows, bad numbers as in `train_batches`, or max_batches below 1.
+      ValueError: there are no rows, process_count does not divide batch_size, process_index is not
+        below process_count, or max_batches is less than 1.
     """
     offset, local = _local_slice(batch_size, process_index, process_count)
     if len(rows) == 0:
@@ -193,7 +159,7 @@ def valid_batches(
 
 
 def to_devices(batch: Row, sharding: NamedSharding) -> Batch:
-    """This process's rows as its part of the global batch."""
+    """Returns the global batch, of which this process contributes its rows."""
     return {
         name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()
     }

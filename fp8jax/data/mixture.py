@@ -1,4 +1,27 @@
-"""TODO docstring."""
+"""Mixes the rows of several sources in fixed proportions, in an order that can be computed.
+
+Proportions. The weights of the sources, as the smallest whole numbers p_s with the same ratios, are
+the numbers of rows of each source in a cycle of C = sum(p_s) positions. Without weights, p_s is
+proportional to the number of rows of source s. Row k of the p_s rows has the time (k + 0.5) / p_s
+within the cycle; the cycle is sorted by time, with ties in the order of the sources. So every
+stretch of a run has the right proportions, not only the whole run. With 2 rows of a to 1 of b:
+
+    position g            0    1    2    3    4    5    6
+    time in the cycle     1/4  1/2  3/4  1/4  1/2  3/4  1/4
+    source                a    b    a    a    b    a    a
+    rows of it so far     0    0    1    2    1    3    4
+
+The last line is arithmetic. With q, r = divmod(g, C), source s = source[r] has given q * p_s +
+rank[r] rows before position g. This number selects a row through Grain's random-access shuffle,
+which goes through all rows of s once in each epoch of s, in a new order every epoch.
+
+So the row at position g depends only on the seed, the weights and g. A run can resume at any
+position with any batch size and number of processes, no iterator state is saved, and the number of
+rows that each source has given is known exactly. Drawing sources at random was rejected: it would
+know these numbers only after a replay. So was grain.MapDataset.mix, which has no closed form for
+them. `Position` needs them: when weights or sources change in mid-run, each source continues with
+its own next row.
+"""
 
 import dataclasses
 import math
@@ -11,28 +34,26 @@ import numpy as np
 
 from fp8jax.data.rows import Row, Rows
 
-MAX_CYCLE = 2**26  # positions; the table takes 12 bytes each
-
-
-# Mixtures: which row a position of a run reads.
+MAX_CYCLE = 2**26  # positions in a cycle; its tables take 12 bytes for each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has read: all there is to save of its data.
+    """How far a run has read its data; all that a checkpoint saves of it.
 
-    A schedule is a set of sources with their proportions. Under it, position g reads row
+    A schedule is a set of sources with their proportions. Under a schedule, position g reads row
     `base[s] + q * p_s + rank[r]` of source s (see the module's docstring). When weights or sources
-    change, a new schedule begins at position 0, and `base` takes up what each source has given
-    until then: none of its rows comes twice in an epoch, and none is left out. That holds as long
-    as the source has as many rows as before; with other ones its order is another, too.
+    change, a new schedule begins at position 0, and `base` becomes the number of rows that each
+    source has given until then. So within an epoch no row of a source comes twice and none is left
+    out, as long as the source has as many rows as before: with another number of rows, their order
+    changes too.
 
     Attributes:
-      schedule: each source's rows in a cycle, in the order of the spec.
-      base: rows that each source had given when the schedule began, in the order in which the
-        sources first appeared in the run: the place decides the order of a source's rows. Sources
-        that were dropped stay, so that one that comes back goes on where it was.
-      rows: positions read under the schedule.
+      schedule: number of rows of each source in a cycle, in the order of the spec.
+      base: number of rows that each source had given when the schedule began. The sources are in
+        the order in which they first appeared in the run, since a source's place decides the order
+        of its rows. Removed sources stay, so that a source that returns continues where it was.
+      rows: number of positions read under the schedule.
     """
 
     schedule: dict[str, int]
@@ -40,13 +61,16 @@ class Position:
     rows: int
 
     def advanced(self, rows: int) -> "Position":
-        """The position `rows` further on. Raises ValueError for a negative number."""
+        """Returns the position after `rows` more rows. Raises ValueError for a negative number."""
         if rows < 0:
             raise ValueError(f"rows must not be negative, got {rows}")
         return dataclasses.replace(self, rows=self.rows + rows)
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint. Lists of pairs, since some writers sort the keys of a dict."""
+        """Returns the position as JSON, for a checkpoint.
+
+        Dicts become lists of pairs, since some writers sort the keys of a dict.
+        """
         return {
             "schedule": [list(pair) for pair in self.schedule.items()],
             "base": [list(pair) for pair in self.base.items()],
@@ -55,7 +79,7 @@ class Position:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "Position":
-        """The inverse of `to_json`. Raises ValueError for anything that it did not write."""
+        """The inverse of `to_json`. Raises ValueError for what `to_json` does not write."""
         try:
             schedule, base, rows = dict(saved["schedule"]), dict(saved["base"]), saved["rows"]
         except (KeyError, TypeError, ValueError) as error:
@@ -72,7 +96,7 @@ class Position:
 
 
 def _proportions(rows: Mapping[str, Rows], weights: Mapping[str, Fraction] | None) -> list[int]:
-    """The smallest whole numbers in the ratios of the weights, or else of the rows."""
+    """Returns the smallest whole numbers in the ratios of the weights, or of the rows without."""
     ratios = [Fraction(len(r)) if weights is None else weights[name] for name, r in rows.items()]
     whole = math.lcm(*(ratio.denominator for ratio in ratios))
     numbers = [int(ratio * whole) for ratio in ratios]
@@ -80,33 +104,36 @@ def _proportions(rows: Mapping[str, Rows], weights: Mapping[str, Fraction] | Non
 
 
 class _Cycle:
-    """The table of a schedule's cycle: `source` (its place in the schedule) and `rank` among the
-    rows of that source, int32 [C], for each position.
+    """The tables of a schedule's cycle, int32 [C], with one entry for each position.
+
+    `source` is the place of the position's source in the schedule, `rank` the number of earlier
+    positions in the cycle with the same source.
     """
 
     def __init__(self, schedule: Mapping[str, int]):
         length = sum(schedule.values())
         if length > MAX_CYCLE:
             raise ValueError(
-                f"a cycle of the mixture takes {length:,} rows, {dict(schedule)}, and at most "
-                f"{MAX_CYCLE:,} are tabulated: give weights of few digits, such as 0.7*"
+                f"a cycle of the mixture takes {length:,} rows, {dict(schedule)}, more than the "
+                f"limit of {MAX_CYCLE:,}: use weights with few digits, such as 0.7*"
             )
         self.schedule = dict(schedule)
         self.length = length
         proportions = list(schedule.values())
-        # Exact in float64: division rounds equal fractions alike, and different ones are at least
-        # 1 / (2 p_s p_t) >= 2^-51 apart, which is more than the spacing of floats below 1.
+        # float64 sorts the times exactly: equal fractions are rounded to equal floats, and others
+        # are at least 1 / (2 p_s p_t) >= 2^-51 apart, more than the spacing of floats below 1.
         times = np.concatenate([(np.arange(p) + 0.5) / p for p in proportions])
-        deal = np.argsort(times, kind="stable")
-        self.source = np.repeat(np.arange(len(proportions), dtype=np.int32), proportions)[deal]
-        self.rank = np.concatenate([np.arange(p, dtype=np.int32) for p in proportions])[deal]
+        order = np.argsort(times, kind="stable")
+        self.source = np.repeat(np.arange(len(proportions), dtype=np.int32), proportions)[order]
+        self.rank = np.concatenate([np.arange(p, dtype=np.int32) for p in proportions])[order]
+        # For each source, its positions in the cycle.
         self._places = {
             name: np.flatnonzero(self.source == number).astype(np.int32)
             for number, name in enumerate(schedule)
         }
 
     def counts(self, rows: int) -> dict[str, int]:
-        """How many of the first `rows` positions each source has."""
+        """Returns how many of the first `rows` positions belong to each source."""
         cycles, place = divmod(rows, self.length)
         return {
             name: cycles * self.schedule[name] + int(np.searchsorted(places, place))
@@ -115,28 +142,30 @@ class _Cycle:
 
 
 def _total(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    """The sum by name, in the order of `counts`, which has all names."""
+    """Adds two dicts by name. `counts` has all the names, and the result has their order."""
     return {name: n + (more[name] if name in more else 0) for name, n in counts.items()}
 
 
 class Mixture:
-    """The training rows of several sources, dealt in fixed proportions: see the module's docstring.
+    """The training rows of several sources in fixed proportions; see the module's docstring.
+
+    `len(mixture)` is the number of rows of all sources together.
 
     Attributes:
-      rows: each source's rows, by its name, in the order of the spec.
-      schedule: each source's rows in a cycle.
-
-    `len(mixture)` is the rows of all sources together.
+      rows: the rows of each source, by its name, in the order of the spec.
+      schedule: number of rows of each source in a cycle.
 
     Raises:
-      ValueError: no source, a source without rows, a weight that is not positive, or weights whose
-        cycle is too long to be tabulated.
+      ValueError: there is no source, a source has no rows, a weight is not positive, or the weights
+        need a cycle of more than `MAX_CYCLE` positions.
     """
 
     def __init__(self, rows: Mapping[str, Rows], weights: Mapping[str, Fraction] | None = None):
+        if not rows:
+            raise ValueError("no rows to batch")
         empty = [name for name, source in rows.items() if not len(source)]
-        if empty or not rows:
-            raise ValueError(f"no rows to batch{' in ' if empty else ''}{', '.join(empty)}")
+        if empty:
+            raise ValueError(f"no rows to batch in {', '.join(empty)}")
         if weights is not None and (weights.keys() != rows.keys() or min(weights.values()) <= 0):
             shown = {name: str(weight) for name, weight in weights.items()}
             raise ValueError(f"expected a positive weight for each of {[*rows]}, got {shown}")
@@ -148,13 +177,17 @@ class Mixture:
         return sum(map(len, self.rows.values()))
 
     def start(self, saved: dict[str, Any] | None = None) -> Position:
-        """Where a run begins, or goes on from the `to_json` of its position.
+        """Returns the position at which a run begins, or continues from a saved one.
 
-        If sources and weights are the same, it goes on as it would have; otherwise a new schedule
-        begins, in which each source that is still there goes on with its own next row.
+        If sources and weights are those of the saved position, the run continues as if it had not
+        been interrupted. Otherwise a new schedule begins, in which each source continues with its
+        own next row.
+
+        Args:
+          saved: a result of `Position.to_json`, or None for a new run.
 
         Raises:
-          ValueError: `saved` is not what `Position.to_json` gave.
+          ValueError: `saved` is not a result of `Position.to_json`.
         """
         if saved is None:
             return Position(schedule=self.schedule, base=dict.fromkeys(self.rows, 0), rows=0)
@@ -166,35 +199,38 @@ class Mixture:
         return Position(schedule=self.schedule, base=before | fresh, rows=0)
 
     def counts(self, position: Position, rows: int = 0) -> dict[str, int]:
-        """How many rows each source of the run, dropped ones included, has given in all, `rows`
-        further on than `position`. Their sum is the rows that the run has read.
+        """Returns how many rows each source has given in the whole run, `rows` after `position`.
+
+        Sources that were removed during the run are included. The sum of the values is the number
+        of rows that the run has read.
 
         Raises:
-          ValueError: a position of another schedule, or negative `rows`.
+          ValueError: the position belongs to another schedule, or `rows` is negative.
         """
         self._require_own(position)
         return _total(position.base, self._cycle.counts(position.advanced(rows).rows))
 
     def reader(self, position: Position, *, seed: int) -> Callable[[int], Row]:
-        """A function from n >= 0 to the row that a run with this seed reads n rows after
-        `position`. Safe in several threads.
+        """Returns a function from n >= 0 to the row that a run reads n rows after `position`.
+
+        The function is thread-safe.
 
         Raises:
-          ValueError: a position of another schedule, or a seed outside [0, 2^32).
+          ValueError: the position belongs to another schedule, or the seed is not in [0, 2^32).
         """
         self._require_own(position)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be in [0, 2^32), got {seed}")
         places = {name: number for number, name in enumerate(position.base)}
-        sources = [
-            (rows, _order(len(rows), seed, places[name]), position.base[name], self.schedule[name])
-            for name, rows in self.rows.items()
-        ]
+        names = list(self.rows)
+        orders = [_order(len(rows), seed, places[name]) for name, rows in self.rows.items()]
 
         def read(n: int) -> Row:
             cycles, place = divmod(position.rows + n, self._cycle.length)
-            rows, order, base, proportion = sources[self._cycle.source[place]]
-            return rows[int(order[base + cycles * proportion + int(self._cycle.rank[place])])]
+            source = self._cycle.source[place]
+            name = names[source]
+            earlier = cycles * self.schedule[name] + int(self._cycle.rank[place])
+            return self.rows[name][int(orders[source][position.base[name] + earlier])]
 
         return read
 
@@ -202,18 +238,18 @@ class Mixture:
         if list(position.schedule.items()) != list(self.schedule.items()):
             raise ValueError(
                 f"the position belongs to the schedule {position.schedule}, not to this mixture's, "
-                f"{self.schedule}: take mixture.start(position.to_json())"
+                f"{self.schedule}: convert it with mixture.start(position.to_json())"
             )
 
 
 def _order(count: int, seed: int, place: int) -> grain.MapDataset[int]:
-    """An endless order of `count` rows: epoch after epoch, each shuffled anew.
+    """Returns an endless order of `count` rows: epoch after epoch, each with a new shuffle.
 
-    The run's first source takes the seed itself, later ones each their own.
+    The run's first source (place 0) uses the seed itself; each later source has a seed of its own.
     """
     if place:
         seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
-    # Indices are permuted, not rows, so that only what is asked for is read.
+    # Permutes indices instead of rows, so that only the rows of a batch are read.
     order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
-    order[0]  # grain sets up its statistics on first use, which is not safe in two threads at once
+    order[0]  # grain initializes its statistics on first use, which is not thread-safe
     return order

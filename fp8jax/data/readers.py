@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""Readers of the file formats: text files, JSON lines, Parquet, and TensorFlow datasets.
+
+Each reader yields the documents of one source, always in the same order, and counts what it skips.
+pyarrow and tensorflow_datasets are imported by the readers that need them.
+"""
 
 import contextlib
 import dataclasses
@@ -8,25 +12,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from absl import logging
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
-BATCH = 1024  # records that are read at a time where a format allows it
+BATCH = 1024  # records read at a time, where a format allows it
 
 
 @dataclasses.dataclass(kw_only=True)
 class Tally:
-    """What reading a source leaves beside its documents; readers count in it as they go.
+    """Counts of what a reader skipped and read; the reader updates them while it reads.
 
     Attributes:
-      not_utf8: files that were skipped since they are not UTF-8.
-      no_text: records that were skipped: null, or bytes that are not UTF-8.
-      too_short: documents that were skipped by who asked for them.
-      bytes_read: of the files, compressed as they are; for showing progress.
+      not_utf8: files skipped because they are not UTF-8.
+      no_text: records skipped because they are null, or bytes that are not UTF-8.
+      too_short: documents skipped by `read_documents` because they are too short.
+      bytes_read: bytes read from the files, before decompression; for showing progress.
     """
 
     not_utf8: int = 0
@@ -37,11 +39,12 @@ class Tally:
 
 @runtime_checkable
 class Reader(Protocol):
-    """How to come by the documents of one source.
+    """Reads the documents of one source.
 
     Attributes:
-      label: what distinguishes the source from others of its kind where it was given no name.
-      reads: what decides the documents beside the contents of the files, such as a field's name.
+      label: names the source among others of its kind if the spec gives it no name.
+      reads: settings on which the documents depend besides the contents of the files, such as the
+        name of a field.
     """
 
     @property
@@ -51,23 +54,20 @@ class Reader(Protocol):
     def reads(self) -> tuple[str, ...]: ...
 
     def files(self) -> Sequence[Path]:
-        """The files, in order, whose contents decide the documents. May be slow."""
+        """Returns the files, in order, on whose contents the documents depend. May be slow."""
         ...
 
     def documents(self, tally: Tally) -> Iterator[str]:
-        """The documents, always in the same order; what is skipped is counted in `tally`.
+        """Yields the documents, always in the same order; counts what it skips in `tally`.
 
         Raises:
-          ValueError: the files are not what the kind expects; the message names the file.
+          ValueError: a file does not have the format of the kind; the message names the file.
         """
         ...
 
 
-# Files of bytes, which may be compressed.
-
-
 class _CountedFile(io.FileIO):
-    """Counts what is read of a file while it is being read."""
+    """A file that counts the bytes read from it in a `Tally`."""
 
     def __init__(self, path: Path, tally: Tally):
         super().__init__(path, "rb")
@@ -86,14 +86,20 @@ class _CountedFile(io.FileIO):
 
 @contextlib.contextmanager
 def open_counted(path: Path, tally: Tally) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed."""
+    """Opens a file, decompressed if its name ends in one of `COMPRESSIONS`.
+
+    Raises:
+      ValueError: the file is not compressed in the way that its name says, or damaged.
+    """
     with io.BufferedReader(_CountedFile(path, tally)) as file:
         if path.suffix not in COMPRESSIONS:
             yield file
             return
+        import pyarrow as pa
+
         compression = COMPRESSIONS[path.suffix]
         try:
-            # pyarrow takes an empty file for an empty text; no compressor writes one.
+            # pyarrow reads an empty file as an empty text, but no compressor writes an empty file.
             if not path.stat().st_size:
                 raise OSError("it is empty")
             with io.BufferedReader(pa.CompressedInputStream(file, compression)) as stream:
@@ -103,7 +109,7 @@ def open_counted(path: Path, tally: Tally) -> Iterator[BinaryIO]:
 
 
 def _is_utf8(path: Path) -> bool:
-    """Whether the whole file decodes, read in pieces: a file need not fit into memory."""
+    """Whether the whole file is UTF-8. Reads it in pieces, since it may not fit into memory."""
     with open_counted(path, Tally()) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         try:
@@ -112,12 +118,12 @@ def _is_utf8(path: Path) -> bool:
         except UnicodeDecodeError:
             return False
         finally:
-            text.detach()  # the file is closed by who opened it
+            text.detach()  # so that `text` does not close the file, which open_counted does
     return True
 
 
 def _utf8_files(paths: Sequence[Path], tally: Tally) -> Iterator[tuple[Path, BinaryIO]]:
-    """The files, open, without those that are not UTF-8: they are named and counted."""
+    """Opens the files one after the other; logs, counts and skips those that are not UTF-8."""
     for path in paths:
         if _is_utf8(path):
             with open_counted(path, tally) as file:
@@ -130,7 +136,7 @@ def _utf8_files(paths: Sequence[Path], tally: Tally) -> Iterator[tuple[Path, Bin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """A file is one document; line ends stay as they are."""
+    """Each file is a document; line ends are not changed."""
 
     label: str
     paths: tuple[Path, ...]
@@ -146,7 +152,10 @@ class TextFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """A line is one document, the string at `field`. A line without one is an error."""
+    """Each line is a JSON object whose string at `field` is a document; blank lines are skipped.
+
+    A line without such a string is an error.
+    """
 
     label: str
     paths: tuple[Path, ...]
@@ -160,16 +169,17 @@ class JsonLines:
         return self.paths
 
     def documents(self, tally: Tally) -> Iterator[str]:
-        # Lines end with \n only: U+2028 and \r may be part of a text.
+        # Iterating over bytes splits at \n only; U+2028 and \r may be part of a text.
         for path, file in _utf8_files(self.paths, tally):
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield self._text(line, f"{path}, line {number}")
 
     def _text(self, line: bytes, place: str) -> str:
+        """Returns the document of a line; `place` names the line in errors."""
         try:
             text = json.loads(line.decode("utf-8"))[self.field]
-            text.encode("utf-8")  # JSON can spell lone surrogates, which are not text
+            text.encode("utf-8")  # JSON can encode lone surrogates, which are not text
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f'{place}: expected {{"{self.field}": "…"}}, got '
@@ -178,11 +188,8 @@ class JsonLines:
         return text
 
 
-# Records: Parquet and TensorFlow datasets.
-
-
 def _decoded(records: Sequence[bytes | None], tally: Tally) -> Iterator[str]:
-    """The texts of records; those that are null or not UTF-8 are counted instead."""
+    """Yields the records as text; counts and skips those that are null or not UTF-8."""
     for record in records:
         try:
             text = None if record is None else record.decode("utf-8")
@@ -196,7 +203,7 @@ def _decoded(records: Sequence[bytes | None], tally: Tally) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFiles:
-    """A row is one document, the string in `column`. Nulls are skipped and counted."""
+    """Each row is a document, the string in `column`. Nulls are skipped and counted."""
 
     label: str
     paths: tuple[Path, ...]
@@ -210,6 +217,9 @@ class ParquetFiles:
         return self.paths
 
     def documents(self, tally: Tally) -> Iterator[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         for path in self.paths:
             size, before, rows = path.stat().st_size, tally.bytes_read, 0
             with path.open("rb") as file:
@@ -219,7 +229,7 @@ class ParquetFiles:
                     for batch in table.iter_batches(BATCH, columns=[self.column]):
                         rows += len(batch)
                         tally.bytes_read = before + size * rows // table.metadata.num_rows
-                        # As bytes: Arrow does not check that its strings are UTF-8.
+                        # Read as bytes, since Arrow does not check that its strings are UTF-8.
                         values = batch.column(0)
                         if pa.types.is_dictionary(values.type):
                             values = values.dictionary_decode()
@@ -228,26 +238,31 @@ class ParquetFiles:
                     raise ValueError(f"{path}: damaged or not Parquet: {error}") from error
             tally.bytes_read = before + size
 
-    def _require_text(self, path: Path, schema: pa.Schema) -> None:
+    def _require_text(self, path: Path, schema: Any) -> None:
+        """Raises ValueError unless the Arrow schema has the column and its type is string."""
+        import pyarrow as pa
+
         types = {field.name: field.type for field in schema}
-        there = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
         if self.column not in types:
-            raise ValueError(f"{path}: no column {self.column!r}. There are: {there}")
-        found = types[self.column]
-        value = found.value_type if pa.types.is_dictionary(found) else found
+            raise ValueError(f"{path}: no column {self.column!r}. There are: {columns}")
+        column_type = types[self.column]
+        is_dictionary = pa.types.is_dictionary(column_type)
+        value = column_type.value_type if is_dictionary else column_type
         if not (pa.types.is_string(value) or pa.types.is_large_string(value)):
             raise ValueError(
-                f"{path}: column {self.column!r} is {found}, not string. There are: {there}"
+                f"{path}: column {self.column!r} is {column_type}, not string. There are: {columns}"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorFlowDataset:
-    """An example is one document, the text feature `field`; those not UTF-8 are counted.
+    """Each example is a document, its text feature `field`; those not UTF-8 are counted.
 
-    `split` is one of tfds, slices such as train[:10%] included. "" is all of them, by name: which
-    document validates is decided by its text, as everywhere. A dataset is read, never prepared:
-    that may need TensorFlow, which must not come into a process that trains.
+    `split` is a split of the dataset, or a slice such as train[:10%]. "" reads all splits in the
+    order of their names; as for every source, a document's own text decides whether it trains or
+    validates. The dataset must have been prepared before: preparing it may need TensorFlow, which
+    must not be loaded into a process that trains.
     """
 
     name: str
@@ -272,7 +287,8 @@ class TensorFlowDataset:
 
         builder = self._builder()
         before, size = tally.bytes_read, sum(path.stat().st_size for path in self.files())
-        # Only this feature is decoded: others may be images. (PartialDecoding needs TensorFlow.)
+        # Decode only this feature, since others may be images. PartialDecoding of tfds would need
+        # TensorFlow.
         parser = tfds.features.FeaturesDict({self.field: builder.info.features[self.field]})
         raw = tfds.decode.DeserializeMethod.RAW_BYTES
         splits = self._splits(builder)
@@ -290,32 +306,48 @@ class TensorFlowDataset:
         return [self.split] if self.split else sorted(builder.info.splits)
 
     def _builder(self) -> Any:
-        """The tfds builder of the dataset, prepared and checked."""
-        import tensorflow_datasets as tfds  # takes a while, and other sources do not need it
+        """Returns the tfds builder of the dataset; checks that the dataset can be read.
+
+        Raises:
+          ValueError: the dataset is unknown, not prepared, or prepared in a format that only
+            TensorFlow reads; or it has no text feature `field`.
+        """
+        import tensorflow_datasets as tfds  # slow to import, and other sources do not need it
 
         try:
             builder = tfds.builder(self.name)
         except tfds.core.registered.DatasetNotFoundError as error:
-            # Its own message lists some hundred names.
+            # The message of tfds lists some hundred names.
             folders = ", ".join(map(str, tfds.core.utils.file_utils.list_data_dirs()))
             raise ValueError(
-                f"unknown TensorFlow dataset {self.name!r}: neither does tensorflow_datasets know "
-                f"how to prepare it nor was it prepared in {folders} (TFDS_DATA_DIR)"
+                f"unknown TensorFlow dataset {self.name!r}: tensorflow_datasets does not have it, "
+                f"and no prepared one lies in {folders} (TFDS_DATA_DIR)"
             ) from error
-        except AssertionError as error:  # a version that does not exist
+        except AssertionError as error:  # the version does not exist
             raise ValueError(str(error)) from error
         if not builder.is_prepared():
             raise ValueError(
                 f"{self.name} was not prepared in {builder.data_path}: run `tfds build "
                 f"{self.name} --file_format=array_record`, or set TFDS_DATA_DIR to where it is"
             )
+        self._require_text(builder)
+        self._require_readable(builder)
+        return builder
+
+    def _require_text(self, builder: Any) -> None:
+        """Raises ValueError unless the dataset has the feature and it is a text."""
         features = dict(builder.info.features)
-        there = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
+        shown = ", ".join(f"{name} ({type(f).__name__})" for name, f in features.items())
         if self.field not in features:
-            raise ValueError(f"{self.name}: no feature {self.field!r}. There are: {there}")
+            raise ValueError(f"{self.name}: no feature {self.field!r}. There are: {shown}")
         feature = features[self.field]
         if feature.shape != () or feature.np_dtype not in (object, str, bytes):
-            raise ValueError(f"{self.name}: feature {self.field!r} is no text. There are: {there}")
+            raise ValueError(
+                f"{self.name}: feature {self.field!r} is not a text. There are: {shown}"
+            )
+
+    def _require_readable(self, builder: Any) -> None:
+        """Raises ValueError if the files of the dataset can only be read with TensorFlow."""
         try:
             for split in self._splits(builder):
                 builder.as_data_source(split)
@@ -323,6 +355,6 @@ class TensorFlowDataset:
             raise ValueError(
                 f"{self.name} was prepared in {builder.data_path} as "
                 f"{builder.info.file_format.value}, which cannot be read without TensorFlow: "
-                "prepare it with file_format=array_record, in another folder or after deleting that"
+                "prepare it with file_format=array_record, in another folder or after deleting "
+                "this one"
             ) from error
-        return builder

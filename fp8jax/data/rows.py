@@ -1,4 +1,28 @@
-"""TODO docstring."""
+"""Cuts a stream of tokens into rows of a fixed length.
+
+Row i of seq_len S reads the S + 1 tokens [i*S, i*S + S] of a stream of T tokens (token_cache.py):
+the first S are the inputs, the last S their targets. With S = 4 and the documents "ab" and "c" (^
+is BOS, $ is EOS):
+
+    stream      ^ a b $ ^ c $           T = 7, hence ceil((T - 1) / S) = 2 rows
+
+    row 0       tokens    ^ a b $       row 1       tokens    ^ c $ .
+                targets   a b $ ^                   targets   c $ . .
+                segments  1 1 1 1                   segments  1 1 1 0
+                positions 0 1 2 3                   positions 0 1 2 0
+                weights   1 1 1 0                   weights   1 1 0 0
+
+`segments` numbers the documents of a row from 1, and 0 is padding; attention must not look across
+segments. `positions` restarts with every segment. That includes a segment that continues a document
+from the row before, since this row cannot see its beginning. `weights` is 1 where the target is in
+the same document as the input: guessing which document comes next is not trained. Rows overlap by
+one token. So every token except the last of a stream is an input exactly once, and every step
+within a document has a weighted target exactly once. Only the last row of a stream is padded.
+
+Cutting a stream wastes no tokens, and row i can be read without the rows before it and without any
+state. Its cost, compared with packing whole documents, is context: a document that is cut by the
+end of a row continues in the next row without what came before.
+"""
 
 from typing import Protocol, runtime_checkable
 
@@ -9,24 +33,23 @@ from fp8jax.data.token_cache import TokenStream
 Row = dict[str, np.ndarray]
 
 
-# Rows: streams to fixed-length examples.
-
-
 @runtime_checkable
 class Rows(Protocol):
-    """What can be batched: `PackedRows`, or a list of rows with the same keys and shapes."""
+    """Rows that can be batched: `PackedRows`, or a list of rows with the same keys and shapes."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
 
 
 class PackedRows:
-    """All rows of a stream, in order; see the module's docstring for what a row is.
+    """All rows of a stream, in order; see the module's docstring.
 
-    A row is a dict of arrays [seq_len]: `tokens`, `targets`, `segments` and `positions`, int32,
-    and `weights`, float32. Padding is 0 in all of them.
+    A row is a dict of arrays [seq_len]: `tokens`, `targets`, `segments` and `positions` are int32,
+    `weights` is float32. Padding is 0 in all of them.
 
-    `rows[i]` raises IndexError unless 0 <= i < len(rows); a `seq_len` below 1 is a ValueError.
+    Raises:
+      ValueError: `seq_len` is less than 1.
+      IndexError: in `rows[i]`, unless 0 <= i < len(rows).
     """
 
     def __init__(self, stream: TokenStream, *, seq_len: int):
@@ -41,22 +64,22 @@ class PackedRows:
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
+            raise IndexError(f"row {index} of {len(self)} does not exist")
         return _row(self._stream, index, self.seq_len)
 
 
 def _row(stream: TokenStream, index: int, seq_len: int) -> Row:
-    """Row `index` of a stream."""
+    """Returns row `index` of a stream."""
     first = index * seq_len
     window = stream.tokens[first : first + seq_len + 1].astype(np.int32)
-    # Offsets in the window, beyond 0, where a document begins.
+    # The offsets in the window at which a document begins, and 0.
     lo = np.searchsorted(stream.starts, first, side="right")
     hi = np.searchsorted(stream.starts, first + len(window), side="left")
     begins = np.append(0, stream.starts[lo:hi] - first)
     document = np.searchsorted(begins, np.arange(len(window)), side="right") - 1
 
-    inputs = min(len(window), seq_len)  # all of a short window, its last token included
-    steps = len(window) - 1  # pairs of an input and its target
+    inputs = min(len(window), seq_len)  # a short window, the last, uses all its tokens as inputs
+    steps = len(window) - 1  # number of inputs that have a target
     row = {k: np.zeros(seq_len, np.int32) for k in ("tokens", "targets", "segments", "positions")}
     row["weights"] = np.zeros(seq_len, np.float32)
     row["tokens"][:inputs] = window[:inputs]

@@ -1,25 +1,26 @@
-"""A spec string in, documents out: where text comes from, and in which file formats.
+"""Parses the config key `data`: which sources of text a run reads, and with which weights.
 
-The config key `data` names sources, separated by commas, each as `[NAME=][WEIGHT*]KIND[:ARGUMENT]`:
+The key lists sources, separated by commas. Each is `[NAME=][WEIGHT*]KIND[:ARGUMENT]`:
 
     books=0.7*jsonl:/data/books-*.jsonl.zst#body,code=0.3*python_stdlib
 
-NAME appears in reports and metrics; without one a source is called by its kind and the stem of its
-argument (`jsonl-books`). WEIGHT is the source's share of the training rows, relative to the others
-(loader.py); either all sources have one or none. The kinds are the keys of `SOURCES`:
+NAME appears in reports and metrics. A source without one is named after its kind and the stem of
+its argument (`jsonl-books`). WEIGHT is the source's share of the training rows relative to the
+other sources (mixture.py); either all sources have a weight or none has. KIND is a key of
+`SOURCES`:
 
     python_stdlib               the .py files of the running Python's standard library
-    text:GLOB                   a file is a document
-    jsonl:GLOB[#FIELD]          a line {"FIELD": "…"} is a document
-    parquet:GLOB[#COLUMN]       a row is a document
-    tfds:NAME[@SPLIT][#FIELD]   an example of a TensorFlow dataset is a document
+    text:GLOB                   each file is a document
+    jsonl:GLOB[#FIELD]          each line {"FIELD": "…"} is a document
+    parquet:GLOB[#COLUMN]       each row is a document
+    tfds:NAME[@SPLIT][#FIELD]   each example of a TensorFlow dataset is a document
 
-FIELD and COLUMN are `text` unless named. Files of `text` and `jsonl` that end in .gz or .zst are
-decompressed as they are read. What follows the last # is a field if it looks like a name: letters,
-digits, _, - and ., of which the first is a letter or _.
+FIELD and COLUMN default to `text`. Files of `text` and `jsonl` whose names end in .gz or .zst are
+decompressed while they are read. The text after the last # is a field if it looks like a name:
+letters, digits, _, - and ., starting with a letter or _.
 
-A kind is one function, from the ARGUMENT ("" without one) to a `Reader`. It is called where the
-config is read, so it may look for files but must not read any.
+Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
+the config is parsed, so it may look for files but must not read them.
 """
 
 import dataclasses
@@ -44,11 +45,8 @@ from fp8jax.lookup import lookup
 _FIELD = re.compile(r"(?P<rest>.*)#(?P<field>[A-Za-z_][\w.-]*)", re.DOTALL)
 
 
-# The kinds.
-
-
 def _found(pattern: str) -> tuple[Path, ...]:
-    """The files that a glob pattern (** allowed) matches, by name."""
+    """Returns the files that a glob pattern (** allowed) matches, sorted by name."""
     matches = {Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
@@ -57,19 +55,19 @@ def _found(pattern: str) -> tuple[Path, ...]:
 
 
 def _stem(pattern: str) -> str:
-    """books-*.jsonl.zst -> books-*"""
+    """Returns the file name without its endings: books-*.jsonl.zst -> books-*"""
     path = Path(pattern)
     return path.with_suffix("").stem if path.suffix in COMPRESSIONS else path.stem
 
 
 def _with_field(argument: str) -> tuple[str, str]:
-    """The argument without its #FIELD, and the field."""
+    """Splits an argument into the part before #FIELD, and the field."""
     match = _FIELD.fullmatch(argument)
     return (match["rest"], match["field"]) if match else (argument, "text")
 
 
 def _python_stdlib(argument: str) -> Reader:
-    """The .py files of the running Python's standard library, without its tests."""
+    """Reads the .py files of the running Python's standard library, without its tests."""
     if argument:
         raise ValueError(f"source python_stdlib takes no argument, got {argument!r}")
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -111,12 +109,16 @@ SOURCES: dict[str, Callable[[str], Reader]] = {
 }
 
 
-# Specs.
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source, resolved: its name in reports, its key in `SOURCES`, its reader, and its weight."""
+    """A parsed source.
+
+    Attributes:
+      name: its name in reports and metrics.
+      kind: its key in `SOURCES`.
+      weight: its weight, or None if no source has one.
+      reader: reads its documents.
+    """
 
     name: str
     kind: str
@@ -125,7 +127,7 @@ class Source:
 
 
 def _weight(text: str, spec: str) -> Fraction:
-    """The decimal, exactly: 0.7 is 7/10."""
+    """Returns the exact value of a decimal: 0.7 is 7/10."""
     number = Fraction(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", text) else Fraction(0)
     if not number:
         raise ValueError(f"weight {text!r} in {spec!r}: expected a positive decimal such as 0.7")
@@ -133,7 +135,7 @@ def _weight(text: str, spec: str) -> Fraction:
 
 
 def _parse_source(spec: str) -> Source:
-    """One `[NAME=][WEIGHT*]KIND[:ARGUMENT]`."""
+    """Parses one `[NAME=][WEIGHT*]KIND[:ARGUMENT]`."""
     head, _, argument = spec.partition(":")
     name, equals, weighted = head.rpartition("=")
     weight, times, kind = weighted.rpartition("*")
@@ -141,13 +143,13 @@ def _parse_source(spec: str) -> Source:
     number = _weight(weight, spec) if times else None
     if equals and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
         raise ValueError(
-            f"source name {name!r} in {spec!r}: only letters, digits, '_', '-' and '.', since it "
-            "names files and metrics"
+            f"source name {name!r} in {spec!r}: use only letters, digits, '_', '-' and '.', and a "
+            "letter or digit first, since it names files and metrics"
         )
     try:
         reader = resolve(argument)
     except ValueError as error:
-        raise ValueError(f"{error}, the argument of the source {spec!r}") from error
+        raise ValueError(f"{error}, in the source {spec!r}") from error
     if not equals:
         label = re.sub(r"[^A-Za-z0-9._-]+", "_", reader.label).strip("_.-")
         name = f"{kind}-{label}" if label else kind
@@ -155,21 +157,23 @@ def _parse_source(spec: str) -> Source:
 
 
 def parse_sources(data: str) -> list[Source]:
-    """Resolves the config key `data`: see the module's docstring. Looks for files, reads none.
+    """Parses the config key `data` (see the module's docstring). Looks for files but reads none.
 
     Raises:
-      ValueError: an unknown kind, a glob that matches nothing, a name twice or not fit for a file,
-        a weight that is no positive decimal, or weights for some of the sources only.
+      ValueError: a kind is unknown, a glob matches no file, a name occurs twice or cannot name a
+        file, a weight is not a positive decimal, or only some of the sources have a weight.
     """
     sources = [_parse_source(spec.strip()) for spec in data.split(",")]
     names = [source.name for source in sources]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"two sources are called {twice} in {data!r}: use NAME=text:GLOB")
+        raise ValueError(
+            f"two sources have the name {twice} in {data!r}: name them, as in NAME=text:GLOB"
+        )
     bare = [source.name for source in sources if source.weight is None]
     if bare and len(bare) < len(sources):
         weighted = [name for name in names if name not in bare]
         raise ValueError(
-            f"{', '.join(weighted)} with a weight and {', '.join(bare)} without in {data!r}: give "
-            "one to all sources, as in NAME=0.7*text:GLOB, or to none"
+            f"{', '.join(weighted)} have a weight and {', '.join(bare)} have none in {data!r}: "
+            "give weights to all sources, as in NAME=0.7*text:GLOB, or to none"
         )
     return sources

@@ -1,13 +1,12 @@
-"""Documents in, streams of tokens out, cached on disk.
+"""Tokenizes documents into streams of tokens, cached on disk.
 
-A document of n tokens becomes n + 2: BOS, the tokens, EOS. Whether it trains or validates is
-decided by the hash of its own text, so that adding a document never moves another one, and a
-duplicate never sits on both sides. The documents of one source and split, end to end, are a
-stream.
+A document of n tokens becomes n + 2: BOS, the tokens, EOS. A stream is all documents of one source
+and split, end to end (documents.py has the splits).
 
-Streams are tokenized once into flat little-endian files, uint16 or uint32 tokens and the int64
-offset of each document, under a hash of everything that they depend on. Neither the length of
-rows nor the weights of sources are part of it: both may change without tokenizing again.
+Each stream is tokenized once and stored as two flat little-endian files: the tokens as uint16 or
+uint32, and the offset of each document as int64. The folder is named by a hash of everything on
+which the streams depend. The length of rows and the weights of sources are not part of it, so both
+can change without tokenizing again.
 """
 
 import contextlib
@@ -35,8 +34,8 @@ from fp8jax.data.documents import (
 from fp8jax.data.readers import Tally
 from fp8jax.data.sources import Source
 
-FORMAT_VERSION = 1  # of the cached files; raise it whenever the same text would give other streams
-
+# Version of the cached files; raise it whenever the same text would give other streams.
+FORMAT_VERSION = 1
 
 MANIFEST = "manifest.json"
 
@@ -47,10 +46,17 @@ def _zeros() -> dict[str, int]:
 
 @dataclasses.dataclass(kw_only=True)
 class SourceStats:
-    """What became of one source: `not_utf8` files, `too_short` documents and records with
-    `no_text` (null, or bytes that are not UTF-8) were skipped.
+    """Counts of one source.
 
-    The dicts say what "train" and "valid" hold: bytes of UTF-8 text; tokens with BOS and EOS.
+    Attributes:
+      name: the source's name.
+      files: its files, skipped ones included.
+      not_utf8: files skipped because they are not UTF-8.
+      too_short: documents skipped because they are too short.
+      no_text: records skipped because they are null, or bytes that are not UTF-8.
+      documents: documents of each split, "train" and "valid".
+      bytes: bytes of UTF-8 text of each split.
+      tokens: tokens of each split, BOS and EOS included.
     """
 
     name: str
@@ -63,7 +69,7 @@ class SourceStats:
     tokens: dict[str, int] = dataclasses.field(default_factory=_zeros)
 
     def skipped(self) -> str:
-        """The files, documents and records left out, in words."""
+        """Returns a sentence that says how many files, documents and records were skipped."""
         records = f", and {self.no_text} records without text" if self.no_text else ""
         return (
             f"skipped {self.not_utf8} of {self.files} files (not UTF-8) and {self.too_short} "
@@ -75,15 +81,16 @@ class SourceStats:
 class TokenStream:
     """Documents end to end.
 
-    Invariants: `starts` ascends strictly, begins with 0, and each document (up to the next start
-    or the end of `tokens`) is BOS, its tokens, EOS.
+    Attributes:
+      tokens: all tokens. Each document is BOS, its tokens, EOS.
+      starts: offset of each document in `tokens`; strictly increasing, the first one is 0.
     """
 
     tokens: UInt[np.ndarray, " tokens"]
     starts: Int64[np.ndarray, " documents"]
 
     def num_rows(self, seq_len: int) -> int:
-        """How many rows of `seq_len` inputs cover the stream."""
+        """Returns how many rows of `seq_len` inputs cover the stream."""
         return -(-(len(self.tokens) - 1) // seq_len)
 
 
@@ -93,7 +100,7 @@ class TokenizedSources:
 
     Attributes:
       streams: by split, "train" or "valid", and by the source's name, in the order of the spec.
-      stats: what became of each source.
+      stats: counts of each source.
       fingerprint: hex digest; equal for equal streams.
     """
 
@@ -102,14 +109,12 @@ class TokenizedSources:
     fingerprint: str
 
 
-# Streams: documents to cached token files.
-
-
 def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
 def _path(folder: Path, name: str, split: str, part: str) -> Path:
+    """The file of one part, "tokens" or "starts", of a stream."""
     return folder / f"{name}.{split}.{part}"
 
 
@@ -120,7 +125,7 @@ def _write_source(
     tokenizer: Tokenizer,
     fraction: float,
 ) -> SourceStats:
-    """Tokenizes all documents of a source into the streams of its splits."""
+    """Tokenizes all documents of a source, and writes the streams of both splits."""
     stats, tally = SourceStats(name=source.name, files=len(files)), Tally()
     dtype = _token_dtype(tokenizer)
     with contextlib.ExitStack() as stack:
@@ -129,7 +134,7 @@ def _write_source(
             for split in SPLITS
             for part in ("tokens", "starts")
         }
-        # On stderr, and disable=None: not at all where that is no terminal.
+        # disable=None shows the bar only if stderr is a terminal.
         total = sum(path.stat().st_size for path in files)
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=None)
         stack.enter_context(bar)
@@ -154,10 +159,11 @@ def _fingerprint(
     tokenizer: Tokenizer,
     valid_fraction: float,
 ) -> str:
-    """SHA-256 over everything that the streams depend on, the contents of all files included.
+    """Returns the SHA-256 of everything on which the streams depend.
 
-    Not over where the files lie: a corpus that moved is the same corpus. Not over dates either,
-    which an edit may keep and a copy may change. Nor over weights.
+    That includes the contents of all files. It does not include their folders, since a corpus that
+    moved is the same corpus; nor their dates, which an edit may keep and a copy may change; nor the
+    weights of the sources.
     """
 
     def digest(path: Path) -> str:
@@ -168,14 +174,17 @@ def _fingerprint(
         "version": [FORMAT_VERSION, MIN_DOCUMENT_BYTES, tokenizer.fingerprint],
         "valid_fraction": valid_fraction,
         "sources": [[source.name, source.kind, *source.reader.reads] for source in sources],
-        # How a file is compressed is in its ending only.
+        # The suffix decides how a file is decompressed.
         "files": [[[path.suffix, digest(path)] for path in paths] for paths in files],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _read_cache(folder: Path) -> list[SourceStats] | None:
-    """The statistics of a whole cache; None where there is none or, with a warning, a damaged."""
+    """Returns the statistics of a cache, or None if there is no cache or it is damaged.
+
+    A damaged cache is logged as a warning.
+    """
     if not folder.exists():
         return None
     try:
@@ -196,9 +205,9 @@ def _build_cache(
     tokenizer: Tokenizer,
     fraction: float,
 ) -> list[SourceStats]:
-    """Tokenizes everything into a scratch folder and moves it into place in one step."""
+    """Tokenizes everything into a scratch folder, then renames it to `folder` in one step."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Whatever ends the build early, Ctrl-C included, takes the scratch folder with it.
+    # If anything ends the build early, Ctrl-C included, the scratch folder is deleted.
     with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as scratch:
         new = Path(scratch, "corpus")
         new.mkdir()
@@ -214,8 +223,8 @@ def _build_cache(
         try:
             os.rename(new, folder)
         except OSError:
-            # Either another process was faster, and its bytes are the same, or what lies there is
-            # damaged and leaves together with the scratch folder.
+            # `folder` exists. Either another process was faster, and its files are the same, or
+            # they are damaged: then they move to the scratch folder and are deleted with it.
             if _read_cache(folder) is None:
                 os.rename(folder, Path(scratch, "damaged"))
                 os.rename(new, folder)
@@ -229,15 +238,18 @@ def tokenize_sources(
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
 ) -> TokenizedSources:
-    """Tokenizes the sources, or finds them tokenized.
+    """Tokenizes the sources, or reads their streams from the cache.
 
     Args:
-      valid_fraction: share of the documents, between 0 and 1, that validate.
-      cache_dir: folder for the token files; made if need be. All files are read and hashed at
-        each call, so that an edit is never missed.
+      sources: the sources, from `parse_sources`.
+      tokenizer: encodes the documents.
+      valid_fraction: fraction of the documents, between 0 and 1, that validate.
+      cache_dir: folder of the token files; created if it does not exist. Every call reads and
+        hashes all files, so that an edit is never missed.
 
     Raises:
-      ValueError: a file that cannot be read (see `Reader.documents`), or a bad `valid_fraction`.
+      ValueError: a file cannot be read (see `Reader.documents`), or `valid_fraction` is not between
+        0 and 1.
     """
     require_fraction(valid_fraction)
     files = [source.reader.files() for source in sources]
@@ -246,17 +258,12 @@ def tokenize_sources(
     stats = _read_cache(folder)
     if stats is None:
         stats = _build_cache(folder, sources, files, tokenizer, valid_fraction)
-    empty = np.zeros(0, np.int64)
-
-    def array(name: str, split: str, part: str, dtype: np.dtype) -> np.ndarray:
-        path = _path(folder, name, split, part)
-        # An empty file cannot be mapped.
-        return np.memmap(path, dtype, "r") if path.stat().st_size else empty.astype(dtype)
 
     def stream(name: str, split: str) -> TokenStream:
+        tokens, starts = (_path(folder, name, split, part) for part in ("tokens", "starts"))
         return TokenStream(
-            tokens=array(name, split, "tokens", _token_dtype(tokenizer)),
-            starts=array(name, split, "starts", np.dtype("<i8")),
+            tokens=_map_array(tokens, _token_dtype(tokenizer)),
+            starts=_map_array(starts, np.dtype("<i8")),
         )
 
     names = [source.name for source in sources]
@@ -265,3 +272,10 @@ def tokenize_sources(
         stats=stats,
         fingerprint=fingerprint,
     )
+
+
+def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Maps a file of numbers into memory. An empty file cannot be mapped: it is an empty array."""
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r")

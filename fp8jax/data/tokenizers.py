@@ -1,12 +1,11 @@
-"""Tokenizers: text to int32 ids and back.
+"""Tokenizers by name: `tokenizer` turns a spec, `bytes` or `bpe:PATH`, into a `Tokenizer`.
 
-A tokenizer is an object with the attributes of `Tokenizer`; `TOKENIZERS` holds the kinds that exist
-and `tokenizer` resolves a spec, `bytes` or `bpe:PATH`. Encoding never adds special tokens: where a
-document begins and ends is the packing's affair (loader.py), not the text's. Nor does text that
-happens to spell one, "<|endoftext|>" in an article about tokenizers, become it.
+`TOKENIZERS` holds the kinds. Encoding never adds special tokens: token_cache.py marks where a
+document begins and ends, not the tokenizer. Text that spells a special token, such as
+"<|endoftext|>" in an article about tokenizers, does not become that token.
 
-Texts are encoded one by one: Hugging Face's batches start threads, and then complain about every
-fork (TOKENIZERS_PARALLELISM).
+Texts are encoded one by one: Hugging Face's batch encoding starts threads, and then warns about
+every fork (TOKENIZERS_PARALLELISM).
 """
 
 from collections.abc import Callable
@@ -23,21 +22,22 @@ def _bytes(argument: str) -> Tokenizer:
 
 def _bpe(argument: str) -> Tokenizer:
     if not argument:
-        raise ValueError("tokenizer bpe needs the path of a tokenizer.json, bpe:PATH; got none")
-    from fp8jax.data.bpe import load_bpe  # needs the package tokenizers
+        raise ValueError("tokenizer bpe needs the path of a tokenizer.json: give bpe:PATH")
+    from fp8jax.data.bpe import load_bpe  # imports the package tokenizers
 
     return load_bpe(argument)
 
 
-# Each makes a tokenizer of what follows its name and a colon, "" where nothing does.
+# Kind -> a function from the ARGUMENT of a spec ("" if there is none) to a tokenizer.
 TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {"bytes": _bytes, "bpe": _bpe}
 
 
 def tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer of a spec, KIND[:ARGUMENT]: `bytes`, or `bpe:PATH` of a tokenizer.json.
+    """Returns the tokenizer of a spec KIND[:ARGUMENT]: `bytes`, or `bpe:PATH` of a tokenizer.json.
 
     Raises:
-      ValueError: an unknown kind, an argument too many or missing, or a file that is no tokenizer.
+      ValueError: the kind is unknown, the argument is missing or not allowed, or the file is not a
+        tokenizer.
     """
     kind, _, argument = spec.partition(":")
     return lookup("tokenizer", kind, TOKENIZERS)(argument)

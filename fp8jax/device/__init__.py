@@ -1,1 +1,1 @@
-"""The machine: XLA flags, what the hardware can do, the device mesh."""
+"""The machine: XLA flags, what the hardware supports, the device mesh."""

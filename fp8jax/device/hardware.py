@@ -1,8 +1,7 @@
-"""What the machine can do, and what XLA must be told before JAX starts.
+"""What the hardware supports: native FP8 GEMMs, peak FLOP/s, memory.
 
-`import fp8jax` calls `set_xla_flags`; a program that trains or generates calls
-`set_compilation_cache` once, after `jax.distributed.initialize` where there is one, because asking
-which platform this is starts JAX's backends.
+All functions except `peak_flops` ask JAX for its devices, which starts JAX's backends. In a
+multi-host run, call them after `jax.distributed.initialize`.
 """
 
 import dataclasses
@@ -10,9 +9,10 @@ import re
 
 import jax
 
-# Dense BF16 peak, FLOP/s a device, from the vendors' data sheets: without sparsity, at boost clock
-# and full power (T4: FP16, it has no BF16). Words are matched whole and in this order, so that
-# "A1000" is no A100 and the first, more special name wins. What is not listed has no peak.
+# Dense BF16 peak in FLOP/s per device, from the vendors' data sheets: without sparsity, at boost
+# clock and full power. (The T4 has no BF16: its figure is for FP16.) `peak_flops` tries the names
+# in this order and matches whole words only: "A1000" does not match "A100", and the more specific
+# of two names comes first.
 _PEAK_BF16_FLOPS = {
     "T4": 65e12,
     "L4": 121e12,
@@ -36,18 +36,19 @@ _PEAK_BF16_FLOPS = {
 
 
 def platform() -> str:
-    """The default backend: "cpu", "gpu" or "tpu". Starts JAX's backends."""
+    """Returns JAX's default backend: "cpu", "gpu" or "tpu"."""
     return jax.default_backend()
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What decides which products run natively.
+    """The properties of a device that decide which GEMMs it runs natively.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       kind: the vendor's name, such as "NVIDIA H200" or "TPU v5 lite".
-      capability: the compute capability of an NVIDIA GPU, such as (9, 0) for Hopper; else None.
+      capability: the compute capability of an NVIDIA GPU, such as (9, 0) for Hopper; None for all
+        other devices.
     """
 
     platform: str
@@ -56,21 +57,22 @@ class Device:
 
     @property
     def fp8(self) -> bool:
-        """Whether it multiplies float8 matrices in hardware, as far as this library uses it.
+        """Whether this library can use the device's FP8 matrix unit.
 
         True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later. False for
-        other GPUs, TPUs and CPUs: there XLA may accept float8 operands, but widens them before the
-        product. (TPU v7 has FP8 units by its data sheet; that XLA uses them was not seen.)
+        other GPUs, TPUs and CPUs: XLA accepts float8 operands there, but may convert them to a
+        wider type before the GEMM. (By its data sheet TPU v7 has FP8 units. We have not verified
+        that XLA uses them.)
         """
         return self.capability is not None and self.capability >= (8, 9)
 
     @property
     def block_scaled(self) -> bool:
-        """Whether cuDNN multiplies MXFP8 and NVFP4 with their scales: data-center Blackwell."""
+        """Whether cuDNN has block-scaled MXFP8 and NVFP4 GEMMs here (data-center Blackwell)."""
         return self.capability is not None and self.capability[0] == 10
 
 
-# For tables: what a recipe would run on.
+# The devices that tables of recipes list, with or without such a device at hand.
 DEVICES = (
     Device("gpu", "T4", (7, 5)),
     Device("gpu", "A100", (8, 0)),
@@ -83,32 +85,32 @@ DEVICES = (
 
 
 def device_kind() -> str:
-    """The vendor's name of the default device, e.g. "NVIDIA H200", "TPU v5 lite" or "cpu"."""
+    """Returns the vendor's name of the default device: "NVIDIA H200", "TPU v5 lite", "cpu"."""
     return jax.local_devices()[0].device_kind
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """That of the default device, e.g. (9, 0) for Hopper; None where it is no NVIDIA GPU."""
+    """Returns the compute capability of the default device, or None if it is no NVIDIA GPU."""
     if platform() != "gpu":
         return None
-    # "9.0" on CUDA; ROCm says e.g. "gfx942".
+    # CUDA reports "9.0"; ROCm reports, for example, "gfx942".
     version = re.fullmatch(r"(\d+)\.(\d+)", str(jax.local_devices()[0].compute_capability))
     return None if version is None else (int(version[1]), int(version[2]))
 
 
 def device() -> Device:
-    """The default device of this process. Starts JAX's backends."""
+    """Describes the default device of this process."""
     return Device(platform(), device_kind(), compute_capability())
 
 
 def peak_flops(kind: str) -> float | None:
-    """The dense BF16 peak of one device in FLOP/s, for model FLOPs utilization.
+    """Returns the dense BF16 peak of one device in FLOP/s, for model FLOPs utilization (MFU).
 
     Args:
-      kind: a device kind, as `device_kind()` returns it.
+      kind: a device kind as `device_kind()` returns it.
 
     Returns:
-      The vendor's figure, or None where the table has none (every CPU).
+      The vendor's figure, or None if the device is not in the table (CPUs are not).
     """
     for name, flops in _PEAK_BF16_FLOPS.items():
         if re.search(rf"\b{name}\b", kind, re.IGNORECASE):
@@ -117,6 +119,9 @@ def peak_flops(kind: str) -> float | None:
 
 
 def peak_memory() -> int | None:
-    """The most bytes in use on the default device since the start; None where it does not say."""
+    """Returns the peak memory use of the default device since the process started, in bytes.
+
+    None if the device does not report it (CPUs do not).
+    """
     stats = jax.local_devices()[0].memory_stats()
     return None if stats is None else stats["peak_bytes_in_use"]

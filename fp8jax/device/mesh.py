@@ -1,9 +1,13 @@
-"""The mesh, and which array axis lies along which mesh axis.
+"""The device mesh, and which array axis is sharded over which mesh axis.
 
-A mesh has three axes: `data` (the batch; parameters are copies), `fsdp` (the batch, and every
-parameter cut along one axis) and `tensor` (heads and hidden units). Model code names the axes of
-its arrays logically; `RULES` is the one table from those names to mesh axes. Everything else is
-`jit` with `NamedSharding`, and XLA's propagation.
+A mesh has three axes:
+
+    data      shards the batch; parameters are replicated
+    fsdp      shards the batch, and every parameter along one of its axes
+    tensor    shards heads and hidden units
+
+Model code gives the axes of its arrays logical names. `RULES` is the only table that maps those
+names to mesh axes. The rest is `jit` with `NamedSharding`, and XLA's sharding propagation.
 """
 
 import dataclasses
@@ -19,8 +23,7 @@ from fp8jax.lookup import lookup, unknown
 
 AXES = ("data", "fsdp", "tensor")
 
-
-# Logical axis -> mesh axes. What is not a key here is a mistake in the model and raises.
+# Logical axis -> mesh axes. A name that is not a key here is a mistake in the model and raises.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "length": None,
@@ -38,7 +41,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshAxes:
-    """Devices along each mesh axis; at most one is -1, which takes what the others leave."""
+    """The number of devices along each mesh axis. One may be -1: it takes all remaining devices."""
 
     data: int = 1
     fsdp: int = 1
@@ -53,7 +56,14 @@ MESHES: dict[str, MeshAxes] = {
 
 
 def mesh_axes(name: str, overrides: dict[str, int | None]) -> MeshAxes:
-    """The entry `name` of `MESHES` with each given (not None) axis of `overrides` in its place."""
+    """Returns the entry `name` of `MESHES`, with sizes replaced by those of `overrides`.
+
+    Args:
+      overrides: mesh axis -> its size; None leaves the entry's size.
+
+    Raises:
+      ValueError: an unknown name or mesh axis.
+    """
     preset = lookup("mesh", name, MESHES)
     for axis in overrides:
         if axis not in AXES:
@@ -63,27 +73,34 @@ def mesh_axes(name: str, overrides: dict[str, int | None]) -> MeshAxes:
 
 
 def make_mesh(axes: MeshAxes, devices: Any = None) -> Mesh:
-    """The mesh of all devices (or of those given).
+    """Returns the mesh of all devices, or of the given ones.
 
     Raises:
-      ValueError: sizes that do not multiply to the number of devices, with the numbers.
+      ValueError: a size is not valid, or their product is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = [getattr(axes, name) for name in AXES]
     known = int(np.prod([size for size in sizes if size != -1]))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"mesh axes are positive, and at most one is -1: {axes}")
+        raise ValueError(f"mesh axes must be positive; at most one may be -1: {axes}")
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if int(np.prod(sizes)) != len(devices):
         shape = " x ".join(f"{n}={s}" for n, s in zip(AXES, sizes, strict=True))
-        raise ValueError(f"a mesh of {shape} does not divide {len(devices)} devices")
-    # Auto: from jax 0.10 on, make_mesh would give axes whose shardings are part of types.
+        raise ValueError(
+            f"a mesh of {shape} does not fit {len(devices)} devices: the product of its axes must"
+            " be the number of devices"
+        )
+    # Since jax 0.10 the default is Explicit axes, which make shardings a part of types.
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
 def spec(*names: str | None) -> PartitionSpec:
-    """The mesh axes of an array whose axes have these logical names (None: not sharded)."""
+    """Returns the mesh axes of an array whose axes have these logical names (None: not sharded).
+
+    Raises:
+      ValueError: a logical name that is not in `RULES`.
+    """
     for name in names:
         if name is not None and name not in RULES:
             raise unknown("logical axis", name, RULES)
@@ -91,9 +108,13 @@ def spec(*names: str | None) -> PartitionSpec:
 
 
 def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
-    """`x` with its axes sharded as `RULES` say, under the mesh of `jax.set_mesh`; `x` without one.
+    """Returns `x` sharded as `RULES` says over the mesh of `jax.set_mesh`.
 
-    Axes that the mesh does not divide stay whole.
+    An axis whose size is not a multiple of its mesh axis is not sharded. Without a mesh `x` is
+    returned as it is.
+
+    Args:
+      names: the logical name of each axis of `x`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -105,28 +126,41 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
 
 
 def _size(mesh: Any, axis: str | tuple[str, ...] | None) -> int:
-    """Devices along a mesh axis, or along several."""
-    names = () if axis is None else (axis,) if isinstance(axis, str) else axis
-    return int(np.prod([mesh.shape[name] for name in names]))
+    """Returns the number of devices along a mesh axis, or along several together."""
+    return int(np.prod([mesh.shape[name] for name in _names(axis)]))
+
+
+def _names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns an entry of `RULES` as a tuple of mesh axes."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else axis
 
 
 def batch_axes(size: int) -> tuple[str, ...]:
-    """The mesh axes over which a batch of `size` rows is cut under the mesh of `jax.set_mesh`; ()
-    without a mesh, for a single device, and where they do not divide it."""
+    """Returns the mesh axes that shard a batch of `size` rows under the mesh of `jax.set_mesh`.
+
+    Returns () without a mesh, with a single device along those axes, and if `size` is not a
+    multiple of their devices.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = RULES["batch"]
     if mesh.empty or _size(mesh, axes) == 1 or size % _size(mesh, axes):
         return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return _names(axes)
 
 
 def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
-    """NamedShardings for a tree of (abstract) arrays boxed with logical axis names.
+    """Returns the NamedSharding of each leaf of a tree.
 
-    Leaves without a box, such as amax histories and counters, are replicated.
+    Args:
+      boxed: a pytree of arrays or ShapeDtypeStructs. Leaves in a `flax.linen.Partitioned` box are
+        sharded by the box's logical axis names. Leaves without a box, such as amax histories and
+        counters, are replicated.
+      mesh: the mesh to shard over.
 
     Raises:
-      ValueError: a sharded dimension that the mesh does not divide; names the leaf and the numbers.
+      ValueError: the size of a sharded axis is not a multiple of its mesh axis.
     """
 
     def leaf_sharding(path, leaf) -> NamedSharding:
@@ -137,8 +171,8 @@ def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
             if size % _size(mesh, axis):
                 where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
-                    f"{where}: its axis {name!r} of {size} does not divide by the {axis} axis of"
-                    f" the mesh, {_size(mesh, axis)} devices"
+                    f"{where}: axis {name!r} has size {size}, which is not a multiple of the mesh"
+                    f" axis {axis}, {_size(mesh, axis)} devices"
                 )
         return NamedSharding(mesh, partition)
 
@@ -148,12 +182,15 @@ def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
 
 
 def check_batch(batch_size: int, grad_accum: int, mesh: Mesh) -> int:
-    """Rows of a device and microbatch. Raises ValueError where a microbatch does not divide over
-    the mesh's batch axes."""
+    """Returns how many rows of the batch each device gets in each microbatch.
+
+    Raises:
+      ValueError: the batch does not divide evenly into microbatches and devices.
+    """
     devices = _size(mesh, RULES["batch"])
     if grad_accum < 1 or batch_size % (grad_accum * devices):
         raise ValueError(
-            f"batch_size={batch_size} does not divide into {grad_accum=} microbatches over "
-            f"{devices} devices (data x fsdp)"
+            f"batch_size={batch_size} must be a multiple of {grad_accum=} microbatches x "
+            f"{devices} devices (data x fsdp), and grad_accum at least 1"
         )
     return batch_size // (grad_accum * devices)

@@ -1,4 +1,10 @@
-"""TODO docstring."""
+"""What XLA must be told: its flags, compiler options and the compilation cache.
+
+`import fp8jax` calls `set_xla_flags`, since XLA reads `XLA_FLAGS` when JAX's backends start. A
+program that trains or generates calls `set_compilation_cache` once. In a multi-host run that call
+must come after `jax.distributed.initialize`, because it asks JAX for the platform and so starts the
+backends.
+"""
 
 import hashlib
 import os
@@ -12,19 +18,19 @@ from fp8jax.device.hardware import platform
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 
-
-# JAX's own threshold of one second leaves out the many small programs of a run, which add up.
+# JAX's default is 1 s. It would skip the many small programs of a run, whose compile times add up.
 _CACHE_MIN_COMPILE_SECONDS = 0.5
 
 
 def set_xla_flags() -> None:
-    """Adds to `XLA_FLAGS` what FP8 needs; a value that the user gave for the flag stays.
+    """Turns Triton GEMMs off on GPUs through `XLA_FLAGS`, unless the user set that flag.
 
-    The one flag turns Triton GEMMs off on GPUs: with XLA's default, a training step with delayed
-    scaling was not compiled after two minutes on an H200, without them in three seconds. XLA reads
-    the variable once, when JAX's backends start. Where that has happened on a GPU, or where
-    `XLA_FLAGS` names a file of flags, which is not edited, the flag cannot be set any more and a
-    RuntimeWarning says what to do.
+    With XLA's default (Triton GEMMs on), compiling a training step with delayed scaling on an H200
+    took more than two minutes; without them it took three seconds.
+
+    XLA reads `XLA_FLAGS` once, when JAX's backends start. Two cases give a RuntimeWarning that says
+    what to do: the backends have already started on a GPU, so the flag has no effect in this
+    process; or `XLA_FLAGS` names a file of flags, which this function does not edit.
     """
     name = _NO_TRITON_GEMM.split("=")[0]
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
@@ -38,30 +44,31 @@ def set_xla_flags() -> None:
         return
     if in_file:
         warnings.warn(
-            f"XLA_FLAGS names a file, {flags.strip()}: add {_NO_TRITON_GEMM} to it, or FP8 "
-            "programs may compile for minutes on a GPU.",
+            f"XLA_FLAGS names a file, {flags.strip()}. Add {_NO_TRITON_GEMM} to that file: without "
+            "it, compiling FP8 programs for a GPU may take minutes.",
             RuntimeWarning,
             stacklevel=2,
         )
         return
     if _backends_are_initialized() and jax.default_backend() == "gpu":
         warnings.warn(
-            f"JAX had started before fp8jax was imported, so {_NO_TRITON_GEMM} has no effect and "
-            "FP8 programs may compile for minutes. Import fp8jax before the first use of a device, "
-            f"or start Python with XLA_FLAGS={_NO_TRITON_GEMM}.",
+            f"JAX used a device before fp8jax was imported, so {_NO_TRITON_GEMM} has no effect and "
+            "compiling FP8 programs may take minutes. Import fp8jax before the first use of a "
+            f"device, or start Python with XLA_FLAGS={_NO_TRITON_GEMM}.",
             RuntimeWarning,
             stacklevel=2,
         )
-    # Set it in any case: processes that this one starts inherit it.
+    # Set it even if it is too late for this process: child processes inherit it.
     os.environ["XLA_FLAGS"] = f"{flags} {_NO_TRITON_GEMM}".strip()
 
 
 def allocate_nothing() -> None:
-    """Has JAX compile without taking memory of a GPU, for a dry run; what the user set stays.
+    """Lets JAX compile without allocating GPU memory, for a dry run. Call it before JAX starts.
 
-    JAX would take most of the GPU as its backends start, and the autotuner scratch space for each
-    GEMM that it times (3.2 GiB for lm_125m). Without it the programs are slower, and their memory
-    is the same to the byte (docs/log.md). Call it before JAX starts.
+    By default JAX allocates most of the GPU's memory when its backends start, and XLA's autotuner
+    allocates scratch space for each GEMM that it times (3.2 GiB for lm_125m). This function turns
+    both off, unless the user set the variables. Programs compiled without autotuning run more
+    slowly, but need the same memory to the byte (docs/log.md).
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
@@ -70,9 +77,9 @@ def allocate_nothing() -> None:
 
 
 def _backends_are_initialized() -> bool:
-    """Whether XLA has read its flags; False where this JAX does not say."""
+    """Whether XLA has already read its flags. False if this version of JAX does not tell."""
     try:
-        # JAX 0.10 to 0.12 has no public question that does not itself start the backends.
+        # In JAX 0.10 to 0.12 every public function that could answer this starts the backends.
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:
         return False
@@ -80,36 +87,40 @@ def _backends_are_initialized() -> bool:
 
 
 def folds_scales() -> bool:
-    """Whether XLA multiplies a GEMM's result by a scalar in float32 where bfloat16 is written.
+    """Whether XLA folds a scalar multiplication after a GEMM into the GEMM, in float32.
 
-    So on GPUs, unless `xla_allow_excess_precision=false` was set: then the scalar is rounded.
+    XLA does so on GPUs: the bfloat16 result is rounded once, after the multiplication. With
+    `xla_allow_excess_precision=false` the scalar is rounded to bfloat16 instead.
     """
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
     return platform() == "gpu" and "xla_allow_excess_precision=false" not in flags.lower()
 
 
 def compiler_options() -> dict[str, bool]:
-    """What the library's own programs are compiled with, as `jax.jit(compiler_options=…)`.
+    """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
 
-    On CPUs every bfloat16 rounding that the program asks for takes place. By default XLA skips
-    those between operations that it fuses, and it fuses otherwise for another number of devices:
-    the first loss of a per-tensor recipe then moved by 2e-5, through one bit of one amax. On GPUs
-    the default stays: it is what lets a GEMM's epilogue take the scale in float32 (linear/dot.py).
+    On CPUs they make XLA execute every bfloat16 rounding of the program. By default XLA skips the
+    roundings between operations that it fuses, and which operations it fuses depends on the number
+    of devices: with it, the first loss of a per-tensor recipe changed by 2e-5, through one bit of
+    one amax. On GPUs the default stays, since it lets a GEMM's epilogue apply the scale in float32
+    (`folds_scales`).
     """
     return {"xla_allow_excess_precision": False} if platform() == "cpu" else {}
 
 
 def set_compilation_cache(directory: str | None = None) -> str | None:
-    """Keeps compiled programs on disk, so that a restarted run does not compile again.
+    """Stores compiled programs on disk, so that a restarted run does not compile them again.
 
-    Call it after `jax.distributed.initialize`; it starts JAX's backends.
+    Starts JAX's backends: call it after `jax.distributed.initialize`.
 
     Args:
-      directory: where to. None takes what the user set in JAX (`JAX_COMPILATION_CACHE_DIR` or
-        `jax_compilation_cache_dir`), else `fp8jax/xla` under `$XDG_CACHE_HOME` or `~/.cache`.
+      directory: where to store them. None uses the directory that the user set in JAX
+        (`JAX_COMPILATION_CACHE_DIR` or `jax_compilation_cache_dir`), or else `fp8jax/xla` under
+        `$XDG_CACHE_HOME` or `~/.cache`. On CPUs a subdirectory per kind of host is added, except to
+        a directory that the user set in JAX.
 
     Returns:
-      The directory in use, or None where the user turned JAX's cache off
+      The directory in use, or None if the user turned JAX's cache off
       (`JAX_ENABLE_COMPILATION_CACHE=false`).
     """
     if not jax.config.values["jax_enable_compilation_cache"]:
@@ -122,20 +133,20 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
         directory = os.path.join(base or os.path.expanduser("~/.cache"), "fp8jax", "xla")
     directory = os.path.abspath(directory)
     if platform() == "cpu":
-        # JAX's key for a CPU program holds neither the core count nor, for certain, the instruction
-        # set: from a home directory shared by unlike machines it would load a program whose numbers
-        # differ from its own, or which ends in SIGILL.
+        # JAX's cache key of a CPU program does not contain the number of cores, and does not
+        # reliably contain the instruction set. Where different machines share a home directory,
+        # one could load the other's program and get different numbers or a SIGILL.
         directory = os.path.join(directory, host_fingerprint())
     os.makedirs(directory, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_COMPILE_SECONDS)
-    # JAX looks at the directory once, at its first compilation: have it look again.
+    # JAX reads the setting once, at its first compilation. The reset makes it read it again.
     compilation_cache.reset_cache()
     return directory
 
 
 def host_fingerprint() -> str:
-    """Names what a CPU program depends on: architecture, usable cores, instruction set."""
+    """Returns a name for what a CPU program depends on: architecture, cores, instruction set."""
     features = host.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:

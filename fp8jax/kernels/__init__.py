@@ -1,1 +1,1 @@
-"""Kernels beyond plain XLA: Pallas for Hopper, the block-scaled product of Blackwell."""
+"""GEMM and quantization kernels: Pallas for Hopper, cuDNN's block-scaled GEMM for Blackwell."""

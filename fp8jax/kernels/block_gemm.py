@@ -1,39 +1,43 @@
-"""Block-scaled FP8 products on Hopper's matrix unit.
+"""The FP8 GEMM with block scales, on Hopper's matrix unit.
 
-Legend: M rows of a, N rows of b, K the contracted axis, c = 0 … K / 128 - 1 its blocks.
+Legend: M rows of a, N rows of b, K the contracting axis, c = 0 … K / 128 - 1 its blocks.
 
     y[m, n] = sum over c    sa[c, m] * sb[c, n] * sum over k in c    a[m, k] b[n, k]
 
-a and b are E4M3 codes with K last, as `wgmma` takes them. sb has one entry for each 128 rows of b
-(blocks of 128 x 128: weights, in the forward and input-gradient products), or one for each row
-(tiles of 1 x 128: both operands of a weight gradient).
+a and b are E4M3 codes with K last, as `wgmma` needs them. sb has one entry per 128 rows of b
+(blocks of 128 x 128: weights, in forward and dgrad), or one per row of b (tiles of 1 x 128: both
+operands of wgrad).
 
-Hopper's matrix unit adds FP8 products with 14 bits (arXiv 2412.19437, 3.3.2). So the sum over a
-block starts from zero, and is then scaled and added to float32 registers, "promoted": every 128
-products, as the scales ask for anyway.
+Hopper's matrix unit accumulates FP8 products with only 14 bits (arXiv 2412.19437, 3.3.2). So the
+sum over each block starts from zero; it is then scaled and added to float32 registers. This is
+called promotion. It happens every 128 elements of K, which is what the scales require anyway.
 
-One block of threads runs on each core and goes through output tiles of 64 * W rows and `tile_n`
-columns: W warpgroups that multiply 64 rows each, and one that only copies (TMA), `stages` blocks
-of K ahead, also across tiles. What is measured and decided:
+One thread block runs on each streaming multiprocessor (SM, `core` in the code) and iterates over
+output tiles of 64 * W rows and `tile_n` columns. W warpgroups multiply 64 rows each. One more
+warpgroup only copies (TMA): it stays up to `stages` blocks of K ahead, also across tiles. Measured
+results that shaped the kernel:
 
-  * The loop over K is written out for all stages, so that addresses are constants. With slots
-    computed by remainders, products waited for address arithmetic: a tenth slower.
-  * Scales of b's blocks are read one round ahead: where they are used, each block of K would wait
-    for the L2 cache. Those of a round lie side by side, which is one load and few registers.
-  * Between the end of a product and the next stand nothing but its multiplications: scales of rows
-    were read while it ran, and what it awaits came before. That was worth 8%.
-  * While one warpgroup promotes, the others multiply: three of 64 x 128 for the forward and the
-    input gradient, two of 64 x 160 for the weight gradient, which has two multiplications an
-    element more to do, and scales by columns to load.
-  * The alternative, promoting a block beside the warpgroup's own next product in 64 registers more,
-    is as fast with two warpgroups on a cool chip, and at the power limit, where a chip that trains
-    is, 5 to 10% slower. (A wait for the next slot must stand between the two then: ptxas moves
-    arithmetic over a wait for products, but not over a branch.)
+  * The loop over K is unrolled for all stages, so that addresses are constants. When slots were
+    computed as remainders, `wgmma` waited for address arithmetic, and the kernel was a tenth
+    slower.
+  * Scales of b's blocks are loaded one iteration of the loop ahead. If they were loaded where they
+    are used, each block of K would wait for the L2 cache. Those of one iteration are adjacent in
+    memory, which takes one load and few registers.
+  * Only the scale multiplications run between two `wgmma`s. Row scales are loaded while the first
+    one runs, and the wait for the slot of the second comes before the first ends. This gained 8%.
+  * While one warpgroup promotes, the others multiply. Forward and dgrad use three warpgroups of
+    64 x 128. Wgrad uses two of 64 x 160, because it has two more multiplications per element and
+    has to load column scales.
+  * The alternative was to promote one block while the same warpgroup's next `wgmma` runs, with 64
+    more registers. With two warpgroups it is as fast on a cool chip, but 5 to 10% slower at the
+    power limit, where a training chip runs. (It needs a wait for the next slot between the two:
+    ptxas moves arithmetic across a wait for `wgmma`, but not across a branch.)
   * Warpgroups that take turns, wider tiles, fewer barriers and clusters gained nothing here
-    (docs/log.md). row_gemm.py gains by clusters: it has no other work between its products.
+    (docs/log.md). row_gemm.py gains from clusters, because it does nothing else between `wgmma`s.
 
-Rows and columns beyond M and N, multiples of 8 and 64, are neither read nor written (TMA fills with
-zeros and clips); K is whole blocks. The product of row_gemm.py goes through its tiles alike.
+M must be a multiple of 8, N of 64, and K of 128. Tiles may extend beyond M and N: TMA fills those
+parts with zeros when it reads, and clips them when it writes. The GEMM of row_gemm.py iterates over
+its tiles in the same way.
 """
 
 import dataclasses
@@ -53,33 +57,27 @@ from fp8jax.kernels.hopper import BLOCK, launch, load, num_cores, scoped, swizzl
 from fp8jax.kernels.requirements import require
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-
-
-ROWS = 64  # of a warpgroup's product
-
-
+ROWS = 64  # rows that one warpgroup multiplies
 WGMMA = plgpu.Layout.WGMMA
 
-
-_PEER = "peer"  # the axis of a cluster
-
-
-_REGISTERS = 65536 // 128  # of a core, for each thread of one warpgroup
+_PEER = "peer"  # the name of the cluster's axis
+_REGISTERS = 65536 // 128  # registers of an SM, divided by the threads of one warpgroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningConfig:
-    """How a product is cut.
+    """The tuning parameters of a GEMM.
 
     Attributes:
-      warpgroups: that multiply; a tile has 64 rows for each.
-      tile_n: columns of a tile, which meets at most two blocks of b.
-      stages: blocks of K in shared memory at a time.
-      band: tiles that neighboring cores take along one axis before the next (L2 cache).
+      warpgroups: the number of warpgroups that multiply. A tile has 64 rows for each.
+      tile_n: the columns of a tile. A tile may overlap at most two blocks of b.
+      stages: the number of slots: blocks of K in shared memory at a time.
+      band: SMs process this many tiles along one axis before they advance along the other, so that
+        they share operands in the L2 cache.
       along_n: whether bands lie along N instead of M.
-      copy_registers: registers a thread that the copying warpgroup keeps.
-      cluster: blocks of threads whose tiles lie below one another. They share a tile of b, of which
-        each copies a part for all (multicast).
+      copy_registers: registers per thread of the copying warpgroup.
+      cluster: the number of thread blocks in a cluster. Their tiles are adjacent along M, so they
+        need the same tile of b; each copies a part of it for all (multicast).
     """
 
     warpgroups: int = 2
@@ -91,36 +89,71 @@ class TuningConfig:
     cluster: int = 1
 
     def __post_init__(self):
-        if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may meet three blocks of b
-            raise ValueError(f"tile_n is 32, 64, 96, 128, 160, 192 or 256, got {self.tile_n}")
+        if self.tile_n not in (32, 64, 96, 128, 160, 192, 256):  # 224 may overlap 3 blocks of b
+            raise ValueError(f"tile_n must be 32, 64, 96, 128, 160, 192 or 256, got {self.tile_n}")
         if not 1 <= self.warpgroups <= 3 or self.stages < 2 or min(self.band, self.cluster) < 1:
-            raise ValueError(f"a tuning has 1 to 3 warpgroups, 2 stages or more: {self}")
+            raise ValueError(
+                "a tuning must have 1 to 3 warpgroups, 2 stages or more, and a band and cluster of"
+                f" at least 1: {self}"
+            )
 
     @property
     def registers(self) -> int:
-        """Registers a thread of the multiplying warpgroups."""
+        """Registers per thread of the warpgroups that multiply."""
         free = _REGISTERS - self.copy_registers
         return min(free // self.warpgroups // 8 * 8, 240 if self.warpgroups < 3 else 160)
 
 
-def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
-    """Raises ValueError for operands that do not fit together or that the kernel does not take."""
+def check_operands(
+    a: Array,
+    b: Array,
+    sa: Array,
+    sb: Array,
+    out_dtype: Any,
+    *,
+    dtypes: tuple[jnp.dtype, ...],
+    scales_along_k: bool,
+) -> None:
+    """Checks the operands of a GEMM kernel.
+
+    Args:
+      a, b, sa, sb, out_dtype: as in `block_scaled_matmul`.
+      dtypes: the dtypes of codes that the kernel multiplies. At least one operand must be E4M3.
+      scales_along_k: whether there is a scale per block of K, or only per row of each operand.
+
+    Raises:
+      ValueError: the kernel does not support the operands, or they do not fit together.
+    """
     given = f"a {a.dtype}{a.shape}, b {b.dtype}{b.shape}, sa {sa.shape}, sb {sb.shape}"
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK:
-        raise ValueError(f"expected a [M, K] and b [N, K] with K whole blocks of 128, got {given}")
-    if a.dtype != E4M3 or b.dtype != E4M3:
-        raise ValueError(f"the kernel multiplies float8_e4m3fn codes, got {given}")
-    blocks, rows = a.shape[1] // BLOCK, b.shape[0]
-    if sa.shape != (blocks, a.shape[0]) or sb.shape[0] != blocks:
-        raise ValueError(f"scales are [K / 128, …], got {given}")
-    if sb.shape[1] not in (rows, -(-rows // BLOCK)):
-        raise ValueError(f"sb has an entry for each row of b or for 128 of them, got {given}")
+    matrices = a.ndim == b.ndim == 2 and a.size and b.size
+    if not matrices or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK:
+        raise ValueError(
+            f"expected non-empty a [M, K] and b [N, K] with K whole blocks of 128, got {given}"
+        )
+    if a.dtype not in dtypes or b.dtype not in dtypes:
+        names = " or ".join(dtype.name for dtype in dtypes)
+        raise ValueError(f"a and b must be {names} codes, got {given}")
+    if E4M3 not in (a.dtype, b.dtype):
+        raise ValueError(f"at least one of a and b must be float8_e4m3fn, got {given}")
+    (m, k), n = a.shape, b.shape[0]
+    if scales_along_k:
+        expected = "[K / 128, M] and [K / 128, N] or [K / 128, ceil(N / 128)]"
+        columns = (n, -(-n // BLOCK))
+        fits = sa.shape == (k // BLOCK, m) and sb.shape in [(k // BLOCK, c) for c in columns]
+    else:
+        expected = "[M] and [N]"
+        fits = sa.shape == (m,) and sb.shape == (n,)
+    if not fits:
+        raise ValueError(f"sa and sb must be {expected}, got {given}")
     if sa.dtype != jnp.float32 or sb.dtype != jnp.float32:
-        raise ValueError(f"scales are float32, got {sa.dtype} and {sb.dtype}")
-    if a.shape[0] % 8 or rows % 64:
-        raise ValueError(f"M is a multiple of 8 and N of 64, got {given}")
+        raise ValueError(f"scales must be float32, got {sa.dtype} and {sb.dtype}")
+    if m % 8 or n % 64:
+        raise ValueError(f"M must be a multiple of 8 and N of 64, got {given}")
     if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"results are bfloat16 or float32, got {out_dtype}")
+        raise ValueError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
+
+
+_check = functools.partial(check_operands, dtypes=(E4M3,), scales_along_k=True)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tuning"))
@@ -132,18 +165,18 @@ def block_scaled_matmul(
     out_dtype: Any = jnp.bfloat16,
     tuning: TuningConfig | None = None,
 ) -> Float[Array, "M N"]:
-    """The product of the module's docstring.
+    """Returns the GEMM of the module docstring.
 
     Args:
-      a, b: float8_e4m3fn codes.
+      a, b: float8_e4m3fn codes. M is a multiple of 8, N of 64, K of 128.
       sa: float32 [K / 128, M].
-      sb: float32 [K / 128, ceil(N / 128)], or [K / 128, N] for a scale for each row of b.
+      sb: float32 [K / 128, ceil(N / 128)], or [K / 128, N] for one scale per row of b.
       out_dtype: bfloat16 or float32.
-      tuning: how it is cut; None takes `tuned`.
+      tuning: the tuning parameters; None uses `tuned`.
 
     Raises:
-      ValueError: operands that do not fit or that the kernel does not take, with what was given.
-      NotImplementedError: another device or jax.
+      ValueError: the kernel does not support the operands, or they do not fit together.
+      NotImplementedError: the kernels cannot run here.
     """
     require()
     _check(a, b, sa, sb, out_dtype)
@@ -151,15 +184,15 @@ def block_scaled_matmul(
     tuning = tuned(a.shape[0], b.shape[0], by_row) if tuning is None else tuning
     shape = Shape(a.shape[0], a.shape[1], b.shape[0], by_row, jnp.dtype(out_dtype), tuning)
     if not by_row:
-        # A tile that reaches past the last block reads one more. With K last those of a round lie
-        # side by side, which saves registers for their addresses.
+        # Pad for the last tile, which may read one scale past the end. Transpose to K last, so that
+        # the scales of one loop iteration are adjacent: their addresses need fewer registers.
         sb = jnp.pad(sb, ((0, 0), (0, int(shape.groups > 1)))).T
     return launch_product(shape, _matmul, a, b, sa, sb)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A product and how it is cut; `by_row` is whether each row of b has its own scale."""
+    """The sizes and tuning of a GEMM. `by_row` is whether each row of b has its own scale."""
 
     m: int
     k: int
@@ -178,20 +211,21 @@ class Shape:
 
     @property
     def unroll(self) -> int:
-        """Blocks of K written out in the loop: all stages, where K allows it."""
+        """Blocks of K per loop iteration: `stages` if that divides their number."""
         return next(u for u in (self.tuning.stages, 2, 1) if self.blocks % u == 0)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Of the result: along M those of a whole cluster, along N."""
+        """The numbers of tiles of the result along M and N. A cluster counts as one along M."""
         rows = self.tile_m * self.tuning.cluster
         return -(-self.m // rows), -(-self.n // self.tuning.tile_n)
 
     @property
     def group(self) -> int:
-        """Columns of a tile that share a scale of b wherever the tile begins."""
-        tile_n = self.tuning.tile_n
-        return tile_n if self.by_row else next(g for g in (128, 64, 32) if tile_n % g == 0)
+        """Columns of a tile that are in the same block of b, wherever the tile begins."""
+        if self.by_row:
+            return self.tuning.tile_n
+        return next(g for g in (128, 64, 32) if self.tuning.tile_n % g == 0)
 
     @property
     def groups(self) -> int:
@@ -199,26 +233,37 @@ class Shape:
 
     @property
     def out_columns(self) -> int:
-        """Columns stored at a time: up to 128 bytes, within a group."""
+        """Columns that are stored at a time: up to 128 bytes, within a group."""
         return math.gcd(128 // self.out_dtype.itemsize, self.group)
 
 
 def launch_product(shape: Shape, body: Callable[..., None], *operands: jax.Array) -> jax.Array:
-    """`body(shape, references to the operands and the result)` on every core, by so many
-    warpgroups as multiply, and the one that copies."""
+    """Runs a GEMM kernel with one thread block per SM, and returns its result.
+
+    Args:
+      shape: the GEMM.
+      body: body(shape, *references) with references to the operands and the result. It runs in each
+        warpgroup: those that multiply, and the last one, which copies.
+      *operands: the operands of the kernel.
+    """
     t = shape.tuning
-    cluster: dict[str, Any] = dict(cluster=(t.cluster,), cluster_names=(_PEER,))
+    cluster: dict[str, Any] = {}
+    if t.cluster > 1:
+        cluster = dict(cluster=(t.cluster,), cluster_names=(_PEER,))
     return launch(
         functools.partial(body, shape), *operands,
         out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype),
         grid=(num_cores() // t.cluster,), grid_names=("core",), num_threads=t.warpgroups + 1,
-        thread_name="warpgroup", **(cluster if t.cluster > 1 else {}),
+        thread_name="warpgroup", **cluster,
     )  # fmt: skip
 
 
 def slots_given_back(tuning: TuningConfig) -> Any:
-    """Barriers at which a slot is free again: all who read it have said so, in a cluster all its
-    blocks of threads, since what one copies for others overwrites their slot."""
+    """Allocates one barrier per slot; it completes when all warpgroups have read the slot.
+
+    In a cluster it waits for the warpgroups of all thread blocks, because a multicast copy
+    overwrites the slot in each of them.
+    """
     arrivals, slots = tuning.warpgroups, tuning.stages
     if tuning.cluster == 1:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots)
@@ -226,20 +271,25 @@ def slots_given_back(tuning: TuningConfig) -> Any:
 
 
 def shared(tuning: TuningConfig) -> dict[str, Any]:
-    """How a copy is made that a cluster shares."""
+    """Returns the arguments of a copy that make it a multicast to the cluster, if there is one."""
     return dict(collective_axes=_PEER) if tuning.cluster > 1 else {}
 
 
 def give_back(tuning: TuningConfig, slot: Any) -> None:
-    """This warpgroup has read what is in a slot. In a cluster one of its threads says so for all,
-    which have to be there; else each arrives by itself."""
+    """Signals that this warpgroup has read a slot.
+
+    Args:
+      tuning: the tuning parameters.
+      slot: the slot's barrier. In a cluster one thread arrives for the whole warpgroup, so all
+        threads synchronize first; else each thread arrives by itself.
+    """
     if tuning.cluster > 1:
         plgpu.commit_smem()
     plgpu.barrier_arrive(slot)
 
 
 def result_memory(shape: Shape, buffers: int) -> Any:
-    """Shared memory through which each warpgroup stores its result."""
+    """Allocates the shared memory through which each warpgroup stores its part of the result."""
     size = (shape.tuning.warpgroups, buffers, ROWS, shape.out_columns)
     return plgpu.SMEM(
         size, shape.out_dtype, transforms=swizzled(shape.out_dtype, shape.out_columns)
@@ -249,10 +299,14 @@ def result_memory(shape: Shape, buffers: int) -> Any:
 def over_tiles(
     shape: Shape, empty, fetch: Callable[..., None], multiply: Callable[..., None]
 ) -> None:
-    """This core's tiles: one warpgroup copies, the others multiply.
+    """Processes all tiles of this SM: one warpgroup copies, the others multiply.
 
-    `fetch(c, slot, rows, columns)` begins the copies of block c of K to a slot that is free;
-    `multiply(warpgroup, count, position)` uses them, position(i) being the i-th tile of this core.
+    Args:
+      shape: the GEMM.
+      empty: the barriers of `slots_given_back`.
+      fetch: fetch(c, slot, rows, columns) starts the copies of block c of K to a free slot.
+      multiply: multiply(warpgroup, count, position) consumes them for all `count` tiles of this SM;
+        position(i) is the (row, column) of the i-th tile.
     """
     t = shape.tuning
     warpgroup, core = lax.axis_index("warpgroup"), lax.axis_index("core")
@@ -260,9 +314,11 @@ def over_tiles(
     count = lax.div(shape.tiles[0] * shape.tiles[1] - core + cores - 1, jnp.int32(cores))
 
     def position(i):
-        """(row, column) of the i-th tile of this core, in tiles."""
+        """Returns the (row, column) of the i-th tile of this SM, in tiles."""
         m, n = plgpu.planar_snake(core + i * cores, shape.tiles, int(t.along_n), t.band)
-        return (m if t.cluster == 1 else m * t.cluster + lax.axis_index(_PEER)), n
+        if t.cluster > 1:
+            m = m * t.cluster + lax.axis_index(_PEER)
+        return m, n
 
     @pl.when(warpgroup == t.warpgroups)
     def _():
@@ -277,6 +333,7 @@ def over_tiles(
 
 
 def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
+    """The kernel. Suffixes: _g references to global memory, _s to shared memory."""
     t = shape.tuning
     codes = swizzled(E4M3, BLOCK)
 
@@ -301,8 +358,8 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
                 plgpu.copy_gmem_to_smem(sb_g.at[c, columns], sb_s.at[s], scaled.at[s])
 
         def multiply(warpgroup, count, position):
-            mine = pl.ds(warpgroup * ROWS, ROWS)
-            of_mine = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, scaled, empty, mine)
+            rows = pl.ds(warpgroup * ROWS, ROWS)
+            multiplier = _Multiplier(shape, a_s, b_s, sa_s, sb_s, sb_g, full, scaled, empty, rows)
 
             def store(m, n, sums):
                 def piece(at):
@@ -311,17 +368,21 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
 
                 write(shape, piece, y_s.at[warpgroup], result_of(shape, y_g, m, n, warpgroup))
 
-            _multiply(of_mine, count, position, store)
+            _multiply(multiplier, count, position, store)
 
         over_tiles(shape, empty, fetch, multiply)
 
 
 def next_slot(slot, stages: int):
+    """Returns the slot after `slot`, which wraps around."""
     return jnp.where(slot == stages - 1, jnp.int32(0), slot + 1)
 
 
 def _copy(shape: Shape, count, position, fetch: Callable[..., None], empty) -> None:
-    """All tiles' operands to shared memory, as slots become free."""
+    """Copies the operands of all tiles to shared memory, as slots become free.
+
+    The arguments are those of `over_tiles`, and of the function `multiply` there.
+    """
     stages, unroll = shape.tuning.stages, shape.unroll
     static = unroll % stages == 0
 
@@ -331,7 +392,7 @@ def _copy(shape: Shape, count, position, fetch: Callable[..., None], empty) -> N
         columns = pl.ds(n * shape.tuning.tile_n, shape.tuning.tile_n)
 
         def copy(c, s):
-            @pl.when(i * shape.blocks + c >= stages)  # before, slots are free
+            @pl.when(i * shape.blocks + c >= stages)  # the first copies find free slots
             def _():
                 plgpu.barrier_wait(empty.at[s])
 
@@ -346,7 +407,7 @@ def _copy(shape: Shape, count, position, fetch: Callable[..., None], empty) -> N
         return lax.fori_loop(0, shape.blocks // unroll, some, slot)
 
     slot = lax.fori_loop(0, count, tile, jnp.int32(0))
-    # Nobody leaves before the last slots are read: their barriers live in this shared memory.
+    # Wait until the last slots are read: their barriers live in this thread block's shared memory.
     for u in range(stages):
 
         @pl.when(count * shape.blocks >= stages - u)
@@ -358,7 +419,16 @@ def _copy(shape: Shape, count, position, fetch: Callable[..., None], empty) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Multiplier:
-    """One multiplying warpgroup: the operands in shared memory, and the barriers of their slots."""
+    """One warpgroup that multiplies.
+
+    Attributes:
+      shape: the GEMM.
+      a_s, b_s, sa_s, sb_s: the slots of codes and scales in shared memory.
+      sb_g: the scales of b in global memory.
+      full, scaled, empty: the barriers of each slot: codes have arrived, scales have arrived, the
+        slot has been read.
+      rows: the rows of a tile that this warpgroup multiplies.
+    """
 
     shape: Shape
     a_s: Any
@@ -369,34 +439,49 @@ class _Multiplier:
     full: Any
     scaled: Any
     empty: Any
-    rows: Any  # of a tile
+    rows: Any
 
     def scales_of_b(self, c, first) -> tuple[jax.Array, ...]:
-        """The scales of the one or two blocks of b from `first` on, for block c of K."""
+        """Returns the scales of the one or two blocks of b from `first` on, for block c of K."""
         if self.shape.by_row:
             return ()
         return tuple(self.sb_g[first + j, c] for j in range(1 if self.shape.groups == 1 else 2))
 
     def factors(self, slot, sa, of_b, offset) -> list[tuple[jax.Array, ...]]:
-        """What a block's sums are multiplied by, for each group of columns; the tile begins
-        `offset` columns after a block of b."""
+        """Returns the factors of the sums over one block of K, for each group of columns.
+
+        Args:
+          slot: the slot of the block.
+          sa: the scales of this warpgroup's rows.
+          of_b: the scales of `scales_of_b`.
+          offset: the tile begins this many columns after the beginning of a block of b.
+        """
         wide = (ROWS, self.shape.group)
         if self.shape.by_row:
             sb = load(self.sb_s.at[slot], WGMMA.reduce(0), optimized=False)
             of_rows = lax.broadcast_in_dim(sa, wide, (0,))
             return [(of_rows, lax.broadcast_in_dim(sb, wide, (1,)))]
-        products = [sa * scale for scale in of_b]
+        scales = [sa * scale for scale in of_b]
         begins = [offset + g * self.shape.group for g in range(self.shape.groups)]
         if self.shape.groups > 1:
-            products = [jnp.where(begin < BLOCK, *products) for begin in begins]
-        return [(lax.broadcast_in_dim(scale, wide, (0,)),) for scale in products]
+            scales = [jnp.where(begin < BLOCK, *scales) for begin in begins]
+        return [(lax.broadcast_in_dim(scale, wide, (0,)),) for scale in scales]
 
     def add_blocks(self, slots, of_b, offset, sums) -> tuple[jax.Array, ...]:
-        """`sums`, of each group of columns, plus the blocks of K in `slots`. While one is
-        multiplied, its scales of rows are read and the next is awaited."""
+        """Adds the blocks of K in `slots` to `sums`, and returns the new sums.
+
+        While a block is multiplied, its row scales are loaded and the copy of the next block is
+        awaited.
+
+        Args:
+          slots: the slots of consecutive blocks of K.
+          of_b: the scales of `scales_of_b` for each of them.
+          offset: as in `factors`.
+          sums: float32, for each group of columns.
+        """
         group = self.shape.group
 
-        def product(accumulator, slot, scales, following):
+        def multiply_block(accumulator, slot, scales, following):
             b_T = self.b_s.at[slot].transpose((1, 0))
             plgpu.wgmma(accumulator, self.a_s.at[slot, self.rows], b_T)
             plgpu.barrier_wait(self.scaled.at[slot])
@@ -410,7 +495,7 @@ class _Multiplier:
 
         plgpu.barrier_wait(self.full.at[slots[0]])
         for slot, following, scales in zip(slots, [*slots[1:], None], of_b, strict=True):
-            run = functools.partial(product, slot=slot, scales=scales, following=following)
+            run = functools.partial(multiply_block, slot=slot, scales=scales, following=following)
             accumulator = plgpu.ACC((ROWS, self.shape.tuning.tile_n), jnp.float32)
             part, factors = pl.run_scoped(run, accumulator)
             parts = (part[:, g * group : (g + 1) * group] for g in range(self.shape.groups))
@@ -420,7 +505,13 @@ class _Multiplier:
 
 
 def _multiply(multiplier: _Multiplier, count, position, store) -> None:
-    """One warpgroup's rows of all tiles; `store(m, n, sums)` takes those of tile (m, n)."""
+    """Multiplies one warpgroup's rows of all tiles.
+
+    Args:
+      multiplier: the warpgroup.
+      count, position: as in `over_tiles`.
+      store: store(m, n, sums) stores the sums of tile (m, n).
+    """
     shape = multiplier.shape
     stages, unroll = shape.tuning.stages, shape.unroll
     static = unroll % stages == 0
@@ -432,6 +523,7 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
 
         def some(j, carry):
             sums, slot, of_b = carry
+            # The first block of the next iteration. The last iteration reads its own scales again.
             following = lax.min(j + 1, jnp.int32(shape.blocks // unroll - 1)) * unroll
             ahead = [multiplier.scales_of_b(following + u, first) for u in range(unroll)]
             slots = []
@@ -452,14 +544,20 @@ def _multiply(multiplier: _Multiplier, count, position, store) -> None:
 
 
 def result_of(shape: Shape, y_g, m, n, warpgroup):
-    """A warpgroup's part of tile (m, n) of the result."""
+    """Returns the reference to a warpgroup's part of tile (m, n) of the result."""
     rows = pl.ds(m * shape.tile_m + warpgroup * ROWS, ROWS)
     return y_g.at[rows, pl.ds(n * shape.tuning.tile_n, shape.tuning.tile_n)]
 
 
 def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
-    """A warpgroup's part of the result through shared memory, in turns through its buffers;
-    piece(at) is float32 [64, out_columns], the columns from `at` on."""
+    """Stores a warpgroup's part of a tile through shared memory, with alternating buffers.
+
+    Args:
+      shape: the GEMM.
+      piece: piece(at) returns the columns from `at` on: float32 [64, out_columns].
+      y_s: the warpgroup's buffers, of `result_memory`.
+      y_g: the reference of `result_of`.
+    """
     width, buffers = shape.out_columns, y_s.shape[0]
     for i, at in enumerate(range(0, shape.tuning.tile_n, width)):
         values = piece(at).astype(shape.out_dtype)
@@ -470,8 +568,8 @@ def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
         plgpu.copy_smem_to_gmem(buffer, y_g.at[:, pl.ds(at, width)])
 
 
-# (cut, TFLOP/s of large products), from sweeps on an H200 at its power limit, where a chip that
-# trains is (docs/log.md). The first of each is the fastest.
+# (tuning, TFLOP/s of large GEMMs), from sweeps on an H200 at its power limit, where a training chip
+# runs (docs/log.md). The first of each is the fastest.
 _BY_BLOCK = (
     (
         TuningConfig(warpgroups=3, copy_registers=24, along_n=True, band=16),
@@ -485,11 +583,17 @@ _BY_ROW = ((TuningConfig(tile_n=160), 885.0), (TuningConfig(along_n=True, band=1
 
 
 def tuned(m: int, n: int, by_row: bool) -> TuningConfig:
-    """The cut that is done first with M x N, b having scales by row or by block. Cores without a
-    tile in the last round wait for the others."""
+    """Returns the tuning that should finish an M x N result first.
 
-    def time(cut: tuple[TuningConfig, float]) -> float:
-        t, rate = cut
+    The estimate includes the idle time of SMs that have no tile in the last round.
+
+    Args:
+      m, n: the size of the result.
+      by_row: whether b has scales per row, or per block.
+    """
+
+    def time(tuning_and_rate: tuple[TuningConfig, float]) -> float:
+        t, rate = tuning_and_rate
         tile_m = ROWS * t.warpgroups
         tiles = -(-m // tile_m) * -(-n // t.tile_n)
         return -(-tiles // num_cores()) * tile_m * t.tile_n / rate

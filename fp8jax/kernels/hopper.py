@@ -1,9 +1,10 @@
-"""What the kernels of this folder share: where Pallas' Mosaic GPU compiler runs them, and how.
+"""Launching Pallas kernels on Hopper, and helpers for the memory and registers of their tiles.
 
-They are for Hopper (compute capability 9.0): the tensor memory accelerator (TMA) copies tiles to
-shared memory, and `wgmma` multiplies them from there. Pallas' Mosaic GPU is experimental: what the
-kernels ask of it is there from jax 0.11 on. An older jax and any other device are refused with a
-sentence. In tests the same kernels run on CPUs, in Pallas' interpreter (tests/kernels.py).
+The kernels are for compute capability 9.0: the tensor memory accelerator (TMA) copies tiles to
+shared memory, and `wgmma` multiplies them from there. They are written in Pallas' Mosaic GPU, which
+is experimental; jax 0.11 is the first version with all they use. requirements.py refuses older
+versions and other devices with an error. The tests run the same kernels on CPUs, in Pallas'
+interpreter (tests/support/interpreter.py).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.kernels.requirements import require
 
-BLOCK = 128  # rows and columns of a tile; also the elements that share a scale in block recipes
+# Rows and columns of a tile. Also the number of elements that share a scale in block recipes.
+BLOCK = 128
 
 
 def launch(
@@ -26,10 +28,17 @@ def launch(
     approximate: bool = False,
     **grid: Any,
 ) -> Any:
-    """`plgpu.kernel` of `body`, called with the operands: references to them and to the results.
+    """Runs `body` as a Mosaic GPU kernel, with lane semantics: the kernel sets register layouts.
 
-    Lane semantics: registers are laid out as the kernel says, not as the compiler infers.
-    `approximate` takes the chip's own exponential, off by up to 2^-22 + |x| 2^-24.
+    Args:
+      body: called with references to the operands, then to the results.
+      *operands: the arrays.
+      out: ShapeDtypeStructs of the results.
+      approximate: use the hardware's exponential; its error is up to 2^-22 + |x| 2^-24.
+      **grid: the arguments of `plgpu.kernel` that describe the grid.
+
+    Raises:
+      NotImplementedError: the kernels cannot run here.
     """
     require()
     params = plgpu.CompilerParams(
@@ -41,40 +50,49 @@ def launch(
 
 
 def num_cores() -> int:
-    """Streaming multiprocessors of the device, for kernels that start one block on each."""
+    """Returns the number of streaming multiprocessors (SMs), called cores in the kernels."""
     return jax.local_devices()[0].core_count
 
 
 def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """How a tile with rows of so many elements lies in shared memory: pieces of 8 rows of up to 128
-    bytes whose 16-byte words are permuted, so that neither rows nor columns meet in one bank."""
+    """Returns the layout of a tile in shared memory whose rows have `columns` elements.
+
+    It divides the tile into pieces of 8 rows with up to 128 bytes each, and permutes the 16-byte
+    words in a piece. So neither reading a row nor reading a column has bank conflicts.
+    """
     swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
     elements = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle)
 
 
 def scoped(**allocations: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: calls the function at once, with these allocations by name."""
+    """A decorator that calls the function at once, with these allocations as keyword arguments."""
     return lambda body: pl.run_scoped(body, **allocations)
 
 
 def pad_to_blocks(x: jax.Array) -> jax.Array:
-    """`x` [rows, columns] filled up with zeros to whole blocks."""
+    """Returns `x` [rows, columns] padded with zeros to multiples of `BLOCK`."""
     padding = [(0, -size % BLOCK) for size in x.shape]
     return jnp.pad(x, padding) if any(after for _, after in padding) else x
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    """Registers of a reference's elements, laid out as said; not `optimized` allows layouts for
-    which shared memory answers in several turns."""
+    """Loads a reference into registers.
+
+    Args:
+      ref: a reference to shared or global memory.
+      layout: the register layout.
+      optimized: False allows layouts whose loads have bank conflicts.
+    """
     read: Any = plgpu.load
     return read(ref, layout=layout, optimized=optimized)
 
 
 def saturated(x: jax.Array, limit: float) -> jax.Array:
-    """What is converted to float8 next, and stays within its limits: x as it is, since PTX has only
-    conversions that saturate (cvt.rn.satfinite). A minimum and a maximum before each would be a
-    sixth of the instructions of swiglu_quantize.py. The interpreter of the tests does not
-    saturate, and
-    has them (tests/kernels.py)."""
+    """Returns `x` for a conversion to float8 that must saturate at `limit`: `x` unchanged.
+
+    PTX's conversions always saturate (cvt.rn.satfinite). An explicit minimum and maximum would be a
+    sixth of the instructions of swiglu_quantize.py. The interpreter of the tests does not saturate:
+    tests/support/interpreter.py replaces this function by a clip.
+    """
     return x

@@ -1,26 +1,28 @@
-"""The kernels on a mesh: which shards of its operands each one takes, and what it gives back.
+"""The kernels on a mesh: how each one's operands and results are sharded.
 
-Legend: m, k, n name dimensions; a letter that stands twice is cut alike in both places. A scale has
-one entry for 128 elements along k, or along both.
+Legend: m, k, n name the dimensions of each kernel. Dimensions with the same letter are sharded over
+the same mesh axes. A scale has one entry per 128 elements along k, or along both of its dimensions.
 
-    cast_transpose        m k, scalar        ->  m k, k m, scalar       the largest amax of all
+    cast_transpose        m k, scalar        ->  m k, k m, scalar       the amax over all shards
     quantize_tiles        m k                ->  m k, scale k m; k m, scale m k
     quantize_blocks       m k                ->  m k or k m, scale m k
     cast_rows_columns     m k, m, k          ->  m k, k m
-    block_scaled_matmul   m k, n k, k m, k n ->  m n                    summed over what cuts k
-    row_scaled_matmul     m k, n k, m, n     ->  m n                    likewise
+    block_scaled_matmul   m k, n k, k m, k n ->  m n                    summed over the shards of k
+    row_scaled_matmul     m k, n k, m, n     ->  m n                    summed over the shards of k
 
-To XLA a kernel is one opaque call: it would gather the operands, and run all of it on every device.
-Inside `jit` shardings are found by propagation, after tracing. So a kernel states its letters,
-through which Shardy propagates, and is asked with what was found how it wants to be cut:
+XLA cannot look inside a kernel. By default it would gather the operands, and run the whole kernel
+on every device. Under `jit`, shardings are propagated after tracing. So each kernel declares the
+letters of its dimensions, through which Shardy propagates shardings. Then it is asked how to shard
+its operands, given the propagated shardings (`_sharded_over`). The answer for each dimension:
 
-  * along the mesh axes that its source has there. A product is cut along k where both factors are,
-    as for a weight gradient, whose k are the tokens; where one is, as for a parameter under FSDP,
-    that one is gathered, in codes of one byte;
-  * if shards are whole tiles of 128, or what the product takes. Else that dimension is gathered.
+  * It is sharded over the mesh axes that it is sharded over in the source. A GEMM's k is sharded if
+    both operands are sharded along k, as in wgrad, whose k is the tokens. If only one is, such as a
+    parameter under FSDP, that one is all-gathered, as codes of one byte.
+  * If the shards would not be whole tiles of 128 (or the multiple that the GEMM needs), the
+    dimension is all-gathered instead.
 
-`shard_map` was rejected: it takes shardings as arguments, before there are any. Without a mesh, and
-on one device, the kernel is called as it is.
+`shard_map` was rejected: it needs shardings as arguments, when they have not been propagated yet.
+Without a mesh, and on one device, the kernel is called directly.
 """
 
 import functools
@@ -44,70 +46,92 @@ from fp8jax.kernels.quantize import TileCodes
 from fp8jax.numerics.formats import Format
 from fp8jax.numerics.scales import ScaleRule
 
-Cut = dict[str, tuple[str, ...]]  # letter -> the mesh axes that cut it
+Shards = dict[str, tuple[str, ...]]  # letter -> the mesh axes that it is sharded over
+
 _TILES = {"m": BLOCK, "k": BLOCK}
 
 
-def _axes(array: Any, dimension: int) -> tuple[str, ...]:
-    """The mesh axes along a dimension of a ShapeDtypeStruct."""
+def _mesh_axes(array: Any, dimension: int) -> tuple[str, ...]:
+    """Returns the mesh axes that a dimension of a ShapeDtypeStruct is sharded over."""
     entry = array.sharding.spec[dimension]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _cut(mesh: Any, sources: list[tuple[str, Any]], whole: dict[str, int]) -> Cut:
-    """How each letter of `whole` is cut, given (letters, ShapeDtypeStruct) of the sources. Shards
-    are multiples of its number; a mesh axis goes to the first letter that it cuts."""
-    cut: Cut = {}
-    for letter, multiple in whole.items():
-        found = [(array, of.index(letter)) for of, array in sources if letter in of]
-        axes, size = _axes(*found[0]), found[0][0].shape[found[0][1]]
-        fits = size % (multiple * math.prod(mesh.shape[axis] for axis in axes)) == 0
-        alike = all(_axes(*other) == axes for other in found)
-        taken = any(set(axes) & set(others) for others in cut.values())
-        cut[letter] = axes if fits and alike and not taken else ()
-    return cut
+def _sharded_over(mesh: Any, sources: list[tuple[str, Any]], multiples: dict[str, int]) -> Shards:
+    """Decides which mesh axes each letter is sharded over.
+
+    A letter is not sharded if the sources disagree, if its shards would not be multiples of its
+    number, or if a letter before it is already sharded over one of its mesh axes.
+
+    Args:
+      mesh: the mesh.
+      sources: (letters, ShapeDtypeStruct) of each source.
+      multiples: letter -> the number that the size of a shard must be a multiple of.
+    """
+    shards: Shards = {}
+    for letter, multiple in multiples.items():
+        places = [(array, of.index(letter)) for of, array in sources if letter in of]
+        first, dimension = places[0]
+        axes = _mesh_axes(first, dimension)
+        devices = math.prod(mesh.shape[axis] for axis in axes)
+        fits = first.shape[dimension] % (multiple * devices) == 0
+        agree = all(_mesh_axes(*place) == axes for place in places)
+        taken = any(set(axes) & set(others) for others in shards.values())
+        shards[letter] = axes if fits and agree and not taken else ()
+    return shards
 
 
 def _on_mesh(
-    kernel: Callable[[Cut], Callable[..., Any]],
+    kernel: Callable[[Shards], Callable[..., Any]],
     operands: tuple[jax.Array, ...],
     letters: tuple[str, ...],
     results: tuple[str, ...],
-    whole: dict[str, int],
+    multiples: dict[str, int],
     sources: int = 1,
 ) -> Any:
-    """`kernel(cut)` of the operands or, on a mesh, of their shards.
+    """Calls a kernel on the operands or, on a mesh, on their shards.
 
     Args:
-      letters, results: of each operand and of each leaf of the result; "" is a scalar.
-      whole: letter -> what a shard is a multiple of, in the order in which they take mesh axes.
-      sources: so many operands say how it is cut, the others follow.
+      kernel: kernel(shards) returns the function of the operands' shards.
+      operands: the arrays.
+      letters: the letters of each operand; "" is a scalar.
+      results: the letters of each leaf of the result.
+      multiples: letter -> the number that the size of a shard must be a multiple of. A mesh axis
+        goes to the first letter that it shards.
+      sources: the shardings of the first so many operands decide; the other operands follow.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    call = kernel(dict.fromkeys(whole, ()))
+    call = kernel(dict.fromkeys(multiples, ()))
     if mesh.empty or mesh.size == 1:
         return call(*operands)
-    # JAX's cache tells programs apart by their text, where this call is an address, which Python
-    # uses again for the next program. So what the kernel computes stands there too, as a number.
+    # JAX's compilation cache compares the texts of programs. In that text this call is only the
+    # address of a Python object, and Python reuses addresses. So a checksum of what the kernel
+    # computes is added to the program, as one more scalar operand.
     mark = np.uint32(zlib.crc32(str(jax.make_jaxpr(call)(*operands)).encode()))
     letters = (*letters, "")
 
     def partition(mesh, given, wanted):
-        cut = _cut(mesh, list(zip(letters, given, strict=True))[:sources], whole)
-        shardings = [
-            NamedSharding(mesh, PartitionSpec(*(cut[letter] for letter in of)))
-            for of in (*letters, *results)
-        ]
-        out = jax.tree.unflatten(jax.tree.structure(wanted), shardings[len(letters) :])
-        return mesh, lambda *shards: kernel(cut)(*shards[:-1]), out, tuple(shardings[: len(given)])
+        named = list(zip(letters, given, strict=True))
+        shards = _sharded_over(mesh, named[:sources], multiples)
+
+        def sharding(of: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(shards[letter] for letter in of)))
+
+        out = jax.tree.unflatten(jax.tree.structure(wanted), [sharding(of) for of in results])
+        of_shards = kernel(shards)
+        arguments = tuple(sharding(of) for of in letters)
+        return mesh, lambda *given: of_shards(*given[:-1]), out, arguments
 
     partitioned = custom_partitioning(lambda *given: call(*given[:-1]))
     partitioned.def_partition(
         partition,
         sharding_rule=" -> ".join(", ".join(map(" ".join, of)) for of in (letters, results)),
-        reduction_factors=tuple(letter for letter in whole if letter not in "".join(results)),
+        reduction_factors=tuple(letter for letter in multiples if letter not in "".join(results)),
     )
-    # One after another under vmap: a model's layers are initialized so, and their results dropped.
+    # vmap runs the kernel for one element after another. That is slow, but vmap is only used to
+    # initialize a model's layers, where the results are dropped.
     return sequential_vmap(lambda *given: partitioned(*given))(*operands, mark)
 
 
@@ -119,43 +143,51 @@ def cast_transpose(
     values: bool = True,
     transposed: bool = True,
 ) -> tuple[Shaped[Array, "M K"] | None, Shaped[Array, "K M"] | None, Float[Array, ""]]:
-    """`quantize.cast_transpose`; the amax is that of all shards, NaN if one of them is."""
+    """`quantize.cast_transpose` on a mesh. The amax is over all shards, NaN if any shard's is."""
 
-    def kernel(cut: Cut):
+    def kernel(shards: Shards):
         def of_shard(x, scale):
             *codes, amax = quantize.cast_transpose(
                 x, scale, fmt, values=values, transposed=transposed
             )
-            if axes := (*cut["m"], *cut["k"]):
-                # As bits, which order like magnitudes: a maximum of numbers may lose a NaN.
+            if axes := (*shards["m"], *shards["k"]):
+                # The maximum of the bits keeps a NaN. A maximum of floats might drop it.
                 bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axes)
                 amax = lax.bitcast_convert_type(bits, jnp.float32)
             return *codes, amax
 
         return of_shard
 
-    results = ("mk",) * values + ("km",) * transposed + ("",)
-    return _on_mesh(kernel, (x, scale), ("mk", ""), results, _TILES)
+    results = []
+    if values:
+        results.append("mk")
+    if transposed:
+        results.append("km")
+    return _on_mesh(kernel, (x, scale), ("mk", ""), (*results, ""), _TILES)
 
 
 def quantize_tiles(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, rows: bool = True, columns: bool = True
 ) -> tuple[TileCodes | None, TileCodes | None]:
-    """`quantize.quantize_tiles`."""
+    """`quantize.quantize_tiles` on a mesh."""
     kernel = functools.partial(
         quantize.quantize_tiles, fmt=fmt, rule=rule, rows=rows, columns=columns
     )
-    results = ("mk", "km") * rows + ("km", "mk") * columns
-    return _on_mesh(lambda cut: kernel, (x,), ("mk",), results, _TILES)
+    results = []
+    if rows:
+        results += ["mk", "km"]
+    if columns:
+        results += ["km", "mk"]
+    return _on_mesh(lambda shards: kernel, (x,), ("mk",), tuple(results), _TILES)
 
 
 def quantize_blocks(
     x: Float[Array, "M K"], fmt: Format, rule: ScaleRule, *, transposed: bool
 ) -> TileCodes:
-    """`quantize.quantize_blocks`."""
+    """`quantize.quantize_blocks` on a mesh."""
     kernel = functools.partial(quantize.quantize_blocks, fmt=fmt, rule=rule, transposed=transposed)
     results = ("km" if transposed else "mk", "mk")
-    return _on_mesh(lambda cut: kernel, (x,), ("mk",), results, _TILES)
+    return _on_mesh(lambda shards: kernel, (x,), ("mk",), results, _TILES)
 
 
 def cast_rows_columns(
@@ -164,28 +196,35 @@ def cast_rows_columns(
     column_scale: Float[Array, " K"] | None,
     fmt: Format,
 ) -> tuple[Shaped[Array, "M K"] | None, Shaped[Array, "K M"] | None]:
-    """`quantize.cast_rows_columns`."""
-    given = {"m": row_scale, "k": column_scale}
-    scales = {letter: scale for letter, scale in given.items() if scale is not None}
+    """`quantize.cast_rows_columns` on a mesh."""
+    operands, letters, results = [x], ["mk"], []
+    if row_scale is not None:
+        operands.append(row_scale)
+        letters.append("m")
+        results.append("mk")
+    if column_scale is not None:
+        operands.append(column_scale)
+        letters.append("k")
+        results.append("km")
 
-    def of_shard(x, *shards):
-        found = dict(zip(scales, shards, strict=True))
-        of_rows, of_columns = (found[letter] if letter in found else None for letter in "mk")
+    def of_shard(x, *scales):
+        of_rows = None if row_scale is None else scales[0]
+        of_columns = None if column_scale is None else scales[-1]
         return quantize.cast_rows_columns(x, of_rows, of_columns, fmt)
 
-    results = ("mk",) * ("m" in scales) + ("km",) * ("k" in scales)
-    operands = (x, *scales.values())
-    return _on_mesh(lambda cut: of_shard, operands, ("mk", *scales), results, _TILES)
+    return _on_mesh(
+        lambda shards: of_shard, tuple(operands), tuple(letters), tuple(results), _TILES
+    )
 
 
 def _summed(
-    product: Callable[..., jax.Array], out_dtype: Any, cut: Cut
+    gemm: Callable[..., jax.Array], out_dtype: Any, shards: Shards
 ) -> Callable[..., jax.Array]:
-    """The product of shards, or the sum over their parts of k, in float32 and then rounded."""
-    if not cut["k"]:
-        return functools.partial(product, out_dtype=out_dtype)
-    part = functools.partial(product, out_dtype=jnp.float32)
-    return lambda *shards: lax.psum(part(*shards), cut["k"]).astype(out_dtype)
+    """Returns the GEMM of shards. It sums over the devices of k in float32, then rounds once."""
+    if not shards["k"]:
+        return functools.partial(gemm, out_dtype=out_dtype)
+    part = functools.partial(gemm, out_dtype=jnp.float32)
+    return lambda *operands: lax.psum(part(*operands), shards["k"]).astype(out_dtype)
 
 
 def block_scaled_matmul(
@@ -195,10 +234,11 @@ def block_scaled_matmul(
     sb: Float[Array, "blocks columns"],
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "M N"]:
-    """`gemm.block_scaled_matmul`."""
+    """`block_gemm.block_scaled_matmul` on a mesh."""
     kernel = functools.partial(_summed, block_gemm.block_scaled_matmul, out_dtype)
-    whole = {"k": BLOCK, "m": 8, "n": 64 if sb.shape[1] == b.shape[0] else BLOCK}
-    return _on_mesh(kernel, (a, b, sa, sb), ("mk", "nk", "km", "kn"), ("mn",), whole, sources=2)
+    multiples = {"k": BLOCK, "m": 8, "n": 64 if sb.shape[1] == b.shape[0] else BLOCK}
+    letters = ("mk", "nk", "km", "kn")
+    return _on_mesh(kernel, (a, b, sa, sb), letters, ("mn",), multiples, sources=2)
 
 
 def row_scaled_matmul(
@@ -208,7 +248,8 @@ def row_scaled_matmul(
     sb: Float[Array, " N"],
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "M N"]:
-    """`gemm_rows.row_scaled_matmul`."""
+    """`row_gemm.row_scaled_matmul` on a mesh."""
     kernel = functools.partial(_summed, row_gemm.row_scaled_matmul, out_dtype)
-    whole = {"k": BLOCK, "m": 8, "n": 64}
-    return _on_mesh(kernel, (a, b, sa, sb), ("mk", "nk", "m", "n"), ("mn",), whole, sources=2)
+    multiples = {"k": BLOCK, "m": 8, "n": 64}
+    letters = ("mk", "nk", "m", "n")
+    return _on_mesh(kernel, (a, b, sa, sb), letters, ("mn",), multiples, sources=2)

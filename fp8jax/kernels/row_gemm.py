@@ -1,27 +1,28 @@
-"""FP8 products on Hopper's matrix unit with a scale for each row of both operands.
+"""The FP8 GEMM with one scale per row of both operands, on Hopper's matrix unit.
 
     y[m, n] = sa[m] * sb[n] * sum over k    a[m, k] b[n, k]
 
-Codes have K last, E4M3 or, one of the two, E5M2: wgmma takes a type for each operand. The scales
-are constant along K, so they are multiplied into the finished sums, in float32 and before the one
-rounding to the result's dtype. The alternative, `lax.dot_general` and a product after it, rounds
-twice and reads and writes the result once more: XLA folds only a scalar into the GEMM.
+Codes have K last. They are E4M3, but one of the operands may be E5M2: `wgmma` accepts a different
+type for each. The scales are constant along K, so they multiply the finished sums, in float32,
+before these are rounded once to the dtype of the result. The alternative is `lax.dot_general`
+followed by a multiplication. It rounds twice, and reads and writes the result once more, because
+XLA folds only a scalar into the GEMM.
 
-The whole of K is summed in the matrix unit, as in cuBLAS's fast accumulation: 14 bits, without the
-promotion that scales along K bring with them (block_gemm.py). Nothing but the tensor core then
-works
-during the loop:
+The matrix unit sums over the whole of K with 14 bits, as in cuBLAS's fast accumulation. There is no
+promotion, which scales along K require (block_gemm.py). So only the matrix unit works during the
+loop over K:
 
-  * The accumulator stays where wgmma adds, so a warpgroup has registers for 64 x 256 of it (128 a
-    thread). Wide tiles matter: each block of K reads (64 W + tile_n) * 128 bytes for
-    64 W * tile_n * 128 products.
-  * The product of block c + 1 is issued before that of block c is awaited. So the slot of a block
-    is given back one block late, and the unit has work while a warpgroup waits for the next.
-  * Two blocks of threads, a cluster, share each tile of b, which is the larger: 3%.
-  * Scales are read while the last product of a tile runs: those of rows and of the first columns
-    stored, the others each one store ahead. All columns' at once do not fit the registers.
+  * The accumulator stays in the registers that `wgmma` adds to, so a warpgroup has enough registers
+    for 64 x 256 sums (128 per thread). Wide tiles matter: each block of K reads
+    (64 W + tile_n) * 128 bytes for 64 W * tile_n * 128 multiplications.
+  * The `wgmma` of block c + 1 is issued before that of block c is awaited, so the matrix unit has
+    work while a warpgroup waits for the next slot. Each slot is given back one block late.
+  * A cluster of two thread blocks shares each tile of b, the larger operand. That gains 3%.
+  * Scales are loaded while the last `wgmma` of a tile runs: the row scales and those of the first
+    columns to store. The other column scales are loaded one store ahead. Registers cannot hold the
+    scales of all columns at once.
 
-The tiles, the copying warpgroup and the stores are those of block_gemm.py.
+block_gemm.py has the code for the tiles, the copying warpgroup and the stores.
 """
 
 import functools
@@ -39,6 +40,7 @@ from fp8jax.kernels.block_gemm import (
     ROWS,
     Shape,
     TuningConfig,
+    check_operands,
     give_back,
     launch_product,
     next_slot,
@@ -54,31 +56,12 @@ from fp8jax.kernels.requirements import require
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
-
 TUNING = TuningConfig(tile_n=256, along_n=True, band=16, cluster=2)
 
+_BUFFERS = 2  # for each warpgroup's result: one is filled while the other is stored
 
-_BUFFERS = 2  # of each warpgroup's result: one is filled while the other is stored
 
-
-def _check(a: Array, b: Array, sa: Array, sb: Array, out_dtype: Any) -> None:
-    """Raises ValueError for operands that do not fit together or that the kernel does not take."""
-    given = f"a {a.dtype}{a.shape}, b {b.dtype}{b.shape}, sa {sa.shape}, sb {sb.shape}"
-    matrices = a.ndim == b.ndim == 2 and a.size and b.size
-    if not matrices or a.shape[1] != b.shape[1] or a.shape[1] % BLOCK:
-        raise ValueError(f"expected a [M, K] and b [N, K] with K whole blocks of 128, got {given}")
-    if a.dtype not in CODES or b.dtype not in CODES:
-        raise ValueError(f"the kernel multiplies float8_e4m3fn and float8_e5m2 codes, got {given}")
-    if a.dtype == b.dtype == CODES[1]:
-        raise ValueError(f"one of the operands is float8_e4m3fn, got {given}")
-    if sa.shape != a.shape[:1] or sb.shape != b.shape[:1]:
-        raise ValueError(f"scales are [M] and [N], got {given}")
-    if sa.dtype != jnp.float32 or sb.dtype != jnp.float32:
-        raise ValueError(f"scales are float32, got {sa.dtype} and {sb.dtype}")
-    if a.shape[0] % 8 or b.shape[0] % 64:
-        raise ValueError(f"M is a multiple of 8 and N of 64, got {given}")
-    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"results are bfloat16 or float32, got {out_dtype}")
+_check = functools.partial(check_operands, dtypes=CODES, scales_along_k=False)
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tuning"))
@@ -90,38 +73,41 @@ def row_scaled_matmul(
     out_dtype: Any = jnp.bfloat16,
     tuning: TuningConfig | None = None,
 ) -> Float[Array, "M N"]:
-    """The product of the module's docstring.
+    """Returns the GEMM of the module docstring.
 
     Args:
-      a, b: float8_e4m3fn codes; one of them may be float8_e5m2.
-      sa, sb: float32.
+      a, b: float8_e4m3fn codes; one of them may be float8_e5m2. M is a multiple of 8, N of 64, K of
+        128.
+      sa, sb: float32 scales of the rows of a and b.
       out_dtype: bfloat16 or float32.
-      tuning: how it is cut; None takes `TUNING`.
+      tuning: the tuning parameters; None uses `TUNING`.
 
     Raises:
-      ValueError: operands that do not fit or that the kernel does not take, with what was given.
-      NotImplementedError: another device or jax.
+      ValueError: the kernel does not support the operands, or they do not fit together.
+      NotImplementedError: the kernels cannot run here.
     """
     require()
     _check(a, b, sa, sb, out_dtype)
     tuning = TUNING if tuning is None else tuning
     shape = Shape(a.shape[0], a.shape[1], b.shape[0], True, jnp.dtype(out_dtype), tuning)
-    # Unlike TMA, loads to registers do not stop at the end: tiles read whole.
+    # Loads to registers read the scales of whole tiles. Unlike TMA they do not stop at the end of
+    # an array, so the scales are padded to whole tiles.
     sa = jnp.pad(sa, (0, shape.tiles[0] * tuning.cluster * shape.tile_m - shape.m))
     sb = jnp.pad(sb, (0, shape.tiles[1] * tuning.tile_n - shape.n))
     return launch_product(shape, _matmul, a, b, sa, sb)
 
 
 def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
+    """The kernel. Suffixes: _g references to global memory, _s to shared memory."""
     t = shape.tuning
 
-    def codes(rows: int, like: Any) -> Any:
+    def slots(rows: int, like: Any) -> Any:
         transforms = swizzled(like.dtype, BLOCK)
         return plgpu.SMEM((t.stages, rows, BLOCK), like.dtype, transforms=transforms)
 
     @scoped(
-        a_s=codes(shape.tile_m, a_g),
-        b_s=codes(t.tile_n, b_g),
+        a_s=slots(shape.tile_m, a_g),
+        b_s=slots(t.tile_n, b_g),
         y_s=result_memory(shape, _BUFFERS),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         empty=slots_given_back(t),
@@ -140,7 +126,7 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
                 m, n = position(i)
                 rows, columns = _scales(shape, sa_g, sb_g, m, n, warpgroup)
 
-                def product(accumulator):
+                def multiply_tile(accumulator):
                     end = _add_blocks(shape, accumulator, a_s.at[:, mine], b_s, slot, full, empty)
                     of_rows, of_columns = rows(), columns(0)
                     sums = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
@@ -148,8 +134,8 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
                     return sums, of_rows, of_columns, end
 
                 accumulator = plgpu.ACC((ROWS, t.tile_n), jnp.float32)
-                sums, of_rows, first, slot = pl.run_scoped(product, accumulator)
-                ahead = [first]
+                sums, of_rows, first, slot = pl.run_scoped(multiply_tile, accumulator)
+                ahead = [first]  # the column scales of the next store
 
                 def piece(at):
                     part = sums[:, at : at + shape.out_columns]
@@ -168,12 +154,25 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
 
 
 def _previous(slot, stages: int):
+    """Returns the slot before `slot`, which wraps around."""
     return jnp.where(slot == 0, jnp.int32(stages - 1), slot - 1)
 
 
 def _add_blocks(shape: Shape, accumulator, a_s, b_s, slot, full, empty):
-    """Issues the products of all blocks of K, the first of which is in `slot`, and awaits all but
-    the last, whose slot is not given back yet. Returns the slot after it."""
+    """Issues the `wgmma`s of all blocks of K of a tile, and awaits all but the last.
+
+    The slot of the last block is not given back yet.
+
+    Args:
+      shape: the GEMM.
+      accumulator: the sums.
+      a_s, b_s: the slots of the codes; a_s only with this warpgroup's rows.
+      slot: the slot of the first block.
+      full, empty: the barriers of each slot: codes have arrived, the slot has been read.
+
+    Returns:
+      The slot after that of the last block.
+    """
     stages, unroll = shape.tuning.stages, shape.unroll
     static = unroll % stages == 0
 
@@ -196,8 +195,12 @@ def _add_blocks(shape: Shape, accumulator, a_s, b_s, slot, full, empty):
 
 
 def _scales(shape: Shape, sa_g, sb_g, m, n, warpgroup) -> tuple[Callable, Callable]:
-    """Loads for a warpgroup's part of tile (m, n): those of its rows, and those of the
-    out_columns columns from the given one on."""
+    """Returns functions that load the scales of a warpgroup's part of tile (m, n).
+
+    Returns:
+      (rows, columns): rows() loads the row scales; columns(at) loads those of `out_columns` columns
+      from column `at` of the tile on.
+    """
     layout = plgpu.Layout.WGMMA
 
     def rows():

@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""SwiGLU and its gradient as elementwise functions for the kernels of swiglu_quantize.py.
+
+The derivative is written out because a kernel cannot be differentiated. The tests compare it with
+JAX's derivative of the plain function.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +15,14 @@ Registers = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Producer:
-    """An elementwise function of `sources` arrays with `results` values, in float32."""
+    """An elementwise function that produces the arrays to quantize.
+
+    Attributes:
+      name: for error messages.
+      sources: the number of its arguments.
+      results: the number of its results.
+      compute: the function, of float32 arrays with the same shape.
+    """
 
     name: str
     sources: int
@@ -24,17 +35,20 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> Registers:
+    """Returns h = silu(gate) * up."""
     return (gate * _sigmoid(gate) * up,)
 
 
 def _swiglu_grad(dh: jax.Array, gate: jax.Array, up: jax.Array) -> Registers:
-    """Gradients of gate and of up, and h: silu'(x) = s + x s (1 - s) with s = sigmoid(x)."""
+    """Returns the gradients of gate and up, and h.
+
+    silu'(x) = s + x s (1 - s) with s = sigmoid(x).
+    """
     s = _sigmoid(gate)
     silu = gate * s
     return dh * up * (s + silu * (1.0 - s)), dh * silu, silu * up
 
 
 SWIGLU = Producer(name="swiglu", sources=2, results=1, compute=_swiglu)
-
 
 SWIGLU_GRAD = Producer(name="swiglu_grad", sources=3, results=3, compute=_swiglu_grad)

@@ -1,1 +1,1 @@
-"""The quantized linear layer: amax histories, backends, the one VJP, linen modules."""
+"""The quantized linear layer: amax histories, backends, the one custom VJP, linen modules."""

@@ -1,4 +1,31 @@
-"""TODO docstring."""
+"""Amax histories: the life of the state of delayed scaling.
+
+A history is a float32 array [H] of one operand ("x", "w" or "g") of one linear layer: its amaxes of
+the last H steps, newest first. `Histories` maps a layer's operands to their histories.
+
+created    Zeros: `init_state` for `dot_general`, `module_histories` for a linen module. A module
+           stores each history as one leaf of flax's collection `_overwrite_with_gradient`
+           (`HISTORIES`).
+read       A delayed cast computes its scale from `stored_amax`, the maximum or the newest amax.
+           Weights that share one x use the largest of their histories of x (`largest_of`).
+recorded   `record` puts this step's amax in front (`record_amax`). The forward records x and w; the
+           backward records g.
+returned   The new histories are the *cotangent* of the old ones: the collection's convention is
+           that the gradient of a leaf is its next value, and flax's own `TrainState` follows it.
+           Histories must never reach clipping, weight decay or an optimizer.
+combined   JAX adds the cotangents of a leaf that is used more than once in a step (a module that is
+           called twice, a loop with shared weights), but the sum of two histories is not a history.
+           `Model = fp8jax.nn.max_combining(Model)` wraps a model so that its histories are float32
+           outside it, and inside it have flax's max-combining dtype, whose addition is the maximum.
+           They are converted once, where they enter the model. Converting in each GEMM was
+           rejected: every call would return float32 before the addition, which is right only for
+           modules that are called once.
+           Max-combining arrays must not leave the model: Orbax cannot save them, and JAX cannot
+           differentiate with respect to them. Over microbatches, `empty_max` and `combine_max`
+           compute the maximum outside the model.
+merged     Between two steps, `merge_history` chooses the new history, or keeps the old one of an
+           operand that recorded nothing.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,50 +38,26 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import as_recipe
 from fp8jax.numerics.tiles import tensor_amax
 
 Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 
-
-def largest_amax(history: jax.Array) -> jax.Array:
-    """By comparing entries, which XLA fuses with what follows: a reduction is its own kernel."""
-    return functools.reduce(jnp.maximum, history) if len(history) <= 16 else jnp.max(history)
-
-
-def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | None) -> Histories:
-    if operand not in histories:
-        return {}
-    return {operand: record_amax(histories[operand], tensor_amax(x) if amax is None else amax)}
-
-
-def to_float32(state: Histories) -> Histories:
-    return {k: lax.convert_element_type(v, jnp.float32) for k, v in state.items()}
-
-
-def largest_of(histories: tuple[Histories, ...]) -> Histories:
-    """The histories that x's scale comes from: the largest of all, which are alike where the
-    products always had the same x."""
-    return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), *histories)
-
-
-def as_cotangent(state: Histories, new: Histories) -> Histories:
-    """The cotangent of a state, in its dtype: `new` histories of all its operands."""
-    return {k: lax.convert_element_type(new[k], v.dtype) for k, v in state.items()}
-
-
-def init_state(recipe: str | Recipe) -> Histories:
-    """Empty histories for `dot_general`: operand -> float32 zeros [H]."""
-    return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}
-
-
 # The collection of amax histories, by flax's name for it.
 HISTORIES = OVERWRITE_WITH_GRADIENT
 
 
+# Created ------------------------------------------------------------------------------------------
+
+
+def init_state(recipe: str | Recipe) -> Histories:
+    """Return empty histories for `dot_general`: operand -> float32 zeros [H]."""
+    return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}
+
+
 def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
-    """The module's amax histories, created empty: operand -> [H]."""
+    """Return the module's histories, operand -> [H]; creates them, empty, if they do not exist."""
     return {
         operand: module.variable(
             HISTORIES, f"{operand}_amax_history", jnp.zeros, (length,), jnp.float32
@@ -63,44 +66,118 @@ def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
     }
 
 
+# Read ---------------------------------------------------------------------------------------------
+
+
+def to_float32(histories: Histories) -> Histories:
+    """Return the histories in float32; inside a model they may have the max-combining dtype."""
+    return {k: lax.convert_element_type(v, jnp.float32) for k, v in histories.items()}
+
+
+def stored_amax(history: Float[Array, " H"], cast: Cast) -> Float[Array, ""]:
+    """Return the amax that sets the scale of a delayed cast: the history's maximum or newest."""
+    return largest_amax(history) if cast.amax == "max" else history[0]
+
+
+def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:
+    """Return the maximum of a history.
+
+    A short history is compared entry by entry, which XLA fuses with what follows. A reduction would
+    be a kernel of its own.
+    """
+    return functools.reduce(jnp.maximum, history) if len(history) <= 16 else jnp.max(history)
+
+
+def largest_of(histories: tuple[Histories, ...]) -> Histories:
+    """Return the elementwise maximum of the histories of several weights that share one x.
+
+    The histories of x are equal if the weights have always shared it.
+    """
+    return functools.reduce(combine_max, histories)
+
+
+# Recorded -----------------------------------------------------------------------------------------
+
+
+def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | None) -> Histories:
+    """Return {operand: its next history}, or {} if the operand has no history.
+
+    Args:
+      x: the operand's array.
+      amax: max|x| where a kernel computed it, or None to compute it here.
+    """
+    if operand not in histories:
+        return {}
+    return {operand: record_amax(histories[operand], tensor_amax(x) if amax is None else amax)}
+
+
+def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
+    """Return the history shifted by one entry, with `amax` in front.
+
+    An amax that is not finite is replaced by the newest stored one.
+    """
+    newest = jnp.where(jnp.isfinite(amax), amax, history[0])
+    return jnp.roll(history, 1).at[0].set(newest)
+
+
+# Returned -----------------------------------------------------------------------------------------
+
+
+def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
+    """Return the cotangent of `histories`: the new histories of all operands, in the old dtypes."""
+    return {k: lax.convert_element_type(new_histories[k], v.dtype) for k, v in histories.items()}
+
+
+# Combined -----------------------------------------------------------------------------------------
+
+
 def to_max_combining(histories: Any) -> Any:
-    """A tree of float32 histories in the dtype whose sum is the maximum; others stay."""
+    """Convert a tree's float32 histories to the dtype in which addition is the maximum.
+
+    Leaves of other dtypes stay as they are.
+    """
     return jax.tree.map(
         lambda h: lax.convert_element_type(h, fm32) if h.dtype == jnp.float32 else h, histories
     )
 
 
 def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
-    """`module` with its amax histories converted at its door, so that several calls of one
-    submodule combine by maximum. Parameters and the tree of variables stay the same."""
+    """Return `module` with histories that combine by maximum over several calls of a submodule.
 
-    def to_float32(variables: Any) -> Any:
-        return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), variables)
+    The histories are converted on the way in and out. Parameters and the tree of variables do not
+    change.
+    """
+
+    def from_max_combining(histories: Any) -> Any:
+        return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), histories)
 
     return nn.map_variables(
-        module, HISTORIES, trans_in_fn=to_max_combining, trans_out_fn=to_float32,
+        module, HISTORIES, trans_in_fn=to_max_combining, trans_out_fn=from_max_combining,
         init=True, mutable=True,
     )  # fmt: skip
 
 
-# Amax histories -----------------------------------------------------------------------------------
+def empty_max(histories: Any) -> Any:
+    """Return a tree like `histories` full of -inf, the neutral element of `combine_max`."""
+    return jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), histories)
 
 
-def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
-    """The next history: rolled by one, slot 0 this step's amax, or the old slot 0 where that is
-    not finite."""
-    newest = jnp.where(jnp.isfinite(amax), amax, history[0])
-    return jnp.roll(history, 1).at[0].set(newest)
+def combine_max(a: Any, b: Any) -> Any:
+    """Return the elementwise maximum of two trees of float32 histories."""
+    return jax.tree.map(jnp.maximum, a, b)
+
+
+# Merged -------------------------------------------------------------------------------------------
 
 
 def merge_history(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Float[Array, "*L H"]:
-    """`new` where it recorded anything, else `old`, each history (last axis) by itself.
+    """Return `new` where it recorded an amax, else `old`; each history (last axis) by itself.
 
-    A product that did not run leaves a cotangent of zeros (never traced) or of -inf (the branch
-    not taken, under a max-combining dtype): neither is a history. A history that would become all
-    zeros is kept as well, since a tensor of zeros is served by any scale.
+    A GEMM that did not run returns a cotangent that is not a history: zeros if the GEMM was never
+    traced, -inf if it was in the branch not taken (under the max-combining dtype). A new history of
+    zeros only is also ignored: any scale fits a tensor of zeros, so the old history does too.
     """
-    received = jnp.any(new > 0, axis=-1, keepdims=True) & jnp.all(
+    recorded = jnp.any(new > 0, axis=-1, keepdims=True) & jnp.all(
         jnp.isfinite(new), axis=-1, keepdims=True
     )
-    return jnp.where(received, new, old)
+    return jnp.where(recorded, new, old)

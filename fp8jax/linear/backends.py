@@ -1,20 +1,12 @@
-"""How an operand is quantized and how two quantized operands are multiplied, on which device.
+"""Backends: how operands are quantized and multiplied, and which backend runs where.
 
-A backend has two functions. `quantize` turns one array into the codes that its products ask for,
-each a `CastRequest`: a cast, and the axis that will be contracted. `matmul` multiplies two
-operands.
+A backend has two functions. `quantize` turns one array into the operands that its GEMMs need, one
+for each `CastRequest`. `matmul` multiplies two operands.
 
-    emulated   quantizes, dequantizes and multiplies exactly, on every device and for every recipe:
-               it defines what a recipe means
-    xla        float8 codes into `lax.dot_general`, scales multiplied afterwards; on Blackwell,
-               MXFP8 and NVFP4 codes with their scales into `jax.nn.scaled_matmul`
-    pallas     Hopper: the kernels of kernels/ quantize for both products of an operand in one pass,
-               codes with the contracted axis last. Scales of the whole tensor are multiplied as in
-               `xla`, those of rows and of 128 elements inside kernels/row_gemm.py and block_gemm.py
-
-The spelling that suggests itself, dequantize and then multiply, was rejected for `xla`: where XLA
-does not recognize the pattern it runs a BF16 GEMM, and on a GPU even drops the rounding, without a
-word.
+    emulated   emulated.py: quantizes, dequantizes and multiplies exactly, on every device and for
+               every recipe
+    xla        xla.py: XLA's FP8 GEMMs; on Blackwell also its block-scaled MXFP8 and NVFP4 GEMMs
+    pallas     pallas.py: the Hopper kernels of kernels/
 """
 
 import dataclasses
@@ -42,15 +34,16 @@ class Backend:
     """How operands are quantized and multiplied.
 
     Attributes:
-      name: key in `BACKENDS`.
-      quantize: (array [..., rows, columns], requests) -> what each asks for, and the array's
-        float32 amax where it came for free.
+      name: the backend's key in `BACKENDS`.
+      quantize: (array [..., rows, columns], requests) -> one operand per request, and the array's
+        float32 amax if a kernel computed it, else None.
       matmul: (a, b, dtype) -> [..., M, N]; at least one operand is a `QuantizedOperand`.
-      refuses: (recipe, device) -> why this backend cannot run it there, or None.
-      batches: whether its products take a batch axis, and operands without elements.
+      refuses: (recipe, device) -> why the backend cannot run the recipe there, or None.
+      batches: whether its GEMMs accept a batch axis and empty operands.
       quantize_swiglu: (producer, its sources, requests for each result) -> what `quantize` returns
-        for each result, without storing the results; None where a backend has no kernel for it.
-      missing: () -> why this process cannot use it on any device, or None.
+        for each result of the producer, without storing the results; None if the backend has no
+        such kernel.
+      missing: () -> why this process cannot use the backend on any device, or None.
     """
 
     name: str
@@ -64,7 +57,7 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
 
 
-# Pallas is slow to import: these import it when a program first uses a kernel.
+# Importing Pallas is slow, so these functions import it when a program first uses a kernel.
 
 
 def _pallas_quantize(
@@ -104,27 +97,23 @@ BACKENDS: dict[str, Backend] = {
         batches=False,
         quantize_swiglu=_pallas_quantize_swiglu,
         missing=requirements.jax_too_old,
-    ),  # fmt: skip
+    ),
 }
-
-
-@functools.cache  # once a recipe and backend: the log says what runs, not how often
-def _log_choice(recipe: str, backend: str, why: str) -> None:
-    logging.info("recipe %s: backend %s (%s)", recipe, backend, why)
 
 
 def choose_backend(
     backend: str | None, recipe: Recipe, device: Device | None = None, *, whole: bool = True
 ) -> Backend:
-    """The backend of that name, or for None the fastest that can run `recipe` on `device` (None:
-    the default one of this process).
+    """Return the backend of that name, or for None the fastest that can run the recipe.
 
     Args:
-      whole: whether a product is of two matrices, none of them empty: no batch axis.
+      backend: a key of `BACKENDS`, or None.
+      device: where the recipe will run; None for this process's default device.
+      whole: whether each GEMM multiplies two non-empty matrices without a batch axis.
 
     Raises:
-      ValueError: unknown name.
-      NotImplementedError: a named backend that cannot run the recipe; says why.
+      ValueError: for an unknown name.
+      NotImplementedError: if the named backend cannot run the recipe; the message says why.
     """
     here = hardware.device()
     device = here if device is None else device
@@ -138,26 +127,34 @@ def choose_backend(
             )
         return chosen
     if not recipe.casts:
-        return BACKENDS["emulated"]  # nothing to quantize: every backend is the same
-    if not device.fp8:
-        choice, why = "emulated", f"{device.kind} has no FP8 matrix unit"
-    else:
-        reasons = {
-            name: _reason_against(BACKENDS[name], recipe, device, whole)
-            for name in ("pallas", "xla")
-        }
-        able = [name for name, reason in reasons.items() if reason is None]
-        choice = [*able, "emulated"][0]
-        why = "codes into the matrix unit" if able else str(reasons["xla"])
+        return BACKENDS["emulated"]  # nothing to quantize: all backends are the same
+    choice, why = _fastest(recipe, device, whole)
     if device == here:
         _log_choice(recipe.name, choice, why)
     return BACKENDS[choice]
 
 
+def _fastest(recipe: Recipe, device: Device, whole: bool) -> tuple[str, str]:
+    """Return the name of the fastest backend that can run the recipe, and why it is chosen."""
+    if not device.fp8:
+        return "emulated", f"{device.kind} has no FP8 matrix unit"
+    for name in ("pallas", "xla"):
+        reason = _reason_against(BACKENDS[name], recipe, device, whole)
+        if reason is None:
+            return name, "the matrix unit multiplies the quantized values"
+    return "emulated", f"xla cannot run it: {reason}"
+
+
 def _reason_against(backend: Backend, recipe: Recipe, device: Device, whole: bool) -> str | None:
+    """Return why the backend cannot run the recipe on the device, or None if it can."""
     reason = backend.refuses(recipe, device)
     if reason is None and recipe.casts and device == hardware.device():
         reason = backend.missing()
     if reason is None and recipe.casts and not (whole or backend.batches):
-        return "its kernels multiply two matrices, none of them empty: no batch axis"
+        return "its kernels multiply two non-empty matrices and have no batch axis"
     return reason
+
+
+@functools.cache  # one line per recipe and backend, however many GEMMs use it
+def _log_choice(recipe: str, backend: str, why: str) -> None:
+    logging.info("recipe %s: backend %s (%s)", recipe, backend, why)

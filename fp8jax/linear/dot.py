@@ -1,37 +1,10 @@
-"""The quantized matrix product, and its one derivative.
+"""`dot_general` and `einsum` with quantized operands.
 
-Any `dot_general` is brought to
+Any `dot_general` is brought to the form
 
     y[..., M, N] = x[..., M, K] w[..., K, N]
 
-with at most one leading batch axis. There sits the only custom VJP of matrix products:
-
-    forward    y  = Q(x) Q(w)       scales are constant along K or multiplied block by block
-    backward   dx = Q(g) Q(w)^T
-               dw = Q(x)^T Q(g)
-
-each Q as the recipe says (numerics/recipe.py). Kept from forward to backward are
-
-    x    quantized along the tokens, as wgrad reads it: one byte an element. The high-precision
-         x itself only if the recipe leaves wgrad_x in high precision.
-    w    the operand as it came, in practice the float32 parameter, which exists anyway; it is
-         quantized again in the backward. So no gathered or cast weight is ever kept, under any
-         rematerialization policy.
-    the amax histories, already updated.
-
-What a rematerialization policy may keep has names: PRODUCT, the results of the forward products,
-and OPERAND, the codes of x. `jax.checkpoint_policies` that look for `dot_general` would miss the
-products of kernels.
-
-Several weights may share one x (queries, keys and values): it is quantized once, and kept once.
-
-Results: y and dx have x's dtype (y another one on request), dw has w's: with bfloat16 activations
-and a float32 master weight, the weight's gradient leaves the accumulator in float32.
-
-State. A delayed cast takes its amax from a history. The new history comes back as the *cotangent*
-of the old one, which is how flax's `_overwrite_with_gradient` collection wants it. Cotangents of
-a leaf that is used twice are added by JAX; a maximum is what is right. Hence inside a model the
-leaf has flax's max-combining dtype (nn.max_combining); this file only gives back the dtype it got.
+with at most one leading batch axis, which vjp.py computes and differentiates.
 """
 
 import math
@@ -47,8 +20,6 @@ from fp8jax.linear.vjp import VjpContext, quantized_matmuls
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import as_recipe
 
-# Public -------------------------------------------------------------------------------------------
-
 
 def dot_general(
     lhs: Float[Array, "..."],
@@ -61,10 +32,10 @@ def dot_general(
     backend: str | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "..."]:
-    """`lax.dot_general` with its operands, and those of its gradients, quantized.
+    """`lax.dot_general` with quantized operands, in the forward and in both gradients.
 
-    Pure: with delayed scaling, the cotangent of `state` is the new state. Equivalent, but for the
-    quantization, to::
+    The function is pure: with delayed scaling, the cotangent of `state` is the new state
+    (amax_history.py). Apart from the quantization it equals::
 
         lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers,
@@ -73,21 +44,22 @@ def dot_general(
 
     Args:
       lhs: the activations, x of the recipe.
-      rhs: the weights, w of the recipe; any float dtype, its gradient has the same.
+      rhs: the weights, w of the recipe, in any float dtype; the gradient has the same dtype.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       recipe: a key of `RECIPES` or a `Recipe`.
-      state: operand -> float32 [H], exactly `recipe.histories`; see `init_state`.
+      state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
+        `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
-      backend: a key of `BACKENDS`; None takes the fastest that can.
-      preferred_element_type: dtype of the result; None for lhs's. The gradient that comes back
-        is rounded to lhs's dtype.
+      backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
+      preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
+        rounded to lhs's dtype.
 
     Returns:
-      batch, lhs free and rhs free dimensions in that order.
+      An array with the batch, lhs free and rhs free dimensions, in this order.
 
     Raises:
-      ValueError: unknown names; a state that does not fit the recipe; a key that is missing.
-      NotImplementedError: the named backend cannot run the recipe; says why.
+      ValueError: for unknown names, a state that does not fit the recipe, and a missing key.
+      NotImplementedError: if the named backend cannot run the recipe; the message says why.
     """
     (y,) = dot_general_shared(
         lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
@@ -108,14 +80,18 @@ def dot_general_shared(
     preferred_element_type=None,
     scopes: Sequence[str] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
-    """`dot_general` of one lhs with each rhs, as many results: lhs is quantized once for all.
+    """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
 
-    The same as each by itself where their histories of lhs are the same, which they are where they
-    always had the same lhs; else its scale comes from the largest. A recipe that rounds lhs
-    stochastically takes the first key for it. `scopes` are names for the products in the compiled
-    program, of the modules that the weights belong to.
+    The results equal separate calls if the histories of lhs are equal, as they are for weights that
+    have always shared lhs. Otherwise the scale of lhs comes from the largest history.
 
-    Raises as `dot_general` does.
+    Args:
+      rhs, states, keys: one entry per weight. If the recipe rounds lhs stochastically, it uses the
+        first key.
+      scopes: the names of the weights' modules, for the compiled program.
+
+    Returns:
+      One result per weight. Other arguments and errors are those of `dot_general`.
     """
     context = make_context(
         recipe, states, keys, lhs.dtype, backend=backend,
@@ -129,7 +105,8 @@ def dot_general_shared(
     ws = tuple(
         _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
     )
-    ys = quantized_matmuls(context, x, ws, tuple(state or {} for state in states), tuple(keys))
+    all_histories = tuple(histories or {} for histories in states)
+    ys = quantized_matmuls(context, x, ws, all_histories, tuple(keys))
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(
         y.reshape(*rows, *(w.shape[a] for a in free))
@@ -141,15 +118,18 @@ def make_context(
     recipe: str | Recipe, states, keys, dtype, *, backend, whole: bool, preferred_element_type=None,
     scopes=None,
 ) -> VjpContext:  # fmt: skip
-    """What products of one x have in common, checked."""
+    """Return the settings of GEMMs that share one x, after checking states and keys.
+
+    Raises as `dot_general` does.
+    """
     recipe = as_recipe(recipe)
     out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=whole)
-    for state, key in zip(states, keys, strict=True):
-        given = {} if state is None else {k: v.shape[-1] for k, v in state.items()}
+    for histories, key in zip(states, keys, strict=True):
+        given = {} if histories is None else {k: v.shape[-1] for k, v in histories.items()}
         if given != recipe.histories:
             raise ValueError(
-                f"recipe {recipe.name!r} keeps amax histories {recipe.histories} (operand: length),"
+                f"recipe {recipe.name!r} needs amax histories {recipe.histories} (operand: length),"
                 f" got {given}"
             )
         if recipe.stochastic and key is None:
@@ -159,19 +139,19 @@ def make_context(
 
 
 def _is_whole(lhs, rhs, dimension_numbers) -> bool:
-    """Whether these are products of two matrices, none of them empty."""
+    """Whether these GEMMs multiply non-empty matrices without a batch axis."""
     return all(operand.size for operand in (lhs, *rhs)) and not dimension_numbers[1][0]
 
 
 def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:
-    """[batch, rows, columns], each group of axes merged into one; no batch axis if none."""
+    """Merge each group of axes into one axis; without batch axes the result is [rows, columns]."""
     x = x.transpose(*batch, *rows, *columns)
     sizes = [math.prod(x.shape[i] for i in group) for group in _groups(batch, rows, columns)]
     return x.reshape(sizes if batch else sizes[1:])
 
 
 def _groups(*groups) -> list[range]:
-    """Positions of consecutive groups of axes."""
+    """Return the positions of consecutive groups of axes."""
     ends = [sum(len(g) for g in groups[: i + 1]) for i in range(len(groups))]
     return [range(end - len(g), end) for end, g in zip(ends, groups, strict=True)]
 
@@ -186,8 +166,16 @@ def einsum(
     key: Shaped[Array, "..."] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "..."]:
-    """`jnp.einsum` of two operands through `dot_general`; explicit letters only, such as
-    "bsd,dhk->bshk". Raises ValueError for an equation that is not one product of two arrays."""
+    """`jnp.einsum` of two operands through `dot_general`.
+
+    Args:
+      equation: letters only, with the result, such as "bsd,dhk->bshk".
+      lhs, rhs, recipe, state, key, backend: as in `dot_general`.
+
+    Raises:
+      ValueError: for an equation that is not one GEMM of two arrays, and as `dot_general` does.
+      NotImplementedError: as `dot_general` does.
+    """
     operands, arrow, out = equation.replace(" ", "").partition("->")
     terms = operands.split(",")
     letters = [set(term) for term in terms]
@@ -199,7 +187,10 @@ def einsum(
     result = batch + [c for c in a if c not in b] + [c for c in b if c not in a]
     distinct = all(len(set(term)) == len(term) for term in (a, b, out))
     if not distinct or sorted(result) != sorted(out):
-        raise ValueError(f"{equation!r} repeats, sums out or invents a letter")
+        raise ValueError(
+            f"equation {equation!r}: each letter must appear in two or all three of the terms, at"
+            " most once in each"
+        )
     dimension_numbers = (
         ([a.index(c) for c in contract], [b.index(c) for c in contract]),
         ([a.index(c) for c in batch], [b.index(c) for c in batch]),

@@ -1,24 +1,12 @@
-"""Linen modules over `dot_general`: where the amax histories live.
+"""Linen modules over `dot_general`.
 
-`Dense` and `Einsum` hold a float32 kernel and multiply in the activations' dtype;
-`Fp8DotGeneral` is for modules that are not ours, such as::
+`Dense` and `Einsum` have a float32 kernel and multiply in the activations' dtype. `Fp8DotGeneral`
+quantizes modules that are not part of this library, such as::
 
     flax.linen.Dense(64, dot_general_cls=functools.partial(Fp8DotGeneral, "fp8_delayed"))
 
-Each keeps its histories, one leaf an operand, in flax's collection `_overwrite_with_gradient`,
-whose convention is that the gradient of a leaf is its next value; flax's own `TrainState` follows
-it. They must never reach clipping, weight decay or an optimizer.
-
-When a module is called more than once in a step (reuse, a loop with shared weights), JAX adds the
-cotangents of its histories, and the sum of two histories is not one. Wrapped as
-
-    Model = fp8jax.nn.max_combining(Model)
-
-the leaves are float32 outside the model and have flax's max-combining dtype inside it, converted
-once at the door, so that calls combine by maximum. The rejected alternative, converting in each
-product, is right only where a module is called once, since every call is back in float32 before
-the sum. Max-combining arrays must not leave the model: orbax cannot save them, nor can JAX
-differentiate with respect to them.
+Each module stores its amax histories in the collection `HISTORIES` (amax_history.py). A model that
+calls a module more than once in a step must be wrapped in `max_combining`.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +24,12 @@ _INIT = nn.initializers.lecun_normal()
 
 
 class Fp8DotGeneral(nn.Module):
-    """A drop-in for the `dot_general_cls` of flax's modules; see `fp8jax.dot_general`.
+    """`fp8jax.dot_general` as the `dot_general_cls` of flax's modules.
 
     Attributes:
-      recipe: a key of `RECIPES` or a `Recipe`. A delayed one takes `recipe.seeding()` at its very
-        first step, or that step's gradients are mostly flushed to zero.
-      backend: a key of `BACKENDS`, or None for the fastest that can.
+      recipe: a key of `RECIPES` or a `Recipe`. Run the first step of a delayed recipe with
+        `recipe.seeding()`; otherwise most gradients of that step are flushed to zero.
+      backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
     """
 
     recipe: str | Recipe = "fp8_delayed"
@@ -51,28 +39,30 @@ class Fp8DotGeneral(nn.Module):
     def __call__(
         self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, key=None
     ) -> Array:
-        """[...] x [...] -> [...] in lhs's dtype; lhs holds the activations, rhs the weights.
-        `key` is for recipes that round stochastically."""
+        """Return `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
+
+        `key` is needed by recipes that round stochastically. Raises ValueError for a `precision`.
+        """
         if precision is not None:
-            raise ValueError(f"the recipe decides how a product is computed, got {precision=}")
+            raise ValueError(f"the recipe decides how a GEMM is computed: drop {precision=}")
         recipe = as_recipe(self.recipe)
-        state = module_histories(self, recipe)
+        histories = module_histories(self, recipe)
         return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=self.backend,
-            preferred_element_type=preferred_element_type,
+            lhs, rhs, dimension_numbers, recipe=recipe, state=histories, key=key,
+            backend=self.backend, preferred_element_type=preferred_element_type,
         )  # fmt: skip
 
 
 class Dense(nn.Module):
-    """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantized as `recipe` says.
+    """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantized by `recipe`.
 
     Attributes:
       features: N.
       recipe, backend: as in `Fp8DotGeneral`.
-      use_bias: adds a bias, in x's dtype.
+      use_bias: whether to add a bias, in y's dtype.
       kernel_init: initializer of the float32 kernel.
-      kernel_axes: logical axis names of the kernel for sharding, () for none.
-      preferred_element_type: dtype of y, None for x's.
+      kernel_axes: logical axis names of the kernel, for sharding; () for none.
+      preferred_element_type: dtype of y; None for x's.
     """
 
     features: int
@@ -85,7 +75,10 @@ class Dense(nn.Module):
 
     @nn.compact
     def variables_for(self, size: int) -> tuple[Any, Any, Histories]:
-        """Its kernel [size, N], bias [N] or None, and histories; created where they are not yet."""
+        """Return the layer's kernel [size, N], bias [N] or None, and histories.
+
+        Variables that do not exist yet are created.
+        """
         init = _named(self.kernel_init, self.kernel_axes)
         kernel = self.param("kernel", init, (size, self.features))
         histories = module_histories(self, as_recipe(self.recipe))
@@ -100,9 +93,15 @@ class Dense(nn.Module):
         key: Shaped[Array, "..."] | None = None,
         input_scale: Float[Array, " K"] | None = None,
     ) -> Float[Array, "... N"]:
-        """`key` is for recipes that round stochastically. Before both are quantized, x is divided
-        by `input_scale`, powers of two, and the kernel's rows are multiplied: range moves from x to
-        the kernel, of which a second one in float32 is kept for the backward."""
+        """Return y in x's dtype, or in `preferred_element_type`.
+
+        Args:
+          x: the activations.
+          key: a PRNG key, for recipes that round stochastically.
+          input_scale: powers of two. Before quantization, x is divided by them and the kernel's
+            rows are multiplied by them, which moves range from x to the kernel. The scaled float32
+            kernel is saved for the backward.
+        """
         return apply_together((self,), ("",), x, (key,), input_scale)[0]
 
 
@@ -112,11 +111,20 @@ def together(
     keys: Sequence[Shaped[Array, "..."] | None],
     input_scale: Float[Array, " K"] | None = None,
 ) -> tuple[Float[Array, "... N"], ...]:
-    """What each of the layers makes of x, bit for bit. Where their recipes are the same and none
-    rounds x stochastically, x is quantized once for all of them, and kept once."""
+    """Apply several layers to one x; the results equal separate calls, bit for bit.
+
+    If the layers have the same settings and do not round x stochastically, x is quantized once for
+    all of them and saved once for the backward.
+
+    Args:
+      layers: the layers, bound to their parent module.
+      x: the activations.
+      keys: one PRNG key per layer, or None for recipes that do not round stochastically.
+      input_scale: as in `Dense`.
+    """
     scopes = [str(layer.name) for layer in layers]
-    alike = all(_as_one(layer) == _as_one(layers[0]) for layer in layers)
-    if alike and as_recipe(layers[0].recipe).same_x:
+    same_settings = all(_settings(layer) == _settings(layers[0]) for layer in layers)
+    if same_settings and as_recipe(layers[0].recipe).same_x:
         return apply_together(layers, scopes, x, keys, input_scale)
     return tuple(
         apply_together((layer,), (scope,), x, (key,), input_scale)[0]
@@ -124,38 +132,46 @@ def together(
     )
 
 
-def _as_one(layer: Dense) -> tuple[Any, ...]:
-    """What layers have in common that can be computed together."""
+def _settings(layer: Dense) -> tuple[Any, ...]:
+    """Return the settings that must be equal for layers to share a quantized x."""
     return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type
 
 
 def apply_together(
     layers: Sequence[Dense], scopes: Sequence[str], x: Array, keys: Sequence[Any], input_scale
 ) -> tuple[Array, ...]:
+    """Apply layers of equal settings to x, which is quantized once; arguments as in `together`.
+
+    `scopes` are the layers' names in the compiled program.
+    """
     first = layers[0]
-    kernels, biases, states = zip(
+    kernels, biases, histories = zip(
         *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
     )
     if input_scale is not None:
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
     ys = dot_general_shared(
-        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=states,
+        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=histories,
         keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
         scopes=scopes,
     )  # fmt: skip
-    return tuple(
-        y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-        for y, bias in zip(ys, biases, strict=True)
-    )
+    return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
+
+
+def add_bias(y: Float[Array, "... N"], bias: Float[Array, " N"] | None) -> Float[Array, "... N"]:
+    """Return y + bias in y's dtype; y itself if the bias is None."""
+    if bias is None:
+        return y
+    return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
 class Einsum(nn.Module):
-    """`jnp.einsum(equation, x, kernel)` with the product quantized as `recipe` says.
+    """`jnp.einsum(equation, x, kernel)` with both operands quantized by `recipe`.
 
     Attributes:
       equation: two operands, such as "bsd,dhk->bshk".
-      shape: of the kernel.
+      shape: the kernel's shape.
       recipe, backend, kernel_init, kernel_axes: as in `Dense`.
     """
 
@@ -170,7 +186,7 @@ class Einsum(nn.Module):
     def __call__(
         self, x: Float[Array, "..."], key: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
-        """x's dtype in and out; `key` is for recipes that round stochastically."""
+        """Return the result in x's dtype; recipes that round stochastically need `key`."""
         kernel = self.param("kernel", _named(self.kernel_init, self.kernel_axes), tuple(self.shape))
         recipe = as_recipe(self.recipe)
         return einsum(
@@ -180,5 +196,5 @@ class Einsum(nn.Module):
 
 
 def _named(init: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:
-    """`init` with logical axis names attached, where there are any."""
+    """Return `init` with the logical axis names attached, if there are any."""
     return nn.with_logical_partitioning(init, axes) if axes else init

@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""Operands of a GEMM, quantized or in high precision, and the requests to quantize them.
+
+An operand is a matrix, or a batch of them, of which either axis may be contracted. `plain_matmul`
+multiplies operands in high precision; the backends (backends.py) multiply quantized ones.
+"""
 
 import dataclasses
 import functools
@@ -20,14 +24,13 @@ from fp8jax.numerics.recipe import Cast
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedOperand:
-    """A quantized operand.
+    """An operand after quantization.
 
     Attributes:
-      q: codes and scales.
-      cast: that made them.
-      axis: of `q.values`, -1 or -2, that is contracted.
-      rows: along the axis that is not contracted, without what was filled up to whole blocks; None
-        where nothing was.
+      q: values and scales.
+      cast: the cast that quantized it.
+      axis: the contracting axis of `q.values`, -1 or -2.
+      rows: unpadded length of the free axis; None if not padded.
     """
 
     q: Quantized
@@ -39,7 +42,7 @@ class QuantizedOperand:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("x",), meta_fields=("axis",))
 @dataclasses.dataclass(frozen=True)
 class PlainOperand:
-    """An operand left in high precision, and the axis, -1 or -2, that is contracted."""
+    """An operand in high precision, and its contracting axis, -1 or -2."""
 
     x: jax.Array
     axis: int
@@ -49,13 +52,13 @@ Operand = QuantizedOperand | PlainOperand
 
 
 class CastRequest(NamedTuple):
-    """What a product asks of an operand [..., rows, columns].
+    """How one GEMM needs an array [..., rows, columns] quantized.
 
     Attributes:
-      cast: how.
-      axis: -1 or -2, the one that is contracted.
-      amax: where the scale comes from instead of the array itself, or None.
-      key: for stochastic rounding, else None.
+      cast: the cast.
+      axis: the contracting axis of the array, -1 or -2.
+      amax: the amax to compute the scale from (delayed scaling); None for the array's own.
+      key: a PRNG key for stochastic rounding, else None.
     """
 
     cast: Cast
@@ -64,19 +67,20 @@ class CastRequest(NamedTuple):
     key: jax.Array | None
 
 
+# (array, requests) -> one operand per request, and max|array| in float32 if a kernel computed it.
 Quantizer = Callable[
     [jax.Array, tuple[CastRequest, ...]], tuple[tuple[QuantizedOperand, ...], jax.Array | None]
 ]
 
 
-# Multiplying --------------------------------------------------------------------------------------
-
-
 def plain_matmul(a: PlainOperand, b: PlainOperand, dtype) -> jax.Array:
-    """[..., M, N]: both without their contracted axes, a leading axis being a batch."""
+    """Multiply [..., M, K] and [..., K, N] (or transposed, as `axis` says) to [..., M, N].
+
+    Leading axes are batch axes. The result has dtype `dtype`.
+    """
     batch = tuple(range(a.x.ndim - 2))
     contract = ((a.x.ndim + a.axis,), (b.x.ndim + b.axis,))
-    # For float32 operands the default would be TF32 on a GPU.
+    # For float32 operands the default on a GPU would be TF32.
     precision = lax.Precision.HIGHEST if a.x.dtype == jnp.float32 else None
     return lax.dot_general(
         a.x, b.x, (contract, (batch, batch)), precision, preferred_element_type=dtype

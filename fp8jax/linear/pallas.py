@@ -1,6 +1,13 @@
-"""TODO docstring."""
+"""The backend `pallas`: the Hopper kernels of fp8jax/kernels/.
+
+The quantization kernels quantize an operand for both of its GEMMs in one pass, where both casts are
+the same. They write the codes with the contracting axis last, padded to whole blocks. Scales of
+whole tensors are multiplied as in the backend `xla`; scales of rows and of 128 elements are
+multiplied inside kernels/row_gemm.py and kernels/block_gemm.py.
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,146 +30,248 @@ from fp8jax.numerics.quantization import Quantized
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.tiles import ROW, TENSOR, TILE128, tensor_amax, tile_amax
 
-Fused = dict[int, tuple[jax.Array, jax.Array]]  # contracted axis of x -> codes, scale
+
+class _Codes(NamedTuple):
+    """Codes with the contracting axis last, and their scales in the layout of `Quantized`."""
+
+    values: jax.Array
+    scale: jax.Array
+
+
+class _Fused(NamedTuple):
+    """What one pass over an array [M, K] computes; None for what was not requested.
+
+    Attributes:
+      rows: codes [M, K] of the rows, for a GEMM that contracts axis -1.
+      columns: codes [K, M] of the columns, for a GEMM that contracts axis -2.
+      amax: max|x| in float32, if the kernel computed it.
+    """
+
+    rows: _Codes | None
+    columns: _Codes | None
+    amax: jax.Array | None
+
+
+# Quantizing ---------------------------------------------------------------------------------------
 
 
 def quantize_fused(
     x: jax.Array, requests: tuple[CastRequest, ...]
 ) -> tuple[tuple[QuantizedOperand, ...], jax.Array | None]:
-    """The same by kernels/quantize.py, and the amax where a kernel found it. Codes have the
-    contracted axis last, and are filled up to whole blocks."""
-    cast, axes = requests[0].cast, {request.axis for request in requests}
-    several = any(request.cast != cast for request in requests)
-    if several or (cast.tile == TILE128 and x.dtype != jnp.bfloat16):
-        return quantize_each(x, requests)
-    padded, amax = pad_to_blocks(x), None
-    if cast.tile == TENSOR:
-        fused, amax = _whole(x, padded, cast, requests[0].amax, axes)
-    elif cast.tile == ROW:
-        fused = _vectors(padded, cast, axes)
-    elif cast.tile == TILE128:
-        fused = _tiles(padded, cast, axes)
-    else:
-        fused = _blocks(padded, cast, axes)
-    return _as_requested(fused, requests, x.shape), amax
+    """Quantize `x` [M, K] for all requests in one pass; also return max|x| if a kernel computed it.
 
-
-def _as_requested(
-    fused: Fused, requests: tuple[CastRequest, ...], shape: tuple[int, ...]
-) -> tuple[QuantizedOperand, ...]:
-    """Of each request, from the codes of an array of such a shape."""
+    There is no kernel for requests with different casts, nor for tiles of 128 in arrays that are
+    not bfloat16. `quantize_each` handles those.
+    """
     cast = requests[0].cast
-    tile = cast.tile.per_axis(2, -1)
-    coded = {
-        axis: QuantizedOperand(
-            Quantized(codes, scale, None, tile), cast, -1, shape[0 if axis == -1 else 1]
-        )
-        for axis, (codes, scale) in fused.items()
-    }
-    return tuple(coded[request.axis] for request in requests)
+    if any(request.cast != cast for request in requests):
+        return quantize_each(x, requests)
+    if cast.tile == TILE128 and x.dtype != jnp.bfloat16:
+        return quantize_each(x, requests)
+    axes = {request.axis for request in requests}
+    rows, columns = -1 in axes, -2 in axes
+    padded = pad_to_blocks(x)
+    if cast.tile == TENSOR:
+        fused = _quantize_tensor(x, padded, cast, requests[0].amax, rows, columns)
+    elif cast.tile == ROW:
+        fused = _quantize_rows(padded, cast, rows, columns)
+    elif cast.tile == TILE128:
+        fused = _quantize_tiles(padded, cast, rows, columns)
+    else:
+        fused = _quantize_blocks(padded, cast, rows, columns)
+    return _operands(fused, requests, x.shape), fused.amax
 
 
-def _whole(x, padded, cast: Cast, given, axes: set[int]) -> tuple[Fused, jax.Array]:
-    """One scale, of the amax that is given or of x; and x's amax."""
-    source = tensor_amax(x) if given is None else given.astype(jnp.float32)
+def _operands(
+    fused: _Fused, requests: tuple[CastRequest, ...], shape: tuple[int, ...]
+) -> tuple[QuantizedOperand, ...]:
+    """Return the operand of each request, from the codes of an array of that unpadded shape."""
+    operands = []
+    for request in requests:
+        codes = fused.rows if request.axis == -1 else fused.columns
+        assert codes is not None  # it was requested
+        q = Quantized(codes.values, codes.scale, None, request.cast.tile.per_axis(2, -1))
+        length = shape[0] if request.axis == -1 else shape[1]
+        operands.append(QuantizedOperand(q, request.cast, -1, length))
+    return tuple(operands)
+
+
+def _quantize_tensor(
+    x: jax.Array, padded: jax.Array, cast: Cast, amax: jax.Array | None, rows: bool, columns: bool
+) -> _Fused:
+    """Quantize with one scale, from the given amax or else from max|x|."""
+    source = tensor_amax(x) if amax is None else amax.astype(jnp.float32)
     scale, _ = cast.scale(source, cast.format)
-    plain, transposed, amax = cast_transpose(
-        padded, scale, cast.format, values=-1 in axes, transposed=-2 in axes
+    values, transposed, own_amax = cast_transpose(
+        padded, scale, cast.format, values=rows, transposed=columns
     )
-    checked = _checked(scale, amax, source)
-    found = {-1: plain, -2: transposed}
-    return {axis: (codes, checked) for axis, codes in found.items() if codes is not None}, amax
+    checked = _checked(scale, own_amax, source)
+    return _Fused(
+        rows=None if values is None else _Codes(values, checked),
+        columns=None if transposed is None else _Codes(transposed, checked),
+        amax=own_amax,
+    )
 
 
 def _checked(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
-    """[1, 1]: the scale of a whole array, NaN where an amax is not finite."""
+    """Return the scale of a whole array as [1, 1]; NaN if an amax is not finite."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, amaxes))
     return jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
 
 
-def _vectors(padded, cast: Cast, axes: set[int]) -> Fused:
-    """One scale a row along either axis; that of rows which were filled up is 1."""
-    amax = {axis: tile_amax(padded, cast.tile.per_axis(2, axis)).reshape(-1) for axis in axes}
-    scale = {axis: cast.scale(a, cast.format)[0].astype(jnp.float32) for axis, a in amax.items()}
-    rows, columns = cast_rows_columns(padded, scale.get(-1), scale.get(-2), cast.format)
-    checked = {axis: jnp.where(jnp.isfinite(amax[axis]), scale[axis], jnp.nan) for axis in axes}
-    found = {-1: rows, -2: columns}
-    return {
-        axis: (codes, checked[axis].reshape(-1, 1))
-        for axis, codes in found.items()
-        if codes is not None
-    }
+def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
+    """Quantize with one scale per row or per column; a padded row or column has scale 1."""
+    axes: list[int] = []
+    if rows:
+        axes.append(-1)
+    if columns:
+        axes.append(-2)
+    amaxes = [tile_amax(padded, cast.tile.per_axis(2, axis)).reshape(-1) for axis in axes]
+    scales = [cast.scale(amax, cast.format)[0].astype(jnp.float32) for amax in amaxes]
+    row_scale = scales[0] if rows else None
+    column_scale = scales[-1] if columns else None
+    row_values, column_values = cast_rows_columns(padded, row_scale, column_scale, cast.format)
+    checked = [
+        jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+        for amax, scale in zip(amaxes, scales, strict=True)
+    ]
+    return _Fused(
+        rows=None if row_values is None else _Codes(row_values, checked[0].reshape(-1, 1)),
+        columns=(
+            None if column_values is None else _Codes(column_values, checked[-1].reshape(-1, 1))
+        ),
+        amax=None,
+    )
 
 
-def _tiles(padded, cast: Cast, axes: set[int]) -> Fused:
-    """1x128 along either axis."""
-    both = quantize_tiles(padded, cast.format, cast.scale, rows=-1 in axes, columns=-2 in axes)
-    found = zip((-1, -2), both, strict=True)
-    return {axis: (codes.values, codes.scale.T) for axis, codes in found if codes is not None}
+def _quantize_tiles(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
+    """Quantize in tiles of 128 elements along the contracting axis."""
+    of_rows, of_columns = quantize_tiles(
+        padded, cast.format, cast.scale, rows=rows, columns=columns
+    )
+    return _Fused(
+        rows=None if of_rows is None else _Codes(of_rows.values, of_rows.scale.T),
+        columns=None if of_columns is None else _Codes(of_columns.values, of_columns.scale.T),
+        amax=None,
+    )
+
+
+def _quantize_blocks(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
+    """Quantize in blocks of 128x128; codes of rows and of columns have the same scales."""
+    of_rows = of_columns = None
+    if rows:
+        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=False)
+        of_rows = _Codes(codes.values, codes.scale)
+    if columns:
+        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=True)
+        of_columns = _Codes(codes.values, codes.scale.T)
+    return _Fused(rows=of_rows, columns=of_columns, amax=None)
 
 
 def quantize_swiglu(
     producer: Producer, sources: tuple[jax.Array, ...], each: tuple[tuple[CastRequest, ...], ...]
 ) -> tuple[tuple[tuple[QuantizedOperand, ...], jax.Array | None], ...]:
-    """`_quantize_fused` of each result of the producer, for recipes that `fuses` takes."""
-    casts = [requests[0].cast for requests in each]
-    axes = tuple(tuple(request.axis for request in requests) for requests in each)
+    """Apply `quantize_fused` to each result of the producer, without storing the results.
+
+    Args:
+      producer: an elementwise function such as SwiGLU (kernels/swiglu.py).
+      sources: its arguments, [M, K] each.
+      each: the requests for each result, of recipes for which `can_fuse_swiglu` is True.
+    """
     padded, shape = tuple(map(pad_to_blocks, sources)), sources[0].shape
-    if casts[0].tile == TILE128:
-        tiles = tiles_produced(producer, padded, casts[0].format, casts[0].scale, axes)
-        found = [({a: (c.values, c.scale.T) for a, c in of.items()}, None) for of in tiles]
+    if each[0][0].cast.tile == TILE128:
+        results = _swiglu_tiles(producer, padded, each)
     else:
-        given = [r[0].amax.astype(jnp.float32) for r in each if r[0].amax is not None]  # all
-        scales = [c.scale(amax, c.format)[0] for c, amax in zip(casts, given, strict=True)]
-        formats = tuple(cast.format for cast in casts)
-        whole = cast_produced(producer, padded, jnp.stack(scales), formats, axes)
-        found = []
-        for (of, amax), scale, source in zip(whole, scales, given, strict=True):
-            checked = _checked(scale, source if amax is None else amax, source)
-            found.append(({axis: (codes, checked) for axis, codes in of.items()}, amax))
+        results = _swiglu_tensors(producer, padded, each)
     return tuple(
-        (_as_requested(fused, requests, shape), amax)
-        for (fused, amax), requests in zip(found, each, strict=True)
+        (_operands(fused, requests, shape), fused.amax)
+        for fused, requests in zip(results, each, strict=True)
     )
 
 
-def _blocks(padded, cast: Cast, axes: set[int]) -> Fused:
-    """128x128: codes as they are or transposed, with the same scales."""
-    fused = {}
-    for axis in axes:
-        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=axis == -2)
-        fused[axis] = codes.values, codes.scale if axis == -1 else codes.scale.T
+def _requested_axes(each: tuple[tuple[CastRequest, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(request.axis for request in requests) for requests in each)
+
+
+def _swiglu_tiles(
+    producer: Producer, padded: tuple[jax.Array, ...], each: tuple[tuple[CastRequest, ...], ...]
+) -> list[_Fused]:
+    cast = each[0][0].cast
+    results = tiles_produced(producer, padded, cast.format, cast.scale, _requested_axes(each))
+    fused = []
+    for by_axis in results:
+        codes = {axis: _Codes(c.values, c.scale.T) for axis, c in by_axis.items()}
+        fused.append(_from_axes(codes, None))
     return fused
 
 
+def _swiglu_tensors(
+    producer: Producer, padded: tuple[jax.Array, ...], each: tuple[tuple[CastRequest, ...], ...]
+) -> list[_Fused]:
+    casts = [requests[0].cast for requests in each]
+    amaxes = []
+    for requests in each:
+        assert requests[0].amax is not None  # `can_fuse_swiglu` requires delayed scaling
+        amaxes.append(requests[0].amax.astype(jnp.float32))
+    scales = [c.scale(amax, c.format)[0] for c, amax in zip(casts, amaxes, strict=True)]
+    formats = tuple(cast.format for cast in casts)
+    results = cast_produced(producer, padded, jnp.stack(scales), formats, _requested_axes(each))
+    fused = []
+    for (by_axis, own_amax), scale, amax in zip(results, scales, amaxes, strict=True):
+        checked = _checked(scale, amax if own_amax is None else own_amax, amax)
+        codes = {axis: _Codes(values, checked) for axis, values in by_axis.items()}
+        fused.append(_from_axes(codes, own_amax))
+    return fused
+
+
+def _from_axes(codes: dict[int, _Codes], amax: jax.Array | None) -> _Fused:
+    return _Fused(
+        rows=codes[-1] if -1 in codes else None,
+        columns=codes[-2] if -2 in codes else None,
+        amax=amax,
+    )
+
+
+# Multiplying --------------------------------------------------------------------------------------
+
+
 def matmul_pallas(a: Operand, b: Operand, dtype) -> jax.Array:
-    """As `_xla` where scales are of whole tensors, else by kernels/row_gemm.py and
-    block_gemm.py."""
-    assert isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand)
+    """Multiply two quantized operands; return [M, N] in `dtype`, without the padding.
+
+    Scales of whole tensors are multiplied as in `matmul_xla`, other scales inside the kernels.
+    """
+    assert isinstance(a, QuantizedOperand)  # `pallas_refuses` excludes high-precision operands
+    assert isinstance(b, QuantizedOperand)
     if a.cast.tile == b.cast.tile == TENSOR:
-        return matmul_xla(a, b, dtype)[: _rows(a), : _rows(b)]
+        return matmul_xla(a, b, dtype)[: _free_length(a), : _free_length(b)]
     (left, sa), (right, sb) = _contracted_last(a), _contracted_last(b)
     if a.cast.separable and b.cast.separable:
         sa, sb = (jnp.broadcast_to(s[0], v.shape[:1]) for s, v in ((sa, left), (sb, right)))
         y = row_scaled_matmul(left, right, sa, sb, dtype)
     else:
         y = block_scaled_matmul(left, right, sa, sb, dtype)
-    return y[: _rows(a), : _rows(b)]
+    return y[: _free_length(a), : _free_length(b)]
 
 
-def _rows(operand: QuantizedOperand) -> int:
-    """Of the operand as it came, along the axis that is not contracted."""
-    free = -2 if operand.axis == -1 else -1
-    return operand.q.values.shape[free] if operand.rows is None else operand.rows
+def _free_length(operand: QuantizedOperand) -> int:
+    """Return the unpadded length of the operand's free axis."""
+    if operand.rows is not None:
+        return operand.rows
+    return operand.q.values.shape[-2 if operand.axis == -1 else -1]
 
 
 def _contracted_last(operand: QuantizedOperand) -> tuple[jax.Array, jax.Array]:
-    """Codes [rows, K] and scales [K / 128 or 1, rows or blocks of them or 1], in whole blocks."""
+    """Return the codes [rows, K], padded to whole blocks, and their scales.
+
+    The scales are [K / 128 or 1, n], where n is the number of rows, of blocks of rows, or 1.
+    """
     values, scale = operand.q.values, operand.q.float_scale()
     if operand.axis == -2:
         values = values.T
     else:
         scale = scale.T
     values = pad_to_blocks(values)
-    missing = 0 if operand.cast.tile.free != 1 else values.shape[0] - scale.shape[1]
+    missing = 0
+    if operand.cast.tile.free == 1:
+        missing = values.shape[0] - scale.shape[1]
     return values, jnp.pad(scale, ((0, 0), (0, missing)), constant_values=1)

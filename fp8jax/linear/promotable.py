@@ -1,17 +1,16 @@
-"""A product with two recipes, of which a flag on the device chooses one: no compilation in between.
+"""A linear with two recipes; a flag on the device selects one, without recompiling.
 
-    y  = Q(x) Q(w)                  Q of the low recipe, or of the high one where `promoted`
-    dx = Q(g) Q(w)^T, dw = Q(x)^T Q(g)    in the same recipe
+    y  = Q(x) Q(w)                        Q of the high recipe if `promoted`, else of the low one
+    dx = Q(g) Q(w)^T, dw = Q(x)^T Q(g)    with the same recipe
 
-Kept from forward to backward is x itself, once, for both: a `lax.cond` around a layer keeps what
-either branch wants. It is more than the codes that a single recipe keeps.
+Saved for the backward is x itself, for both recipes. A `lax.cond` around the layer would save the
+residuals of both branches. x takes more memory than the quantized x that a single recipe saves.
 
-The amax histories are the low recipe's. A promoted product records its amaxes in them as the low
-one would have: when the promotion ends, scales are as new as if there had been none. The high
-recipe keeps no histories.
+The amax histories belong to the low recipe; the high recipe has none. A promoted linear records the
+same amaxes as the low recipe would, so when the promotion ends the scales are up to date.
 
-A product that runs promoted is the product of the high recipe to the bit; a whole program is not
-the program of the high recipe, since XLA fuses and rounds around a branch as it likes.
+A promoted linear computes the same bits as the high recipe alone. A whole program does not equal
+the program of the high recipe, because XLA fuses and rounds differently around a branch.
 """
 
 import functools
@@ -27,46 +26,55 @@ from fp8jax.linear.dot import make_context
 from fp8jax.linear.vjp import X_CASTS, VjpContext, backward, forward, quantize_operand
 from fp8jax.numerics.recipe import Recipe
 
-Pair = tuple[VjpContext, VjpContext]  # the low recipe's, and the high one's
+Pair = tuple[VjpContext, VjpContext]  # of the low recipe and of the high one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _promotable(pair: Pair, promoted, x, w, state: Histories, key) -> jax.Array:
-    return _forward(pair, promoted, x, w, state, key)[0]
+def _promotable(pair: Pair, promoted, x, w, histories: Histories, key) -> jax.Array:
+    return _forward(pair, promoted, x, w, histories, key)[0]
 
 
-def _forward(pair: Pair, promoted, x, w, state: Histories, key) -> tuple[jax.Array, Histories]:
-    def run(context: VjpContext):
-        def branch(x, w, state):
-            (y,), _, (recorded,) = forward(
-                context, x, (w,), (to_float32(state),), (key,), {"fwd_x": -1}
+def _forward(pair: Pair, promoted, x, w, histories: Histories, key) -> tuple[jax.Array, Histories]:
+    """Return y and the new histories of x and w."""
+
+    def with_recipe(context: VjpContext):
+        def branch(x, w, histories):
+            (y,), _, (new_histories,) = forward(
+                context, x, (w,), (to_float32(histories),), (key,), {"fwd_x": -1}
             )
-            # A recipe that leaves w in high precision has seen it in x's dtype only.
-            return y, recorded | record(to_float32(state), "w", w, None)
+            # Recorded again from w itself: a recipe that leaves w in high precision has recorded
+            # the amax of w rounded to x's dtype.
+            return y, new_histories | record(to_float32(histories), "w", w, None)
 
         return branch
 
-    return lax.cond(promoted, run(pair[1]), run(pair[0]), x, w, state)
+    low, high = pair
+    return lax.cond(promoted, with_recipe(high), with_recipe(low), x, w, histories)
 
 
-def _fwd(pair: Pair, promoted, x, w, state: Histories, key):
-    y, recorded = _forward(pair, promoted, x, w, state, key)
-    return y, (promoted, x, w, state, recorded, key)
+def _fwd(pair: Pair, promoted, x, w, histories: Histories, key):
+    y, new_histories = _forward(pair, promoted, x, w, histories, key)
+    return y, (promoted, x, w, histories, new_histories, key)
 
 
-def _bwd(pair: Pair, kept: Any, g: jax.Array):
-    promoted, x, w, state, recorded, key = kept
+def _bwd(pair: Pair, saved: Any, g: jax.Array):
+    promoted, x, w, histories, new_histories, key = saved
 
-    def run(context: VjpContext):
-        def branch(x, w, state, recorded, g):
-            wanted = {"wgrad_x": X_CASTS["wgrad_x"]}
-            qx, _ = quantize_operand(context, x, wanted, to_float32(state), key)
-            return backward(context, qx["wgrad_x"], context.scopes[0], w, state, recorded, key, g)
+    def with_recipe(context: VjpContext):
+        def branch(x, w, histories, new_histories, g):
+            x_casts = {"wgrad_x": X_CASTS["wgrad_x"]}
+            qx, _ = quantize_operand(context, x, x_casts, to_float32(histories), key)
+            return backward(
+                context, qx["wgrad_x"], context.scopes[0], w, histories, new_histories, key, g
+            )
 
         return branch
 
-    dx, dw, new = lax.cond(promoted, run(pair[1]), run(pair[0]), x, w, state, recorded, g)
-    return None, dx, dw, new, None
+    low, high = pair
+    dx, dw, cotangent = lax.cond(
+        promoted, with_recipe(high), with_recipe(low), x, w, histories, new_histories, g
+    )
+    return None, dx, dw, cotangent, None
 
 
 _promotable.defvjp(_fwd, _bwd)
@@ -84,19 +92,25 @@ def promotable_dot(
     backend: str | None = None,
     scope: str = "",
 ) -> Float[Array, "*rows N"]:
-    """x w in the recipe `low`, or `high` where `promoted`; in x's dtype, dw in w's.
+    """Return x w in x's dtype, quantized by recipe `high` if `promoted`, else by `low`.
+
+    dx has x's dtype, dw has w's.
 
     Args:
-      state: histories of `low`; their cotangent is their next value.
-      key: for recipes that round stochastically.
+      promoted: a flag on the device.
+      state: the amax histories of `low`. Their cotangent is their next value.
+      key: a PRNG key, for recipes that round stochastically.
+      backend: a key of `BACKENDS`, or None for the fastest that can run each recipe.
       scope: name of the module in the compiled program.
 
     Raises:
-      ValueError: a high recipe with histories; a state or a key that `low` does not fit.
-      NotImplementedError: a backend that cannot run one of the recipes.
+      ValueError: if `high` has histories, or `state` or `key` do not fit the recipes.
+      NotImplementedError: if the backend cannot run one of the recipes.
     """
     if high.histories:
-        raise ValueError(f"{high.name!r} keeps amax histories: a promoted product has none")
+        raise ValueError(
+            f"high recipe {high.name!r} needs amax histories: choose one without delayed scaling"
+        )
     settings: Any = dict(backend=backend, whole=bool(x.size and w.size), scopes=(scope,))
     pair = (
         make_context(low, (state,), (key,), x.dtype, **settings),

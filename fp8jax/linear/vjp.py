@@ -1,4 +1,28 @@
-"""TODO docstring."""
+"""The only custom VJP of GEMMs.
+
+    forward    y  = Q(x) Q(w)
+    backward   dx = Q(g) Q(w)^T
+               dw = Q(x)^T Q(g)
+
+Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant along the contracting
+axis multiply the result, others multiply block by block. Saved for the backward are
+
+    x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
+         wgrad_x in high precision, x itself.
+    w    the operand as given, in practice the float32 parameter, which exists anyway. The backward
+         quantizes it again, so no gathered or cast weight is saved under any rematerialization
+         policy.
+    the amax histories, with x and w already recorded (amax_history.py).
+
+A rematerialization policy can save what has a name: GEMM_OUTPUT, the results of the forward GEMMs,
+and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` look for
+`dot_general` and would miss GEMMs that are kernels.
+
+Several weights may share one x (queries, keys and values). It is quantized once and saved once.
+
+Dtypes: y and dx have x's dtype (y another one on request), dw has w's. With bfloat16 activations
+and a float32 master weight, the weight gradient leaves the accumulator in float32.
+"""
 
 import contextlib
 import dataclasses
@@ -13,9 +37,9 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8jax.linear.amax_history import (
     Histories,
     as_cotangent,
-    largest_amax,
     largest_of,
     record,
+    stored_amax,
     to_float32,
 )
 from fp8jax.linear.backends import Backend
@@ -31,25 +55,24 @@ from fp8jax.numerics.recipe import Cast, Recipe
 # Names for jax.checkpoint_policies.save_only_these_names.
 GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
 
-
-# The casts of an operand that two products read, and the axis that each contracts.
+# Casts of the operands that two GEMMs read: name -> contracting axis.
 X_CASTS = {"fwd_x": -1, "wgrad_x": -2}
-
-
 G_CASTS = {"dgrad_g": -1, "wgrad_g": -2}
 
-
-# Order of the casts' keys: fold_in(key, index). Part of what makes a run reproducible.
+# A cast's key is fold_in(key, index in this order). Changing the order changes training runs.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
-
-
-# The product and its derivative -------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class VjpContext:
-    """What is static about products of one x: `dtype` is that of x and dx, `out_dtype` that of y;
-    `scopes` name each weight's module in the compiled program, "" for where it stands anyway."""
+    """The static settings of GEMMs that share one x.
+
+    Attributes:
+      recipe, backend: how operands are quantized and multiplied.
+      dtype: of x and dx.
+      out_dtype: of y.
+      scopes: the name of each weight's module in the compiled program; "" adds no name.
+    """
 
     recipe: Recipe
     backend: Backend
@@ -59,27 +82,36 @@ class VjpContext:
 
 
 class _Residuals(NamedTuple):
+    """What the forward saves for the backward. Tuples have one entry per weight."""
+
     x: Operand  # as wgrad reads it
     ws: tuple[jax.Array, ...]
-    states: tuple[Histories, ...]
-    recorded: tuple[Histories, ...]  # the new histories of x and w; g's amax is not known yet
+    histories: tuple[Histories, ...]
+    new_histories: tuple[Histories, ...]  # of x and w; the backward adds g's
     keys: tuple[jax.Array | None, ...]
 
 
+# Quantizing and multiplying one operand -----------------------------------------------------------
+
+
 def cast_requests(
-    recipe: Recipe, wanted: dict[str, int], histories: Histories, key
+    recipe: Recipe, cast_axes: dict[str, int], histories: Histories, key
 ) -> dict[str, CastRequest]:
-    """What the recipe's casts of those names, name -> the axis that is contracted, ask for; none
-    for an operand that stays in high precision."""
+    """Return name -> request for each named cast, without the casts that are None.
+
+    Args:
+      cast_axes: name of the cast -> contracting axis of its operand.
+      histories: the layer's histories in float32, read by delayed casts.
+      key: a PRNG key, for casts that round stochastically.
+    """
     requests: dict[str, CastRequest] = {}
-    for name, axis in wanted.items():
+    for name, axis in cast_axes.items():
         cast: Cast | None = getattr(recipe, name)
         if cast is None:
             continue
         amax = cast_key = None
         if cast.timing == "delayed":
-            history = histories[name[-1]]
-            amax = largest_amax(history) if cast.amax == "max" else history[0]
+            amax = stored_amax(histories[name[-1]], cast)
         if cast.rounding == "stochastic":
             cast_key = jax.random.fold_in(key, KEY_ORDER.index(name))
         requests[name] = CastRequest(cast, axis, amax, cast_key)
@@ -87,22 +119,28 @@ def cast_requests(
 
 
 def quantize_operand(
-    context: VjpContext, x: jax.Array, wanted: dict[str, int], histories: Histories, key
+    context: VjpContext, x: jax.Array, cast_axes: dict[str, int], histories: Histories, key
 ) -> tuple[dict[str, Operand], jax.Array | None]:
-    """`x` as casts of the recipe have it, and its amax where the backend found it on the way."""
-    requests = cast_requests(context.recipe, wanted, histories, key)
-    operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in wanted.items()}
+    """Quantize `x` for each requested GEMM; also return max|x| where the kernel computed it.
+
+    Arguments as in `cast_requests`. The operands are returned by the names of their casts; those
+    without a cast are `PlainOperand`.
+    """
+    requests = cast_requests(context.recipe, cast_axes, histories, key)
+    operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
     if not requests:
         return operands, None
-    coded, amax = context.backend.quantize(x, tuple(requests.values()))
-    return operands | dict(zip(requests, coded, strict=True)), amax
+    quantized, amax = context.backend.quantize(x, tuple(requests.values()))
+    return operands | dict(zip(requests, quantized, strict=True)), amax
 
 
 def named_matmul(
     context: VjpContext, name: str, scope: str, a: Operand, b: Operand, dtype
 ) -> jax.Array:
-    """Product `name` of the recipe, under scopes that compiled programs keep
-    (analysis/gemms.py)."""
+    """Compute GEMM `name` of the recipe under scopes that stay in the compiled program.
+
+    analysis/gemms.py reads them.
+    """
     module = jax.named_scope(scope) if scope else contextlib.nullcontext()
     with module, jax.named_scope(f"{context.recipe.name}.{name}"):
         if isinstance(a, QuantizedOperand) or isinstance(b, QuantizedOperand):
@@ -111,9 +149,14 @@ def named_matmul(
 
 
 def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
-    """A weight that is not quantized is multiplied in the activations' dtype; one that is, is
-    quantized from its master."""
+    """Return the weight in the activations' dtype if no cast quantizes it, else unchanged.
+
+    A cast quantizes the master weight directly.
+    """
     return w.astype(dtype) if cast is None else w
+
+
+# The custom VJP -----------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -121,76 +164,121 @@ def quantized_matmuls(
     context: VjpContext,
     x: jax.Array,
     ws: tuple[jax.Array, ...],
-    states: tuple[Histories, ...],
+    histories: tuple[Histories, ...],
     keys,
 ) -> tuple[jax.Array, ...]:
-    """[..., M, K] x [..., K, N] -> [..., M, N] for each w; x is quantized once for all."""
-    histories = tuple(map(to_float32, states))
-    return forward(context, x, ws, histories, keys, {"fwd_x": -1})[0]
+    """Multiply x [..., M, K] by each w [..., K, N] to [..., M, N]; quantize x once for all.
+
+    `histories` and `keys` have one entry per weight. The cotangent of `histories` is their next
+    value.
+    """
+    in_float32 = tuple(map(to_float32, histories))
+    return forward(context, x, ws, in_float32, keys, {"fwd_x": -1})[0]
 
 
-def forward(context: VjpContext, x, ws, histories, keys, wanted: dict[str, int]):
-    """The products, the codes of x that are `wanted`, and the histories of x and each w."""
-    of_x = tuple({k: v for k, v in state.items() if k == "x"} for state in histories)
-    qx, amax_x = quantize_operand(context, x, wanted, largest_of(of_x), keys[0])
-    ys, recorded = [], []
-    for w, state, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
-        y, of_w = forward_matmul(context, qx["fwd_x"], w, state, key, scope, x.dtype)
+def forward(
+    context: VjpContext,
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    histories: Sequence[Histories],
+    keys,
+    x_casts: dict[str, int],
+) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Histories, ...]]:
+    """Compute the forward GEMMs of one x.
+
+    Args:
+      histories: in float32, one entry per weight, like `ws` and `keys`.
+      x_casts: the casts of x to compute, name -> contracting axis; contains fwd_x.
+
+    Returns:
+      y for each weight, the operands of `x_casts`, and the new histories of x and each w.
+    """
+    of_x = tuple({k: v for k, v in one.items() if k == "x"} for one in histories)
+    qx, amax_x = quantize_operand(context, x, x_casts, largest_of(of_x), keys[0])
+    ys, new_histories = [], []
+    for w, one, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
+        y, of_w = forward_matmul(context, qx["fwd_x"], w, one, key, scope, x.dtype)
         ys.append(y)
-        recorded.append(record(state, "x", x, amax_x) | of_w)
-    return tuple(ys), qx, tuple(recorded)
+        new_histories.append(record(one, "x", x, amax_x) | of_w)
+    return tuple(ys), qx, tuple(new_histories)
 
 
 def forward_matmul(
     context: VjpContext, qx: Operand, w, histories: Histories, key, scope: str, dtype
-):
-    """One forward product, and the new history of w."""
+) -> tuple[jax.Array, Histories]:
+    """Compute one forward GEMM; return y and the new history of w. `dtype` is that of x."""
     w = in_compute_dtype(w, dtype, context.recipe.fwd_w)
     qw, amax = quantize_operand(context, w, {"fwd_w": -2}, histories, key)
     y = named_matmul(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
     return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax)
 
 
-def _matmuls_fwd(context: VjpContext, x, ws, states, keys):
-    histories = tuple(map(to_float32, states))
-    ys, qx, recorded = forward(context, x, ws, histories, keys, X_CASTS)
+def _matmuls_fwd(context: VjpContext, x, ws, histories, keys):
+    in_float32 = tuple(map(to_float32, histories))
+    ys, qx, new_histories = forward(context, x, ws, in_float32, keys, X_CASTS)
     x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
-    return ys, _Residuals(x, ws, states, recorded, keys)
+    return ys, _Residuals(x, ws, histories, new_histories, keys)
 
 
-def _matmuls_bwd(context: VjpContext, kept: _Residuals, gs: tuple[jax.Array, ...]):
-    of_all = (context.scopes, kept.ws, kept.states, kept.recorded, kept.keys, gs)
-    each = zip(*of_all, strict=True)
-    dxs, dws, states = zip(*(backward(context, kept.x, *one) for one in each), strict=True)
-    return sum_cotangents(dxs), dws, states, None
-
-
-def sum_cotangents(cotangents: Sequence[jax.Array]) -> jax.Array:
-    """In the order in which JAX adds the cotangents of an array that several products read."""
-    return functools.reduce(jnp.add, cotangents[::-1])
-
-
-def backward(
-    context: VjpContext, x: Operand, scope: str, w, state: Histories, recorded: Histories, key, g
-):
-    """dx, dw and the new state of one product, from the gradient of its result."""
-    g = g.astype(context.dtype)
-    qg, amax = quantize_operand(context, g, G_CASTS, to_float32(state), key)
-    dx = input_gradient(context, scope, w, state, key, qg)
-    dw = weight_gradient(context, x, scope, w, qg)
-    return dx, dw, as_cotangent(state, recorded | record(to_float32(state), "g", g, amax))
-
-
-def input_gradient(
-    context: VjpContext, scope: str, w, state: Histories, key, qg: dict[str, Operand]
-):
-    w = in_compute_dtype(w, context.dtype, context.recipe.dgrad_w)
-    qw, _ = quantize_operand(context, w, {"dgrad_w": -1}, to_float32(state), key)
-    return named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
-
-
-def weight_gradient(context: VjpContext, x: Operand, scope: str, w, qg: dict[str, Operand]):
-    return named_matmul(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
+def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
+    dxs, dws, histories = [], [], []
+    for scope, w, old, new, key, g in zip(
+        context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs, strict=True
+    ):
+        dx, dw, cotangent = backward(context, saved.x, scope, w, old, new, key, g)
+        dxs.append(dx)
+        dws.append(dw)
+        histories.append(cotangent)
+    return sum_cotangents(dxs), tuple(dws), tuple(histories), None
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
+
+
+def backward(
+    context: VjpContext,
+    x: Operand,
+    scope: str,
+    w: jax.Array,
+    histories: Histories,
+    new_histories: Histories,
+    key,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, Histories]:
+    """Compute the backward GEMMs of one weight from the gradient g of its result.
+
+    Args:
+      x: the operand x of wgrad.
+      histories: as given to the forward, in their own dtype.
+      new_histories: those of x and w, from the forward.
+
+    Returns:
+      dx, dw and the cotangent of `histories`.
+    """
+    g = g.astype(context.dtype)
+    qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key)
+    dx = input_gradient(context, scope, w, histories, key, qg)
+    dw = weight_gradient(context, x, scope, w, qg)
+    of_g = record(to_float32(histories), "g", g, amax)
+    return dx, dw, as_cotangent(histories, new_histories | of_g)
+
+
+def input_gradient(
+    context: VjpContext, scope: str, w, histories: Histories, key, qg: dict[str, Operand]
+) -> jax.Array:
+    """Compute the dgrad GEMM, dx = Q(g) Q(w)^T."""
+    w = in_compute_dtype(w, context.dtype, context.recipe.dgrad_w)
+    qw, _ = quantize_operand(context, w, {"dgrad_w": -1}, to_float32(histories), key)
+    return named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+
+
+def weight_gradient(
+    context: VjpContext, x: Operand, scope: str, w, qg: dict[str, Operand]
+) -> jax.Array:
+    """Compute the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
+    return named_matmul(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
+
+
+def sum_cotangents(cotangents: Sequence[jax.Array]) -> jax.Array:
+    """Add in the order in which JAX adds the cotangents of an array that several GEMMs read."""
+    return functools.reduce(jnp.add, cotangents[::-1])

@@ -1,4 +1,11 @@
-"""TODO docstring."""
+"""The backend `xla`: XLA's FP8 GEMMs, and cuDNN's block-scaled GEMMs on Blackwell.
+
+FP8 codes go into `lax.dot_general` and the scales are multiplied into its result. On Blackwell,
+MXFP8 and NVFP4 codes go into `jax.nn.scaled_matmul` together with their scales.
+
+The more obvious program, which dequantizes and then multiplies, was rejected: where XLA does not
+recognize the pattern it silently runs a BF16 GEMM, and on a GPU it even drops the rounding.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +18,16 @@ from fp8jax.linear.refusals import is_block_scaled
 
 
 def matmul_xla(a: Operand, b: Operand, dtype) -> jax.Array:
-    """float8 codes into the matrix unit, scales multiplied into its result."""
-    assert isinstance(a, QuantizedOperand) and isinstance(
-        b, QuantizedOperand
-    )  # what `_xla_refuses` is for
+    """Multiply two quantized operands in the matrix unit; return [..., M, N] in `dtype`."""
+    assert isinstance(a, QuantizedOperand)  # `xla_refuses` excludes operands in high precision
+    assert isinstance(b, QuantizedOperand)
     if is_block_scaled(a.cast, b.cast):
         return scaled_matmul(a.q, b.q, a.axis, b.axis).astype(dtype)
     y = plain_matmul(codes_of(a), codes_of(b), dtype)
     scale = result_scale(a, b)
     if scale.size == 1 and xla.folds_scales():
-        # XLA folds this spelling, and only this, into the GEMM's epilogue, where scale and result
-        # are float32 (a test on the GPU compares bits): no second pass over y.
+        # XLA folds only this expression into the GEMM's epilogue, which saves a pass over y. There
+        # scale and result are float32 (a GPU test compares the bits).
         return y * scale.astype(dtype)
-    # Elsewhere in float32: a scale in bfloat16 would be off by up to 2^-9 for the whole tensor.
+    # Elsewhere in float32: a scale rounded to bfloat16 would change the whole tensor by up to 2^-9.
     return (y.astype(jnp.float32) * scale).astype(dtype)

@@ -1,4 +1,30 @@
-"""TODO docstring."""
+"""Blockwise causal attention written out in JAX, to read and to experiment with.
+
+Legend: B batch, T query length, S key length, K key and value heads, G query heads for each of
+them, H head size, C keys in a block.
+
+This is the algorithm of FlashAttention (arXiv 2307.08691). It loops over blocks of C keys. With
+scores s = q k^T / sqrt(H), -inf where masked, it carries for each query the maximum m so far, the
+sum l of exp(s - m), and the unnormalized output o:
+
+    m' = max(m, rowmax s)   p = exp(s - m')   a = exp(m - m')
+    l' = a l + rowsum p     o' = a o + p v                           out = o / l
+
+p is cast to v's dtype before it is multiplied by v, as in the fused kernels. The forward saves out
+and the log-sum-exp L = m + log l. The backward recomputes p = exp(s - L), block by block:
+
+    dv = p^T do     dp = do v^T     delta = rowsum(do * out)     ds = p (dp - delta) / sqrt(H)
+    dq = ds k       dk = ds^T q
+
+The fused kernels also split the queries into blocks. That changes no number and is left out here.
+
+Why low-precision training fails (arXiv 2510.04212). Where two keys of a row share the largest
+score, both have p equal to exactly 1. The sum of two bfloat16 values with the same sign needs one
+more bit than bfloat16 has, so every other sum is a tie, which the small remaining terms of the row
+always break to the same side. The bias enters delta, and dq accumulates it over tokens and steps.
+`RowMax` raises m for such rows: the softmax does not depend on m, and with a p < 1 that differs
+from row to row the sums are no longer ties.
+"""
 
 import dataclasses
 import functools
@@ -10,25 +36,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-BLOCK = 128  # keys in a block of the reference
-
-
-# The blockwise reference --------------------------------------------------------------------------
+BLOCK = 128  # C, keys in a block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowMax:
-    """The m of rows whose largest score r in a block is shared by several keys: beta r where r > 0,
-    0 where r < 0 (Algorithm 1 of arXiv 2510.04212).
+    """Raises the m of rows in which several keys of a block share the largest score r.
 
-    One deviation: as printed, p underflows at large |r|, and the row is 0 / 0. Here m - r takes at
-    most half the exponents of p's dtype, which leaves weights down to 2^-63 of the largest normal
-    in bfloat16; beyond, it starts again at a quarter. A constant limit was rejected: its p, one for
-    all such rows, is rounded alike in all, or as exact as 1. Beta 2 gets there at r = 44, 7 at 7.3.
+    m becomes beta r where r > 0, and 0 where r < 0 (algorithm 1 of arXiv 2510.04212).
+
+    One deviation from the paper: as printed, p underflows at large |r|, and the row becomes 0 / 0.
+    Here m - r spans at most half the exponent range of p's dtype, so that weights down to 2^-63 of
+    the largest in their row are still normal numbers in bfloat16. Beyond that limit, m - r starts
+    again at a quarter of the range. The limit is reached at r = 44 with beta 2, and at r = 7.3 with
+    beta 7. A constant m - r beyond the limit was rejected: all such rows would have the same p,
+    which is rounded in the same way in all of them, or is as exact as 1.
 
     Attributes:
-      beta: the authors advise 2 to 8, show a run with 7, and have 2 in their code.
-      tolerance: scores this little below the largest share it.
+      beta: the authors recommend 2 to 8, show a run with 7, and use 2 in their code.
+      tolerance: keys whose scores are this close to the largest count as sharing it.
+
+    Raises:
+      ValueError: beta or tolerance is out of range.
     """
 
     beta: float = 2.0
@@ -36,12 +65,16 @@ class RowMax:
 
     def __post_init__(self):
         if not (1 < self.beta < math.inf and 0 <= self.tolerance < math.inf):
-            raise ValueError(f"beta must be above 1, tolerance at least 0, both finite: {self}")
+            raise ValueError(f"beta must be above 1, tolerance at least 0, both finite: got {self}")
 
     def raised(self, s_BKGTC: Array, r_BKGT: Array, dtype: Any) -> Array:
-        """The row maxima `r_BKGT` of scores, raised where they are shared; `dtype` is p's."""
+        """Returns the row maxima `r_BKGT`, raised where several scores share them.
+
+        `dtype` is the dtype in which p is multiplied by v.
+        """
         sharing = jnp.sum(s_BKGTC >= (r_BKGT - self.tolerance)[..., None], axis=-1)
-        size = jnp.where((sharing > 1) & jnp.isfinite(r_BKGT), jnp.abs(r_BKGT), 0.0)  # not masked
+        # A row whose keys are all masked has r = -inf, and stays as it is.
+        size = jnp.where((sharing > 1) & jnp.isfinite(r_BKGT), jnp.abs(r_BKGT), 0.0)
         slope = jnp.where(r_BKGT > 0, self.beta - 1, 1.0)
         quarter = -math.log(jnp.finfo(dtype).tiny) / 4 / slope
         return r_BKGT + slope * jnp.minimum(size, quarter + size % quarter)
@@ -49,13 +82,18 @@ class RowMax:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blockwise:
-    """The blockwise algorithm, with `row_max` or without; `rounded`: p v to v's dtype."""
+    """The blockwise algorithm, as the `attend` of an `Implementation`.
+
+    Attributes:
+      row_max: the fix for shared maxima, or None.
+      rounded: round p v to v's dtype in each block.
+    """
 
     row_max: RowMax | None
     rounded: bool
 
     def __call__(self, q_BTNH, k_BTKH, v_BTKH, segments_BT):
-        """Heads grouped by the key head they share, and back."""
+        """Returns attention [B, T, N, H]; groups query heads by the key head that they share."""
         batch, length, heads, size = q_BTNH.shape
         q_BTKGH = q_BTNH.reshape(batch, length, k_BTKH.shape[2], -1, size)
         out = _blockwise(self, q_BTKGH, k_BTKH, v_BTKH, segments_BT)
@@ -63,14 +101,14 @@ class Blockwise:
 
 
 def _key_blocks(x: Array, fill: int = 0) -> Array:
-    """[B, S, ...] as [blocks, B, C, ...], filled up at the end."""
+    """Reshapes [B, S, ...] to [blocks, B, C, ...]; pads the end of S with `fill`."""
     padding = [(0, 0), (0, -x.shape[1] % BLOCK)] + [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, padding, constant_values=fill)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
 
 
 def _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index):
-    """Scores [B, K, G, T, C] of all queries with block `index` of keys, -inf where masked."""
+    """Returns the scores [B, K, G, T, C] of all queries with key block `index`; -inf if masked."""
     dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
     s_BKGTC = jnp.einsum("BTKGH,BCKH->BKGTC", q_BTKGH, k_BCKH, preferred_element_type=dtype)
     at_T = jnp.arange(segments_BT.shape[1])
@@ -87,7 +125,7 @@ def _blockwise(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
 
 def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
-    rows = jnp.moveaxis(q_BTKGH, 1, 3)[..., 0]  # for its shape, [B, K, G, T]
+    rows = jnp.moveaxis(q_BTKGH, 1, 3)[..., 0]  # only its shape [B, K, G, T] is used
 
     def block(carry, scanned):
         m, l, o = carry  # noqa: E741
@@ -97,7 +135,7 @@ def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
         if how.row_max is not None:
             r_BKGT = how.row_max.raised(s_BKGTC, r_BKGT, v_BCKH.dtype)
         new_m = jnp.maximum(m, r_BKGT)
-        # A query that has seen no key yet has m = -inf, and -inf - -inf is no number.
+        # A query that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
         finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
         p_BKGTC = jnp.exp(s_BKGTC - finite_m[..., None])
         shrink = jnp.exp(m - finite_m)
@@ -105,7 +143,7 @@ def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
         pv = jnp.einsum(
             "BKGTC,BCKH->BKGTH", p_BKGTC.astype(v_BCKH.dtype), v_BCKH, preferred_element_type=dtype
         )
-        if how.rounded:  # not by two casts, which XLA may drop
+        if how.rounded:  # XLA may remove a pair of casts, but not this
             info = jnp.finfo(v_BCKH.dtype)
             pv = lax.reduce_precision(pv, info.nexp, info.nmant)
         return (new_m, l, shrink[..., None] * o + pv), None
@@ -121,10 +159,10 @@ def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, m + jnp.log(l))
 
 
-def _blockwise_bwd(how: Blockwise, kept, do_BTKGH):
-    q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, lse_BKGT = kept
+def _blockwise_bwd(how: Blockwise, residuals, do_BTKGH):
+    q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, lse_BKGT = residuals
     dtype = lse_BKGT.dtype
-    product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+    matmul = functools.partial(jnp.einsum, preferred_element_type=dtype)
     delta_BTKG = jnp.sum(do_BTKGH.astype(dtype) * out_BTKGH.astype(dtype), axis=-1)
     delta_BKGT = jnp.moveaxis(delta_BTKG, 1, 3)
 
@@ -132,12 +170,12 @@ def _blockwise_bwd(how: Blockwise, kept, do_BTKGH):
         index, k_BCKH, v_BCKH, segments_BC = scanned
         s_BKGTC = _scores(q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
         p_BKGTC = jnp.exp(s_BKGTC - lse_BKGT[..., None])
-        dv_BCKH = product("BKGTC,BTKGH->BCKH", p_BKGTC.astype(do_BTKGH.dtype), do_BTKGH)
-        dp_BKGTC = product("BTKGH,BCKH->BKGTC", do_BTKGH, v_BCKH)
+        dv_BCKH = matmul("BKGTC,BTKGH->BCKH", p_BKGTC.astype(do_BTKGH.dtype), do_BTKGH)
+        dp_BKGTC = matmul("BTKGH,BCKH->BKGTC", do_BTKGH, v_BCKH)
         ds_BKGTC = p_BKGTC * (dp_BKGTC - delta_BKGT[..., None]) / math.sqrt(q_BTKGH.shape[-1])
         ds_BKGTC = ds_BKGTC.astype(q_BTKGH.dtype)
-        dq_BTKGH += product("BKGTC,BCKH->BTKGH", ds_BKGTC, k_BCKH)
-        dk_BCKH = product("BKGTC,BTKGH->BCKH", ds_BKGTC, q_BTKGH)
+        dq_BTKGH += matmul("BKGTC,BCKH->BTKGH", ds_BKGTC, k_BCKH)
+        dk_BCKH = matmul("BKGTC,BTKGH->BCKH", ds_BKGTC, q_BTKGH)
         return dq_BTKGH, (dk_BCKH.astype(k_BCKH.dtype), dv_BCKH.astype(v_BCKH.dtype))
 
     blocks = (_key_blocks(k_BSKH), _key_blocks(v_BSKH), _key_blocks(segments_BT, fill=-1))

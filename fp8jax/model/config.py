@@ -1,6 +1,6 @@
-"""The shapes of transformers, and the table of those that papers and releases use.
+"""The shape of a transformer, and what follows from it: its linears, its checks, its FLOPs.
 
-One decoder serves all families; what tells them apart is data:
+One decoder serves all model families. The fields of `ModelConfig` tell them apart:
 
     family      norm   MLP        positions            biases  q and k    head
     GPT-2       layer  gelu_tanh  learned              all     plain      tied
@@ -10,11 +10,7 @@ One decoder serves all families; what tells them apart is data:
     Qwen 2, 2.5 rms    swiglu     RoPE, theta 1e6      q k v   plain      tied if small
     Qwen 3      rms    swiglu     RoPE, theta 1e6      none    normalized tied if small
 
-Sources: GPT 111M to 13B is Cerebras-GPT (arXiv 2304.03208), the shapes of the 8-bit floating point
-paper; Llama 2 (2307.09288), Llama 3 (2407.21783), Qwen 2.5 (2412.15115), Qwen 3 (2505.09388),
-GPT-2 by its released weights. llama_60m to llama_1b are the shapes usual in the literature on
-cheap pre-training (GaLore, arXiv 2403.03507, calls them 60M, 130M, 350M and 1B). gpt2_335m is
-GPT-2 medium: the FP4 paper calls it so, its released weights count 355M.
+models.py has the sizes of each family, and their sources.
 """
 
 import dataclasses
@@ -26,8 +22,8 @@ from jaxtyping import Array, Float
 
 from fp8jax.lookup import lookup
 
-# All linears there are, by the paths that a policy's patterns see. Their order is part of the
-# random keys of stochastic rounding.
+# The paths of all linears; a policy's patterns match them. A linear's place in this tuple is folded
+# into its random key for stochastic rounding, so the order must not change.
 MODULES = (
     "layers/attention/q",
     "layers/attention/k",
@@ -42,8 +38,17 @@ MODULES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLP:
-    """hidden = activation(gate) * up if `gated`, else activation(up). If `smooth`, "down" quantizes
-    its channels divided by powers of two near their amaxes: Smooth-SwiGLU (arXiv 2409.12517)."""
+    """A kind of MLP.
+
+    Attributes:
+      gated: the hidden activations are activation(gate) * up if True, else activation(up).
+      activation: an elementwise function.
+      smooth: before "down" quantizes its input, each channel is divided by the power of two just
+        below its amax: Smooth-SwiGLU (arXiv 2409.12517).
+
+    Raises:
+      ValueError: smooth without SwiGLU.
+    """
 
     gated: bool
     activation: Callable[[Float[Array, "..."]], Float[Array, "..."]]
@@ -51,11 +56,11 @@ class MLP:
 
     def __post_init__(self):
         if self.smooth and not (self.gated and self.activation is jax.nn.silu):
-            raise ValueError(f"smooth=True is for a gated MLP with SiLU, got {self}")
+            raise ValueError(f"smooth=True needs a gated MLP with SiLU, got {self}")
 
     @property
     def fusible(self) -> bool:
-        """Whether this is what linear/fused_mlp.py computes."""
+        """Whether `fused_mlp` can compute it: it knows SwiGLU without smoothing."""
         return self.gated and self.activation is jax.nn.silu and not self.smooth
 
 
@@ -67,7 +72,7 @@ MLPS = {
 }
 
 
-# Which linears have a bias, besides what their norms have.
+# Name -> the linears that have a bias. A LayerNorm has its own bias, whatever this says.
 BIASES: dict[str, tuple[str, ...]] = {
     "none": (),
     "qkv": MODULES[:3],
@@ -77,21 +82,28 @@ BIASES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a Transformer.
+    """The shape of a `Transformer`.
 
     Attributes:
-      vocab_size: V, of embedding and head; may exceed the tokenizer's.
-      d_model, n_layers, n_heads, n_kv_heads, d_ff: D, number of layers, N, K, F.
-      head_dim: H.
-      norm: a key of `fp8jax.model.NORMS`.
-      norm_eps: of the norms.
+      vocab_size: V, rows of the embedding and outputs of the head; may exceed the tokenizer's.
+      d_model: D, width of the residual stream.
+      n_layers: number of layers.
+      n_heads: N, number of query heads.
+      n_kv_heads: K, number of key and value heads; divides N.
+      d_ff: F, hidden width of the MLP.
+      head_dim: H, size of a head.
+      norm: a key of `NORMS` (norms.py).
+      norm_eps: added to the variance by the norms.
       mlp: a key of `MLPS`.
       biases: a key of `BIASES`.
       qk_norm: queries and keys are RMS-normalized, head by head, before they are rotated.
-      tie_embeddings: the head multiplies by the embedding instead of a matrix of its own.
-      learned_positions: size of the table of learned positions, 0 for rotary ones.
+      tie_embeddings: the head uses the embedding as its kernel.
+      learned_positions: rows of the table of learned positions; 0 for rotary positions.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: a key of `fp8jax.rope.ROPE_SCALINGS`, None for none.
+      rope_scaling: a key of `ROPE_SCALINGS` (rope.py), or None.
+
+    Raises:
+      ValueError: a field is out of range or unknown, or two fields contradict each other.
     """
 
     vocab_size: int
@@ -120,7 +132,7 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"n_heads={self.n_heads} is no multiple of n_kv_heads={self.n_kv_heads}"
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
             )
         lookup("MLP", self.mlp, MLPS)
         lookup("choice of biases", self.biases, BIASES)
@@ -129,7 +141,7 @@ class ModelConfig:
         for name, unset in (("rope_theta", 1e4), ("rope_scaling", None)):
             if self.learned_positions and getattr(self, name) != unset:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is for rotary positions, and this model has "
+                    f"{name}={getattr(self, name)!r} is for rotary positions, but this model has "
                     f"learned_positions={self.learned_positions}"
                 )
         if not self.learned_positions and self.head_dim % 2:
@@ -137,19 +149,26 @@ class ModelConfig:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """path -> (inputs, outputs) of the linears of a layer and of the head: `MODULES`, but no
-        gate where the MLP has none."""
-        d, f, queries, keys = (
-            self.d_model, self.d_ff, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim,
-        )  # fmt: skip
-        sizes = (
-            (d, queries), (d, keys), (d, keys), (queries, d), (d, f), (d, f), (f, d),
-            (d, self.vocab_size),
-        )  # fmt: skip
-        found = dict(zip(MODULES, sizes, strict=True))
+        """Path -> (input features, output features) of the linears of one layer and of the head.
+
+        The order is that of `MODULES`. There is no gate if the MLP is not gated.
+        """
+        d, f = self.d_model, self.d_ff
+        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        sizes = {
+            "layers/attention/q": (d, queries),
+            "layers/attention/k": (d, keys),
+            "layers/attention/v": (d, keys),
+            "layers/attention/o": (queries, d),
+            "layers/mlp/gate": (d, f),
+            "layers/mlp/up": (d, f),
+            "layers/mlp/down": (f, d),
+            "lm_head": (d, self.vocab_size),
+        }
+        assert tuple(sizes) == MODULES
         if not MLPS[self.mlp].gated:
-            del found["layers/mlp/gate"]
-        return found
+            del sizes["layers/mlp/gate"]
+        return sizes
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -157,7 +176,7 @@ class ModelConfig:
         return tuple(self.linears)
 
     def check_mesh(self, tensor: int) -> None:
-        """Raises ValueError where the heads do not divide over `tensor` devices."""
+        """Raises ValueError unless `tensor` devices can share the heads equally."""
         for name in ("n_heads", "n_kv_heads"):
             if getattr(self, name) % tensor:
                 raise ValueError(
@@ -165,18 +184,20 @@ class ModelConfig:
                 )
 
     def check_length(self, seq_len: int) -> None:
-        """Raises ValueError where rows are longer than the table of learned positions."""
+        """Raises ValueError if rows are longer than the table of learned positions."""
         if self.learned_positions and seq_len > self.learned_positions:
             raise ValueError(
-                f"{seq_len=} is more than the model's learned_positions={self.learned_positions}"
+                f"{seq_len=} is more than the model's learned_positions={self.learned_positions}: "
+                "use shorter rows"
             )
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Model FLOPs of training on one token: forward and backward, nothing counted twice.
+    """Returns the model FLOPs of training on one token, forward and backward.
 
-    6 for each weight of a matrix product, and 6 * seq_len * N * H a layer for causal attention
-    (scores and values, half of the square). The embedding's look-up is free, a tied head is not.
+    Recomputed values are not counted. Each weight of a linear takes 6 FLOPs. Causal attention takes
+    6 * seq_len * N * H in each layer (scores and values, over half of the square). Looking up the
+    embedding is free; a tied head still counts as a linear.
     """
     c = config
     counts = {path: 1 if path == "lm_head" else c.n_layers for path in c.linears}

@@ -1,11 +1,11 @@
-"""Text from a model, one token after the other.
+"""Generates text from a model, one token after the other.
 
-`generate` runs the whole row through the model for every new token. That is slow, as the square of
-the length, and as simple as it gets: the training program's own forward pass, with no second
-definition of attention that could disagree with it. It serves samples during training.
+`generate` runs the whole row through the model for every new token. That is slow, quadratic in the
+length, but simple: it uses the forward pass of training, so no second definition of attention can
+disagree with it. It is meant for samples during training.
 
-A row is filled up with zeros beyond what exists so far. Attention is causal, so that they change
-nothing, but for recipes that scale a whole tensor by its current amax: there the amax covers them.
+The positions that have no token yet are filled with zeros. Attention is causal, so they change
+nothing, with one exception: recipes that scale a whole tensor by its current amax include them.
 """
 
 from typing import Any
@@ -28,22 +28,23 @@ def generate(
     num_words: int,
     key: Shaped[Array, "..."],
 ) -> Int[Array, " total"]:
-    """The prompt and `num_tokens` more, int32 [L + num_tokens]; to be jitted.
+    """Returns the prompt and `num_tokens` new tokens, int32 [L + num_tokens]. Call it in `jax.jit`.
 
     Args:
-      variables: parameters, and amax histories if the policy delays; not updated.
+      variables: parameters, and amax histories if the policy has delayed scaling; not updated.
       prompt_L: at least one token, such as BOS.
-      temperature: logits are divided by it; 0 takes the most likely token.
-      num_words: tokens from this id on are never drawn: a model's vocabulary may be padded.
-      key: of the draws, and of a policy that rounds stochastically.
+      num_tokens: number of new tokens.
+      temperature: logits are divided by it; 0 selects the most likely token.
+      num_words: only ids below this one are drawn, since a model's vocabulary may be padded.
+      key: random key of the draws, and of policies that round stochastically.
 
     Raises:
-      ValueError: an empty prompt, or a negative number of tokens or temperature.
+      ValueError: the prompt is empty, or `num_tokens` or `temperature` is negative.
     """
     if prompt_L.size == 0:
-        raise ValueError("the prompt is empty: begin with BOS")
+        raise ValueError("the prompt is empty: start it with BOS")
     if num_tokens < 0 or temperature < 0:
-        raise ValueError(f"must not be negative: {num_tokens=}, {temperature=}")
+        raise ValueError(f"{num_tokens=} and {temperature=} must not be negative")
     begin, total = len(prompt_L), len(prompt_L) + num_tokens
     segments_1L = jnp.ones((1, total), jnp.int32)
     positions_1L = jnp.arange(total, dtype=jnp.int32)[None]
@@ -59,8 +60,9 @@ def generate(
 
 
 def _draw(logits_V: Float[Array, " V"], temperature: float, key) -> Int[Array, ""]:
+    """Draws a token id from softmax(logits / temperature)."""
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
-    # Folded once more: the key itself is the model's.
+    # Folded once more, since the model uses the key itself.
     key = jax.random.fold_in(key, 1)
     return jax.random.categorical(key, logits_V / temperature).astype(jnp.int32)

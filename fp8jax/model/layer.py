@@ -1,9 +1,13 @@
-"""TODO docstring."""
+"""One layer of the decoder: attention, then an MLP, each with a norm before and a residual after.
+
+Legend: B batch, L length, D residual width, N query heads, K key and value heads, H head size,
+F hidden width.
+"""
 
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.device.mesh import constrain
 from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
-from fp8jax.linear.modules import Dense, together
+from fp8jax.linear.modules import Dense, add_bias, together
 from fp8jax.linear.promotable import promotable_dot
 from fp8jax.model.attention import Implementation, dot_product_attention
 from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
@@ -23,124 +27,188 @@ from fp8jax.numerics.formats import power_of_two_below
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import as_recipe
 
-AMAXES = "amaxes"  # a collection: float32 [n_layers] for each output of a part of a layer
+# A collection: float32 [n_layers] amaxes, one leaf for each output inside a layer.
+AMAXES = "amaxes"
+# The leaf of "mlp" in it for the input of "down", which is the output of SwiGLU.
+HIDDEN = "hidden"
 
 
-HIDDEN = "hidden"  # among them, of mlp: what its down takes, SwiGLU's output
+class LinearSpec(NamedTuple):
+    """A linear of a layer: its name, its output features, and the logical axes of its kernel."""
+
+    name: str
+    features: int
+    axes: tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Linears:
-    """The linears of one part of a layer, by their names; the caller's modules."""
+    """Creates and applies the linears of one part of a layer, attention or MLP.
+
+    The linears become submodules of the flax module that calls this object. A linear's path is
+    `path`/name; it decides the recipe, the bias and the random key.
+
+    Attributes:
+      config, policy, backend: as in `Transformer`.
+      path: path of the part, such as "layers/mlp".
+      key: random key of the layer, or None.
+      high: policy of promoted layers, or None.
+      promoted: bool [], whether this layer is promoted; None where no layer ever is.
+    """
 
     config: ModelConfig
     policy: Policy
     backend: str | None
-    path: str  # of the part, such as "layers/mlp"
+    path: str
     key: Any
-    high: Policy | None = None  # of layers that are promoted
-    promoted: Any = None  # bool []: whether this one is; None where that never happens
+    high: Policy | None = None
+    promoted: Any = None
 
-    def layer(self, name: str, features: int, axes: tuple[str, str]) -> Dense:
-        path = f"{self.path}/{name}"
-        # What is added to the residual stream starts smaller: its variance grows with every one of
-        # the 2 * n_layers additions (GPT-2).
-        shrink = math.sqrt(2 * self.config.n_layers) if name in ("o", "down") else 1.0
+    def __call__(self, x, *linears: LinearSpec, input_scale=None) -> tuple[Array, ...]:
+        """Applies each linear to x [..., K]; returns one array [..., features] for each.
+
+        Args:
+          input_scale: powers of two [K] by which x is divided before it is quantized, see `Dense`.
+
+        Raises:
+          ValueError: an input scale in a layer that can be promoted.
+        """
+        layers = [self.layer(linear) for linear in linears]
+        if self.promoted is not None and self.high is not None:
+            if input_scale is not None:
+                raise ValueError(
+                    "a layer with mlp='smooth_swiglu' cannot be promoted: use another mlp or turn "
+                    "promotions off"
+                )
+            return tuple(self._promotable(layer, x, self.high) for layer in layers)
+        return together(layers, x, self.keys(linear.name for linear in linears), input_scale)
+
+    def layer(self, linear: LinearSpec) -> Dense:
+        """Returns the linear's module."""
+        path = self._path_of(linear.name)
+        # The outputs of "o" and "down" are added to the residual stream, whose variance grows with
+        # each of the 2 * n_layers additions: so their kernels start smaller (GPT-2).
+        shrink = math.sqrt(2 * self.config.n_layers) if linear.name in ("o", "down") else 1.0
         return Dense(
-            features, self.policy.recipe(path), self.backend, path in BIASES[self.config.biases],
-            kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=axes, name=name,
+            linear.features, self.policy.recipe(path), self.backend,
+            path in BIASES[self.config.biases],
+            kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=linear.axes,
+            name=linear.name,
         )  # fmt: skip
 
     def keys(self, names: Iterable[str]) -> list[Any]:
-        return [fold_in(self.key, MODULES.index(f"{self.path}/{name}")) for name in names]
+        """Returns the random key of each linear: the layer's, folded with its place in MODULES."""
+        return [fold_in(self.key, MODULES.index(self._path_of(name))) for name in names]
 
-    def __call__(self, x, *linears, input_scale=None) -> tuple[Array, ...]:
-        """What each (name, features, axes of the kernel) makes of x."""
-        layers = [self.layer(*linear) for linear in linears]
-        if self.promoted is not None and self.high is not None:
-            if input_scale is not None:
-                raise ValueError("layers with smooth_swiglu cannot be promoted")
-            return tuple(self._switched(layer, x) for layer in layers)
-        return together(layers, x, self.keys(name for name, _, _ in linears), input_scale)
+    def _path_of(self, name: str) -> str:
+        return f"{self.path}/{name}"
 
-    def _switched(self, layer: Dense, x) -> Array:
-        """What the layer makes of x, in the recipe of its policy or of the high one."""
-        assert self.high is not None  # the caller has looked
+    def _promotable(self, layer: Dense, x, high: Policy) -> Array:
+        """Applies the linear in its own recipe, or in that of `high` if the layer is promoted."""
+        name = str(layer.name)
         kernel, bias, histories = layer.variables_for(x.shape[-1])
+        (key,) = self.keys([name])
         y = promotable_dot(
             x, kernel, self.promoted, low=as_recipe(layer.recipe),
-            high=self.high.recipe(f"{self.path}/{layer.name}"), state=histories,
-            key=self.keys([str(layer.name)])[0], backend=self.backend, scope=str(layer.name),
+            high=high.recipe(self._path_of(name)), state=histories, key=key,
+            backend=self.backend, scope=name,
         )  # fmt: skip
-        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return add_bias(y, bias)
 
     def fuses(self, x) -> bool:
-        """Whether gate, up and down run as one, the wide arrays made inside kernels
-        (linear/fused_mlp.py)."""
+        """Whether gate, up and down can run as one `fused_mlp`.
+
+        Its kernels have no biases and no promotions, and gate and up share a recipe.
+        """
         if self.promoted is not None:
             return False
-        gate, up, down = paths = [f"{self.path}/{name}" for name in ("gate", "up", "down")]
-        recipes = self.policy.recipe(gate), self.policy.recipe(down)
-        plain = self.policy.recipe(up) == recipes[0] and not {*paths} & {
-            *BIASES[self.config.biases]
-        }
-        return plain and can_fuse_mlp(*recipes, self.backend, x.dtype)
+        gate, up, down = (self._path_of(name) for name in ("gate", "up", "down"))
+        recipe = self.policy.recipe(gate)
+        if self.policy.recipe(up) != recipe:
+            return False
+        if not {gate, up, down}.isdisjoint(BIASES[self.config.biases]):
+            return False
+        return can_fuse_mlp(recipe, self.policy.recipe(down), self.backend, x.dtype)
 
-    def gated(self, x, *linears) -> Array:
-        """down(silu(gate(x)) * up(x)) of those three."""
-        layers = [self.layer(*linear) for linear in linears]
-        names = [name for name, _, _ in linears]
-        sizes = (x.shape[-1], x.shape[-1], layers[1].features)
-        kernels, _, states = zip(
-            *(layer.variables_for(size) for layer, size in zip(layers, sizes, strict=True)),
-            strict=True,
-        )
+    def gated(self, x, gate: LinearSpec, up: LinearSpec, down: LinearSpec) -> Array:
+        """Returns down(silu(gate(x)) * up(x)), computed by `fused_mlp`; only where `fuses(x)`."""
+        linears = (gate, up, down)
+        layers = [self.layer(linear) for linear in linears]
+        input_sizes = (x.shape[-1], x.shape[-1], up.features)
+        kernels, states = [], []
+        for layer, size in zip(layers, input_sizes, strict=True):
+            kernel, _, histories = layer.variables_for(size)
+            kernels.append(kernel)
+            states.append(histories)
+        names = [linear.name for linear in linears]
         return fused_mlp(
-            x, kernels, recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
-            states=states, keys=self.keys(names), backend=self.backend, scopes=names,
+            x, tuple(kernels), recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
+            states=tuple(states), keys=self.keys(names), backend=self.backend, scopes=names,
         )  # fmt: skip
 
 
 class Attention(nn.Module):
+    """Causal attention with its projections q, k, v and o.
+
+    Attributes:
+      config: shape of the model.
+      linears: creates the projections.
+      implementation: as in `dot_product_attention`.
+    """
+
     config: ModelConfig
-    linears: "Linears"
+    linears: Linears
     implementation: str | Implementation | None
 
     @nn.compact
     def __call__(self, x_BLD, segments_BL, positions_BL):
         c = self.config
-        heads = lambda y, n: y.reshape(*y.shape[:2], n, c.head_dim)  # noqa: E731
-        of_keys = (c.n_kv_heads * c.head_dim, ("embed", "kv_heads"))
+
+        def split_heads(y, heads: int):
+            return y.reshape(*y.shape[:2], heads, c.head_dim)
+
         q, k, v = self.linears(
-            x_BLD, ("q", c.n_heads * c.head_dim, ("embed", "heads")), ("k", *of_keys),
-            ("v", *of_keys),
-        )  # fmt: skip
-        q_BLNH, k_BLKH = heads(q, c.n_heads), heads(k, c.n_kv_heads)
+            x_BLD,
+            LinearSpec("q", c.n_heads * c.head_dim, ("embed", "heads")),
+            LinearSpec("k", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
+            LinearSpec("v", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
+        )
+        q_BLNH, k_BLKH = split_heads(q, c.n_heads), split_heads(k, c.n_kv_heads)
         if c.qk_norm:
             q_BLNH = RMSNorm(c.norm_eps, name="q_norm")(q_BLNH)
             k_BLKH = RMSNorm(c.norm_eps, name="k_norm")(k_BLKH)
         if not c.learned_positions:
             q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
             k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
+        v_BLKH = split_heads(v, c.n_kv_heads)
         y_BLNH = dot_product_attention(
-            q_BLNH, k_BLKH, heads(v, c.n_kv_heads), segments_BL, implementation=self.implementation
+            q_BLNH, k_BLKH, v_BLKH, segments_BL, implementation=self.implementation
         )
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        return self.linears(y, ("o", c.d_model, ("heads", "embed")))[0]
+        return self.linears(y, LinearSpec("o", c.d_model, ("heads", "embed")))[0]
 
 
 class FeedForward(nn.Module):
+    """The MLP, with its linears gate (if gated), up and down.
+
+    Attributes:
+      config: shape of the model.
+      linears: creates the linears.
+    """
+
     config: ModelConfig
-    linears: "Linears"
+    linears: Linears
 
     @nn.compact
     def __call__(self, x_BLD):
         mlp, features = MLPS[self.config.mlp], self.config.d_ff
-        gate, up = (("gate", features, ("embed", "mlp")), ("up", features, ("embed", "mlp")))
-        down = ("down", self.config.d_model, ("mlp", "embed"))
-        watched = self.is_mutable_collection("intermediates")  # kernels keep the wide arrays
-        alone = self.is_initializing() or watched
-        if mlp.fusible and not alone and self.linears.fuses(x_BLD):
+        gate = LinearSpec("gate", features, ("embed", "mlp"))
+        up = LinearSpec("up", features, ("embed", "mlp"))
+        down = LinearSpec("down", self.config.d_model, ("mlp", "embed"))
+        # The fused kernels never write the hidden activations, which a watched layer reports.
+        watched = self.is_mutable_collection("intermediates")
+        separate = self.is_initializing() or watched
+        if mlp.fusible and not separate and self.linears.fuses(x_BLD):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
             gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
@@ -155,15 +223,21 @@ class FeedForward(nn.Module):
 
 
 def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
-    """The power of two just below each channel's amax; 1 where there is none."""
+    """Returns the power of two just below each channel's amax; 1 where that is 0, inf or NaN."""
     amax_F = jnp.max(jnp.abs(x_BLF), axis=(0, 1)).astype(jnp.float32)
     scale_F = power_of_two_below(lax.stop_gradient(amax_F))
     return jnp.where(jnp.isfinite(scale_F) & (scale_F > 0), scale_F, 1.0)
 
 
 class Block(nn.Module):
-    """One layer. `policy` decides the recipes of its linears, by their paths; `high` where it is
-    promoted."""
+    """One layer.
+
+    Attributes:
+      config: shape of the model.
+      policy: decides the recipes of the layer's linears by their paths.
+      backend, attention: as in `Transformer`.
+      high: policy of the layer while it is promoted, or None.
+    """
 
     config: ModelConfig
     policy: Policy
@@ -182,8 +256,8 @@ class Block(nn.Module):
     ) -> Float[Array, "B L D"]:
         c = self.config
 
-        def linears(prefix: str) -> Linears:
-            path = f"layers/{prefix}"
+        def linears(part: str) -> Linears:
+            path = f"layers/{part}"
             return Linears(c, self.policy, self.backend, path, key, self.high, promoted)
 
         y = norm_layer(c, "attention_norm")(x_BLD)
@@ -195,4 +269,5 @@ class Block(nn.Module):
 
 
 def fold_in(key, index):
+    """Returns the key folded with `index`, or None for None."""
     return None if key is None else jax.random.fold_in(key, index)

@@ -1,4 +1,12 @@
-"""TODO docstring."""
+"""The table of models: the sizes that papers and releases use.
+
+Sources: GPT 111M to 13B is Cerebras-GPT (arXiv 2304.03208), the sizes of the paper on 8-bit
+floating point (arXiv 2309.17224); Llama 2 (2307.09288), Llama 3 (2407.21783), Qwen 2.5
+(2412.15115), Qwen 3 (2505.09388), GPT-2 by its released weights. llama_60m to llama_1b are the
+sizes usual in papers on cheap pre-training (GaLore, arXiv 2403.03507, calls them 60M, 130M, 350M
+and 1B). gpt2_335m is GPT-2 medium: the FP4 paper (2502.11458) calls it 335M, and its released
+weights have 355M parameters.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +17,13 @@ from fp8jax.model.config import ModelConfig
 
 
 def model_config(name: str, overrides: dict[str, Any]) -> ModelConfig:
-    """The entry `name` of `MODELS` with each given (not None) field of `overrides` in its place."""
+    """Returns the entry `name` of `MODELS`, with the fields replaced that `overrides` gives.
+
+    Fields of `overrides` that are None keep the entry's value.
+
+    Raises:
+      ValueError: the model is unknown, or the fields contradict each other (`ModelConfig`).
+    """
     given = {field: value for field, value in overrides.items() if value is not None}
     return dataclasses.replace(lookup("model", name, MODELS), **given)
 
@@ -44,7 +58,7 @@ _llama3 = functools.partial(_llama, vocab_size=128_256, rope_theta=5e5)
 
 
 MODELS: dict[str, ModelConfig] = {
-    # Byte-level, for tests and for a laptop.
+    # Tiny models with a vocabulary of bytes, for tests and for a laptop.
     "llama_tiny": _llama(128, 4, 4, 384, n_kv_heads=2, vocab_size=BYTES),
     "gpt2_tiny": _gpt2(128, 4, 4, vocab_size=BYTES),
     "qwen2_tiny": _qwen(

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Normalization layers. They compute in float32 and return the dtype of their input."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from fp8jax.model.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, float32 inside; x's dtype out."""
+    """Returns x / sqrt(mean(x^2) + eps) * scale, with the mean over the last axis."""
 
     eps: float
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * scale + bias, as `RMSNorm`."""
+    """Returns (x - mean) / sqrt(variance + eps) * scale + bias, over the last axis."""
 
     eps: float
 
@@ -39,7 +39,7 @@ class LayerNorm(nn.Module):
 
 
 def _vector(module: nn.Module, name: str, init: Any, x: Array) -> Array:
-    """A parameter for each entry of x's last axis, with as many axes as x."""
+    """Returns a parameter for the last axis of x, reshaped to as many axes as x has."""
     init = nn.with_logical_partitioning(init, ("norm",))
     vector_D: Any = module.param(name, init, (x.shape[-1],))
     return vector_D.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -49,4 +49,9 @@ NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
 
 
 def norm_layer(config: ModelConfig, name: str) -> Callable[..., Any]:
+    """Returns the config's norm as a submodule called `name`.
+
+    Raises:
+      ValueError: `config.norm` is unknown.
+    """
     return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)  # type: ignore[call-arg]

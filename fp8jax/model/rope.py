@@ -1,22 +1,23 @@
-"""Rotary position embedding, and the published ways of stretching it to longer contexts.
+"""Rotary position embedding, and published ways of extending it to longer contexts.
 
-RoPE (arXiv 2104.09864) turns the pair (x_i, x_{i + H/2}) of a head of size H at position p by the
+RoPE (arXiv 2104.09864) rotates the pair (x_i, x_{i + H/2}) of a head of size H at position p by the
 angle p * f_i, with the frequency f_i = theta^(-2i/H), i = 0 … H/2 - 1. The scalar product of two
-turned vectors then depends on the difference of their positions only. Pairs are halves apart, as
-in the published Llama and Qwen checkpoints of Hugging Face, not neighbors as in the paper.
+rotated vectors then depends only on the difference of their positions. The two elements of a pair
+are half a head apart, as in the Llama and Qwen checkpoints on Hugging Face; in the paper they are
+neighbors.
 
-A model trained on `original` positions sees larger angles than it knows when rows grow. A scaling
-multiplies each frequency by a number between 1 / factor and 1:
+When rows become longer than the `original` positions of training, the angles become larger than any
+that the model has seen. A scaling multiplies each frequency by a number between 1 / factor and 1:
 
-    Linear   1 / factor for all (position interpolation, arXiv 2306.15595)
-    Llama3   1 for wavelengths under original / high, 1 / factor for those over original / low, and
-             between them a straight line in original / wavelength (Llama 3.1's release)
-    Yarn     the same idea with the line over the index i, between the dimensions that turn
-             beta_fast and beta_slow times within `original`; and cos and sin are multiplied by
+    Linear   1 / factor for all frequencies (position interpolation, arXiv 2306.15595)
+    Llama3   1 for wavelengths below original / high, 1 / factor for those above original / low, and
+             linear in original / wavelength between them (Llama 3.1's release)
+    Yarn     the same, but linear in the index i between the dimensions that turn beta_fast and
+             beta_slow times within `original` positions; cos and sin are also multiplied by
              0.1 ln(factor) + 1, which sharpens attention (arXiv 2309.00071)
 
-Dynamic NTK scaling is not here: its frequencies depend on the length of the text so far, so that
-one weight would mean different things at different steps of a generation.
+Dynamic NTK scaling is left out: its frequencies depend on the length of the text so far, so that
+the same weights would see different frequencies at different steps of a generation.
 """
 
 import dataclasses
@@ -31,35 +32,43 @@ from fp8jax.lookup import lookup
 
 
 class RopeScaling(Protocol):
-    """What multiplies the frequencies [H/2], and what multiplies cos and sin."""
+    """A way to extend RoPE: `multipliers` of the frequencies, and a factor of cos and sin."""
 
-    def multipliers(self, theta: float, head_dim: int) -> np.ndarray: ...
+    def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
+        """Returns the factors of the frequencies, float64 [H/2]."""
+        ...
 
     @property
-    def magnitude(self) -> float: ...
+    def magnitude(self) -> float:
+        """The factor of cos and sin."""
+        ...
 
 
 def _frequencies(theta: float, head_dim: int) -> np.ndarray:
-    """float64 [H/2]."""
+    """Returns f_i for all i, float64 [H/2]."""
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """All positions divided by `factor`."""
+    """Divides all positions by `factor`."""
 
     factor: float
     magnitude: float = dataclasses.field(default=1.0, init=False)
 
     def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
-        """float64 [H/2]."""
         return np.full(head_dim // 2, 1 / self.factor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3:
-    """Long wavelengths divided by `factor`, short ones kept; `low` and `high` bound what lies
-    between, in turns within `original` positions."""
+    """Divides low frequencies by `factor` and leaves high ones unchanged.
+
+    Attributes:
+      factor: divisor of frequencies that turn fewer than `low` times in `original` positions.
+      low, high: number of turns between which the multiplier is interpolated.
+      original: positions the model was trained on.
+    """
 
     factor: float
     low: float
@@ -68,16 +77,21 @@ class Llama3:
     magnitude: float = dataclasses.field(default=1.0, init=False)
 
     def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
-        """float64 [H/2]."""
         turns = self.original * _frequencies(theta, head_dim) / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        return kept + (1 - kept) / self.factor
+        unscaled = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return unscaled + (1 - unscaled) / self.factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Dimensions of fewer than `beta_slow` turns within `original` positions divided by `factor`,
-    those of more than `beta_fast` kept."""
+    """Divides low frequencies by `factor` and leaves high ones unchanged, by dimension.
+
+    Attributes:
+      factor: divisor of dimensions that turn fewer than `beta_slow` times in `original` positions.
+      original: positions the model was trained on.
+      beta_fast: dimensions with more turns than this are unchanged.
+      beta_slow: see `factor`.
+    """
 
     factor: float
     original: int
@@ -89,17 +103,15 @@ class Yarn:
         return 0.1 * math.log(self.factor) + 1
 
     def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
-        """float64 [H/2]."""
-
         def dimension(turns: float) -> float:
-            """The index i, not whole, at which theta^(-2i/H) makes so many turns."""
+            """Returns the fractional index i whose frequency makes `turns` turns."""
             return (
                 head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             )
 
         low = max(math.floor(dimension(self.beta_fast)), 0)
         high = min(math.ceil(dimension(self.beta_slow)), head_dim - 1)
-        # A line of no length is a step.
+        # Where low equals high, the tiny denominator turns the line into a step.
         divided = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         return divided / self.factor + (1 - divided)
 
@@ -119,11 +131,14 @@ def rotate(
     theta: float,
     scaling: str | None = None,
 ) -> Float[Array, "B L N H"]:
-    """x with each head turned by its position; float32 inside, x's dtype out.
+    """Returns x with each head rotated by its position, in x's dtype; computed in float32.
 
     Args:
       theta: base of the wavelengths.
-      scaling: a key of `ROPE_SCALINGS`, or None for none. Raises ValueError for an unknown one.
+      scaling: a key of `ROPE_SCALINGS`, or None.
+
+    Raises:
+      ValueError: the scaling is unknown.
     """
     half = x_BLNH.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -136,8 +151,8 @@ def rotate(
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     if magnitude != 1.0:
         cos, sin = cos * magnitude, sin * magnitude
-    # Halves as an axis, exchanged by a reversal: XLA runs that within one kernel, a concatenation
-    # and its gradient in one each.
+    # The two halves become an axis of size 2, and reversing it exchanges them. XLA fuses that into
+    # one kernel; a concatenation and its gradient would each take a kernel of their own.
     x_BLN2h = x_BLNH.astype(jnp.float32).reshape(*x_BLNH.shape[:-1], 2, half)
     sign_2h = jnp.array([[-1.0], [1.0]])[None, None, None]
     turned = x_BLN2h * cos + x_BLN2h[..., ::-1, :] * (sign_2h * sin)

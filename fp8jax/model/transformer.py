@@ -3,19 +3,20 @@
 Legend: B batch, L length, D residual width, N query heads, K key and value heads, H head size,
 F hidden width, V vocabulary, P learned positions.
 
-Parameters are float32 and do not depend on precision, rematerialization or unrolling: all layers
-are one stack, every leaf under "layers" having a leading axis of layers. They run as `lax.scan`s
-over static slices of it, one slice for each stretch of layers with the same recipes (the first
-and last ones may be exempt). So a checkpoint of one precision loads under any other. One
-`nn.scan` a stretch, the usual spelling, would have made the tree depend on the policy.
+Parameters are float32 and do not depend on precision, rematerialization or unrolling. The layers
+are one stack: every leaf under "layers" has a leading axis of layers. `lax.scan` runs over static
+slices of this stack, one slice for each stretch of layers with the same recipes (the policy may
+exempt the first and last layers). So a checkpoint trained in one precision loads in any other. The
+usual alternative, one `nn.scan` for each stretch, was rejected: the parameter tree would depend on
+the policy.
 
-Which product is quantized how is decided by the policy, by module path (`MODULES`). Which parts a
-model is made of is decided by its `ModelConfig` (config.py).
+The policy decides by module path (`MODULES`) in which recipe a linear runs. The model's
+`ModelConfig` (config.py) decides which parts the model has.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -38,9 +39,9 @@ from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipes import HIGH_PRECISION
 from fp8jax.numerics.tiles import tensor_amax
 
-# What is kept of a layer for its backward; the rest is computed again: results of its linears
-# ("dots"), and their quantized inputs too, so that none is quantized twice ("quantized"). Where
-# they are computed again they have the same bits, casts being deterministic.
+# What each layer saves for its backward; everything else is recomputed there. "dots" saves the
+# outputs of the linears. "quantized" also saves their quantized inputs, so that no input is
+# quantized twice. A recomputed value has the same bits, since casts are deterministic.
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names(GEMM_OUTPUT),
@@ -50,23 +51,23 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 
 
 class Transformer(nn.Module):
-    """tokens -> logits, with amax histories under `fp8jax.nn.HISTORIES` if the policy delays.
+    """tokens -> logits. If the policy has delayed scaling, the collection `HISTORIES` holds amaxes.
 
     Attributes:
-      config: shapes.
-      policy: a key of `POLICIES` or a `Policy`. The first step of a delayed one runs with
-        `policy.seeding()`.
-      backend: a key of `BACKENDS`, or None for the fastest that can.
-      attention: a key of `fp8jax.attention.ATTENTIONS`, an `Implementation`, or None for "xla".
-      remat: a key of `REMAT`.
-      unroll: layers a loop iteration; n_layers for no loop, which compiles longer and saves the
-        copies in and out of the stack.
-      dtype: of activations and residual stream.
-      high: a key of `POLICIES` or a `Policy` without histories, for layers that are promoted; None
-        where that never happens.
+      config: shape of the model.
+      policy: a key of `POLICIES` or a `Policy`. With delayed scaling, the first step runs with
+        `policy.seeding()`, since the histories are empty.
+      backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
+      attention: a key of `ATTENTIONS`, an `Implementation`, or None for "xla".
+      remat: a key of `REMAT`: what the backward recomputes.
+      unroll: layers in one iteration of the loop over layers. n_layers removes the loop, which
+        takes longer to compile and saves the copies into and out of the stack.
+      dtype: dtype of the activations and of the residual stream.
+      high: policy of promoted layers, a key of `POLICIES` or a `Policy` without histories. None
+        where no layer is ever promoted.
 
-    `apply(..., mutable=[AMAXES])` also gives the largest magnitude of what each part of each layer
-    computes, NaN where one is NaN.
+    `apply(..., mutable=[AMAXES])` also returns the amax of every output inside every layer. An
+    output that contains a NaN has the amax NaN.
     """
 
     config: ModelConfig
@@ -87,10 +88,19 @@ class Transformer(nn.Module):
         key: Shaped[Array, "..."] | None = None,
         promoted: Bool[Array, " layers"] | None = None,
     ) -> Float[Array, "B L V"]:
-        """float32 logits of the next token; `key` is for policies that round stochastically,
-        `promoted` says which layers run in the policy `high` instead, None for none.
+        """Returns float32 logits of the next token.
 
-        Raises ValueError for unknown names and for a policy that does not fit the model."""
+        Args:
+          tokens_BL: token ids.
+          segments_BL: number of each token's document within its row, from 1; 0 is padding.
+          positions_BL: position of each token within its segment.
+          key: random key, for policies that round stochastically.
+          promoted: which layers run in the policy `high` instead; None for none.
+
+        Raises:
+          ValueError: a name is unknown, the policy does not fit the model, or the rows are longer
+            than the table of learned positions.
+        """
         c, policy = self.config, as_policy(self.policy)
         policy.check(c.modules, c.n_layers)
         c.check_length(tokens_BL.shape[1])
@@ -110,7 +120,7 @@ class Transformer(nn.Module):
         return constrain(logits_BLV, "batch", "length", "vocab")
 
     def _head(self, policy: Policy, x_BLD, table_VD, key) -> Float[Array, "B L V"]:
-        """float32 logits, by a matrix of its own or by the embedding."""
+        """Returns float32 logits. The head has its own kernel, or uses the embedding if tied."""
         recipe = policy.recipe("lm_head")
         if self.config.tie_embeddings:
             head = Fp8DotGeneral(recipe, self.backend, name="lm_head")
@@ -125,48 +135,30 @@ class Transformer(nn.Module):
         )(x_BLD, key)  # fmt: skip
 
     def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key, promoted):
-        """All layers, stretch by stretch of the stack."""
+        """Runs all layers, one stretch after the other."""
         remat = lookup("remat policy", self.remat, REMAT)
         params, histories = self._stack(policy)
-        if self.is_initializing():  # on a row of one token, which not every attention takes
+        if self.is_initializing():  # the row has one token, which not every attention accepts
             return x_BLD
+        inputs = _LayerInputs(segments_BL, positions_BL, key, promoted)
         watching, amaxes = self.is_mutable_collection(AMAXES), []
-        for begin, end, recipes in _stretches(policy, self.config.n_layers):
-            exact = all(not recipes.recipe(path).casts for path in MODULES)
-            high = None if exact or self.high is None else as_policy(self.high)
-            block = Block(self.config, recipes, self.backend, self.attention, high, parent=None)
-
-            def layer(x, scanned, block=block):
-                variables, index, flag = scanned
-                inputs = x, segments_BL, positions_BL, fold_in(key, index), flag
-                if not watching:
-                    return block.apply(variables, *inputs), None
-                y, seen = block.apply(
-                    variables, *inputs, capture_intermediates=True, mutable=["intermediates"]
-                )
-                return y, jax.tree.map(tensor_amax, seen["intermediates"])
-
-            if remat is not None:
-                layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+        for stretch in _stretches(policy, self.config.n_layers):
             variables = {"params": params}
-            if _delays_layers(recipes):
+            if _has_layer_histories(stretch.policy):
                 variables[HISTORIES] = histories
-            part = jax.tree.map(lambda leaf, b=begin, e=end: leaf[b:e], variables)
-            if HISTORIES in part:  # after slicing, which max-combining arrays do not support
-                part[HISTORIES] = to_max_combining(part[HISTORIES])
-            flags = None if high is None or promoted is None else promoted[begin:end]
-            scanned = (part, jnp.arange(begin, end), flags)
-            x_BLD, seen = lax.scan(layer, x_BLD, scanned, unroll=min(self.unroll, end - begin))
-            amaxes.append(seen)
+            x_BLD, stretch_amaxes = _run_stretch(
+                self, stretch, variables, x_BLD, inputs, remat, watching
+            )
+            amaxes.append(stretch_amaxes)
         if watching:
             stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *amaxes)
             self.variable(AMAXES, "layers", lambda: stacked)
         return x_BLD
 
     def _stack(self, policy: Policy) -> tuple[Any, Any]:
-        """Parameters and histories of all layers, with a leading axis of layers."""
+        """Returns the parameters and histories of all layers; their leaves are [n_layers, ...]."""
         c = self.config
-        # Without exemptions: the histories exist for all layers, used or not.
+        # Without exemptions, since all layers have histories, also those that do not use them.
         block = Block(c, policy.without_exemptions(), self.backend, None, parent=None)
         ids = jnp.zeros((1, 1), jnp.int32)
         inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), ids, ids, jax.random.key(0))
@@ -177,7 +169,7 @@ class Transformer(nn.Module):
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
         params = self.param("layers", init_params)
-        if not _delays_layers(policy):
+        if not _has_layer_histories(policy):
             return params, {}
 
         def init_histories():
@@ -187,32 +179,113 @@ class Transformer(nn.Module):
         return params, self.variable(HISTORIES, "layers", init_histories).value
 
 
-def _delays_layers(policy: Policy) -> bool:
-    """Whether a layer's linear keeps histories, the head aside."""
+class _Stretch(NamedTuple):
+    """Consecutive layers with the same recipes: layers `begin` to `end` - 1 run in `policy`."""
+
+    begin: int
+    end: int
+    policy: Policy
+
+
+class _LayerInputs(NamedTuple):
+    """What every layer reads besides x: see `Transformer.__call__`."""
+
+    segments_BL: Any
+    positions_BL: Any
+    key: Any
+    promoted: Any
+
+
+# Functions, not methods of Transformer: flax would add a method's name to the name scopes of the
+# compiled program.
+
+
+def _run_stretch(
+    model: Transformer,
+    stretch: _Stretch,
+    variables: dict[str, Any],
+    x_BLD: Array,
+    inputs: _LayerInputs,
+    remat: Callable[..., Any] | None,
+    watching: bool,
+) -> tuple[Array, Any]:
+    """Runs one stretch of layers as a `lax.scan` over its slice of the stack.
+
+    Args:
+      variables: of all layers, with a leading axis of layers.
+      remat: an entry of `REMAT`.
+      watching: whether to return amaxes.
+
+    Returns:
+      x after the stretch, and if `watching` the amax [layers of the stretch] of each output in a
+      layer, else None.
+    """
+    high = None if _is_exact(stretch.policy) or model.high is None else as_policy(model.high)
+    block = Block(model.config, stretch.policy, model.backend, model.attention, high, parent=None)
+
+    def layer(x_BLD, scanned):
+        variables, index, promoted = scanned
+        key = fold_in(inputs.key, index)
+        arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promoted
+        return _apply_layer(block, variables, arguments, watching)
+
+    if remat is not None:
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+    begin, end = stretch.begin, stretch.end
+    part = jax.tree.map(lambda leaf: leaf[begin:end], variables)
+    if HISTORIES in part:  # after slicing, which max-combining arrays do not support
+        part[HISTORIES] = to_max_combining(part[HISTORIES])
+    promoted = None if high is None or inputs.promoted is None else inputs.promoted[begin:end]
+    scanned = (part, jnp.arange(begin, end), promoted)
+    return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
+
+
+def _apply_layer(
+    block: Block, variables: Any, arguments: tuple[Any, ...], watching: bool
+) -> tuple[Array, Any]:
+    """Runs one layer: returns its output, and if `watching` the amax of each output inside it."""
+    if not watching:
+        return block.apply(variables, *arguments), None  # type: ignore[return-value]
+    y_BLD, seen = block.apply(
+        variables, *arguments, capture_intermediates=True, mutable=["intermediates"]
+    )
+    return y_BLD, jax.tree.map(tensor_amax, seen["intermediates"])
+
+
+def _has_layer_histories(policy: Policy) -> bool:
+    """Whether a linear in a layer has amax histories; the head does not count."""
     return any(policy.recipe(path).histories for path in MODULES if path.startswith("layers/"))
 
 
-def _stretches(policy: Policy, n_layers: int) -> list[tuple[int, int, Policy]]:
-    """(first layer, one past the last, policy) of each stretch of layers with the same recipes."""
+def _is_exact(policy: Policy) -> bool:
+    """Whether the policy casts nothing, so that a promotion would change nothing."""
+    return all(not policy.recipe(path).casts for path in MODULES)
+
+
+def _stretches(policy: Policy, n_layers: int) -> list[_Stretch]:
+    """Splits the layers into stretches with the same recipes, in order; none is empty."""
     exempt = Policy((("layers/*", HIGH_PRECISION),), name="bf16")
     first, last = policy.exempt(n_layers)
     last = n_layers - last
-    stretches = [
-        (0, first, exempt),
-        (first, last, policy.without_exemptions()),
-        (last, n_layers, exempt),
-    ]
-    return [(begin, end, recipes) for begin, end, recipes in stretches if begin < end]
+    stretches = (
+        _Stretch(0, first, exempt),
+        _Stretch(first, last, policy.without_exemptions()),
+        _Stretch(last, n_layers, exempt),
+    )
+    return [stretch for stretch in stretches if stretch.begin < stretch.end]
 
 
 def abstract_variables(model: Transformer) -> Any:
-    """Shapes of the model's variables, boxed with logical axis names; nothing is allocated."""
+    """Returns the shapes of the model's variables, boxed with logical axis names.
+
+    Nothing is allocated.
+    """
     tokens = jnp.zeros((1, 1), jnp.int32)
     key = jax.random.key(0)
     return jax.eval_shape(model.init, key, tokens, tokens, tokens, key)
 
 
 def count_params(config: ModelConfig) -> int:
-    """Number of parameters, embedding and head included."""
+    """Returns the number of parameters, embedding and head included."""
     params = abstract_variables(Transformer(config))["params"]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -1,1 +1,1 @@
-"""Number formats, scales, recipes and policies. Pure arithmetic and data."""
+"""Number formats, scales, recipes and policies: pure arithmetic and data, no layers."""

@@ -1,6 +1,7 @@
-"""Number formats of eight and four bits, and the one cast into them.
+"""The 8-bit and 4-bit number formats, and `cast`, which converts arrays to them.
 
-A code of a format with m mantissa bits, exponent bias b and raw exponent E stands for
+In a format with m mantissa bits and exponent bias b, a code with sign bit s, exponent field E and
+mantissa field M has the value
 
     (-1)^s * 2^(E - b) * (1 + M / 2^m)      E > 0   (normal)
     (-1)^s * 2^(1 - b) * (M / 2^m)          E = 0   (subnormal)
@@ -12,21 +13,21 @@ A code of a format with m mantissa bits, exponent bias b and raw exponent E stan
 | e2m1 | s2.1   | 1    | 6       | 2^0             | 2^-1     | no  | no             |
 | e8m0 | 8.0    | 127  | 2^127   | 2^-127          | 2^-127   | no  | one (0xFF)     |
 
-(OCP OFP8 and OCP Microscaling v1.0.) e8m0 holds powers of two only and has neither sign nor
-zero: it is a format for scales, not for values. Relative spacing is at most 2^-m, so rounding to
-nearest is off by at most u = 2^-(m+1) relative in the normal range: e4m3 2^-4, e5m2 2^-3,
-e2m1 2^-2.
+(Sources: OCP OFP8 and OCP Microscaling v1.0.) e8m0 represents only powers of two and has neither
+a sign nor a zero: it stores scales, not values. The relative spacing of normal numbers is at most
+2^-m, so rounding to nearest has a relative error of at most u = 2^-(m+1): 2^-4 for e4m3, 2^-3 for
+e5m2, 2^-2 for e2m1.
 
-Saturation. A plain ``astype`` turns 1e4 into NaN (e4m3) or an infinity (e5m2): one outlier would
-destroy a product. `cast` clips first, so that 1e4 becomes 448. That hides an overflow, hence the
-companion rule in scaling.py: where the source itself is not finite, the *scale* becomes NaN.
+Saturation. A plain ``astype`` turns 1e4 into NaN (e4m3) or an infinity (e5m2), and a single outlier
+would destroy the result of a GEMM. `cast` clips first, so 1e4 becomes 448 in e4m3. Clipping hides
+an overflow, so `quantize` (quantization.py) sets the *scale* to NaN where the source itself is not
+finite.
 
-Stochastic rounding rounds x between its neighbors lo <= x <= hi up with probability
-(x - lo) / (hi - lo), so that its expectation is x. The alternative that was rejected, adding
-uniform noise to the bits below the mantissa, is biased among the subnormals, where the spacing is
-no longer a fixed number of bits.
+Stochastic rounding rounds x, which lies between its neighbors lo <= x <= hi, up with probability
+(x - lo) / (hi - lo). The expected result is x. Adding uniform noise to the bits below the mantissa
+was rejected: it is biased for subnormals, where the spacing is not a fixed number of bits.
 
-`cast` and the kernels are the only places of the library that convert to these dtypes.
+Only `cast` and the kernels convert arrays to these dtypes.
 """
 
 import dataclasses
@@ -41,18 +42,18 @@ from fp8jax.lookup import lookup, unknown
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A number format.
+    """The properties of a number format.
 
     Attributes:
-      name: key in `FORMATS`.
-      dtype: the JAX dtype that stores it.
-      bits: storage of one element.
-      mantissa: explicit mantissa bits m.
-      min_exponent: log2 of the smallest normal; below it the spacing is constant.
+      name: the format's key in `FORMATS`.
+      dtype: the JAX dtype of its arrays.
+      bits: bits per element.
+      mantissa: the number m of explicit mantissa bits.
+      min_exponent: log2 of the smallest normal number; below it the spacing is constant.
       max: the largest finite magnitude.
-      signed: whether negative numbers exist.
-      has_nan: whether a NaN can be stored. Where it cannot, a NaN casts to zero and the scale has
-        to carry it.
+      signed: whether the format has negative numbers.
+      has_nan: whether the format can store NaN. If not, `cast` turns NaN into zero, and the scale
+        has to be NaN instead.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Format:
 
     @property
     def unit_roundoff(self) -> float:
-        """Largest relative error of rounding a normal number to nearest."""
+        """The largest relative error of rounding a normal number to nearest, 2^-(m+1)."""
         return 2.0 ** -(self.mantissa + 1)
 
     @property
@@ -75,8 +76,8 @@ class Format:
         return 2.0 ** (self.min_exponent - self.mantissa)
 
 
-# np.dtype objects, not scalar types: `jnp.float8_e4m3fn` equals its dtype but hashes differently,
-# which would make two equal recipes compile twice.
+# np.dtype objects, not scalar types: `jnp.float8_e4m3fn` equals its dtype but has another hash, so
+# two equal recipes would compile twice.
 FORMATS = {
     f.name: f
     for f in (
@@ -104,7 +105,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def as_format(fmt: str | Format) -> Format:
-    """`fmt`, resolved if it is a name. Raises ValueError for an unknown one."""
+    """Return `fmt`, or the format of that name. Raises ValueError for an unknown name."""
     return fmt if isinstance(fmt, Format) else lookup("format", fmt, FORMATS)
 
 
@@ -115,17 +116,17 @@ def cast(
     rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
 ) -> Shaped[Array, "..."]:
-    """`x` in format `fmt`, saturating at its largest magnitude.
+    """Convert `x` to format `fmt`, clipping at the format's largest magnitude.
 
     Args:
-      x: values of any shape in a float dtype. float64 is rounded to float32 first.
+      x: an array of any shape in a float dtype. float64 is rounded to float32 first.
       fmt: a key of `FORMATS` or a `Format`.
-      rounding: "nearest" (ties to even) or "stochastic" (unbiased, needs `key`).
+      rounding: "nearest" (ties to even) or "stochastic" (unbiased; needs `key`).
       key: a PRNG key, for stochastic rounding only.
 
     Returns:
-      An array of x's shape and the format's dtype. NaN stays NaN where the format has one and
-      becomes zero in e2m1; infinities saturate like any large number; in e8m0, which has neither
+      An array with x's shape and the format's dtype. NaN stays NaN if the format has NaN, and
+      becomes zero in e2m1. Infinities saturate like any large number. In e8m0, which has neither
       sign nor zero, zero and negative numbers become NaN.
 
     Raises:
@@ -137,12 +138,12 @@ def cast(
         raise unknown("rounding", rounding, ROUNDINGS)
     if (key is not None) != (rounding == "stochastic"):
         raise ValueError(f"{rounding=} takes {'a' if key is None else 'no'} key, got {key=}")
-    # Every format is a subset of float32, and from float32 there is one rounding, not two.
+    # float32 contains every format exactly, so converting from float32 rounds once, not twice.
     x = x.astype(jnp.float32)
     if not fmt.signed:
         if rounding == "stochastic":
-            raise ValueError(f"{fmt.name} is a format for scales: round it to nearest or up")
-        # In integers: float arithmetic would flush 2^-127, a float32 subnormal, to zero.
+            raise ValueError(f"{fmt.name} is a format for scales: use rounding='nearest'")
+        # On the bits: float arithmetic would flush 2^-127, a float32 subnormal, to zero.
         raw = lax.bitcast_convert_type(x, jnp.uint32)
         over = (raw > 0x7F000000) & (raw <= 0x7F800000)  # above 2^127, up to infinity
         raw = jnp.where(over, jnp.uint32(0x7F000000), raw)
@@ -156,16 +157,16 @@ def cast(
 
 
 def _round_stochastically(x: jax.Array, fmt: Format, key: jax.Array) -> jax.Array:
-    """float32 `x` within ±fmt.max to a neighbor in `fmt`, still as float32. Exact arithmetic."""
+    """Round float32 `x`, within ±fmt.max, to a neighbor in `fmt`; return it in float32, exactly."""
     binade = jnp.maximum(power_of_two_below(x), 2.0**fmt.min_exponent)
     spacing = binade * 2.0**-fmt.mantissa
-    steps = x / spacing  # a power of two: no rounding
+    steps = x / spacing  # exact: spacing is a power of two
     below = jnp.floor(steps)
-    up = jax.random.uniform(key, x.shape) < steps - below  # both sides exact to 2^-23
+    up = jax.random.uniform(key, x.shape) < steps - below  # both sides are exact to 2^-23
     return (below + up) * spacing
 
 
 def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^floor(log2|x|) of float32 `x`, exactly: its exponent bits (0 for 0, NaN for NaN)."""
+    """Return 2^floor(log2|x|) of float32 `x`, exact: its exponent bits (0 for 0, NaN for NaN)."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
     return jnp.where(jnp.isnan(x), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))

@@ -1,4 +1,16 @@
-"""TODO docstring."""
+"""Quantized arrays: `quantize` brings a tensor into a narrow format, `dequantize` back.
+
+    x ≈ values * scale,      values = cast(x * (1 / scale))
+
+The values are multiplied by the reciprocal, which is computed once per tile. For x / scale, XLA
+uses that multiplication for some shapes and not for others, and the values would depend on it.
+
+With delayed scaling, the scale comes from a history of amaxes (linear/amax_history.py) instead of
+the tensor itself, so the cast does not wait for a reduction over the whole tensor. A finite value
+above every amax of the history saturates silently. An infinity or a NaN must not, so `quantize`
+also computes the tensor's own amax, in parallel with the cast, and returns a NaN scale where that
+amax is not finite. The result of the GEMM is then NaN, and the training step is rejected.
+"""
 
 import dataclasses
 
@@ -11,20 +23,18 @@ from fp8jax.numerics.formats import Format, as_format, cast
 from fp8jax.numerics.scales import ScaleRule, as_scale_rule
 from fp8jax.numerics.tiles import Tile, spread, tile_amax
 
-# Quantized arrays ---------------------------------------------------------------------------------
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """x ≈ values * scale, spread over its tiles (* tensor_scale where there is one).
+    """A quantized array: x ≈ values * scale, or values * scale * tensor_scale if there is one.
 
-    The following hold:
-      * values has x's shape and the format's dtype;
-      * scale has x's rank and ceil(dim / tile) entries an axis (1 where the tile is None);
-      * scale is float32, or float8_e8m0fnu for "e8m0", or float8_e4m3fn for "nvfp4";
-      * tensor_scale is a float32 scalar for "nvfp4", else None;
-      * tile is static and has one entry an axis: shapes alone do not determine it.
+    Attributes:
+      values: the codes, with x's shape and the format's dtype.
+      scale: one scale per tile: x's rank, and ceil(dim / tile) entries along each axis (1 where the
+        tile is None). float32; float8_e8m0fnu for the rules e8m0, float8_e4m3fn for nvfp4.
+      tensor_scale: a float32 scalar for the rule nvfp4, else None.
+      tile: the tile's size along each axis. Static: the shapes alone do not determine it.
     """
 
     values: Shaped[Array, "..."]
@@ -33,7 +43,7 @@ class Quantized:
     tile: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     def float_scale(self) -> Float[Array, "..."]:
-        """The whole scale, one float32 a tile."""
+        """Return the float32 scale of each tile, including `tensor_scale` if there is one."""
         scale = self.scale.astype(jnp.float32)
         return scale if self.tensor_scale is None else scale * self.tensor_scale
 
@@ -49,31 +59,31 @@ def quantize(
     rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
 ) -> Quantized:
-    """`x` in format `fmt`, one scale a tile.
+    """Quantize `x` to format `fmt` with one scale per tile.
 
     Args:
       x: an array of any shape with at least one axis, in a float dtype.
       fmt: a key of `FORMATS`, or a `Format`, for the values.
       tile: how many elements share a scale.
-      contract_axis: the axis that the product will contract.
+      contract_axis: the axis that the GEMM will contract.
       scale: a key of `SCALES`, `Pow2(margin)` or `Constant(value)`.
-      amax: where the scale comes from instead of x's own amaxes, broadcast to the scale's shape
+      amax: the amax to compute the scale from instead of x's own, broadcast to the scale's shape
         (delayed scaling: the maximum of a history).
       rounding, key: as in `cast`.
 
     Returns:
-      A `Quantized`. A scale is NaN where the tile's own amax, or the given one, is not finite.
+      A `Quantized`. A scale is NaN where the tile's own amax or the given amax is not finite.
 
     Raises:
-      ValueError: unknown names, an axis out of range, a key that is missing or not used.
+      ValueError: for an unknown name, an axis out of range, a missing or an unused key.
     """
     fmt, rule = as_format(fmt), as_scale_rule(scale)
     axes = tile.per_axis(x.ndim, contract_axis)
     own = tile_amax(x, axes)
     source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
     clean, tensor_scale = rule(source, fmt)
-    # The values are cast with the scale as the rule gave it; the check of x's own amax joins
-    # only afterwards, so that a delayed cast does not wait for that reduction.
+    # The values use the scale before x's own amax is checked: a delayed cast must not wait for the
+    # reduction that computes that amax.
     finite = jnp.isfinite(own) & jnp.isfinite(source)
     reciprocal = 1.0 / Quantized(clean, clean, tensor_scale, axes).float_scale()
     scaled = x.astype(jnp.float32) * spread(reciprocal, axes, x.shape)
@@ -83,11 +93,11 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
-    """values * scale in `dtype`, with the shape of the values.
+    """Return values * scale in `dtype`, with the shape of the values.
 
-    The barrier keeps the rounding: XLA may otherwise collapse float32 -> float8 -> bfloat16 into
-    float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and the emulation
-    of a format would silently not happen.
+    The barrier preserves the rounding. Without it XLA may replace float32 -> float8 -> bfloat16 by
+    float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and silently skip the
+    emulation of the format.
     """
     values = lax.optimization_barrier(q.values).astype(jnp.float32)
     return (values * spread(q.float_scale(), q.tile, q.values.shape)).astype(dtype)

@@ -1,4 +1,33 @@
-"""TODO docstring."""
+"""The named recipes, `RECIPES`.
+
+Each follows a paper or a library. Where the source leaves a choice open, the other choices are
+options of the recipe's name (policy_options.py), given in parentheses:
+
+    fp8_amax    Graphcore, arXiv 2309.17224: a power-of-two bias from the current amax, with margin
+                0. The paper is said to use margin 3 (`margin=3`), which a re-implementation found
+                unstable.
+    fp8_cscale  The same with one constant bias. CSCALE_BIAS is the middle of the interval in which
+                small models train here (docs/log.md). No constant is right for every model.
+    fp8_block   DeepSeek-V3 (2412.19437) and InfiR2 (2509.22536): E4M3 everywhere. InfiR2 compares
+                float32 scales with power-of-two scales. Its scripts run the latter, which is
+                fp8_block_ue8m0.
+    fp8_rowwise torchao's recipe of that name with float32 scales; torchao uses powers of two
+                (`scale=pow2`). fp8_rowwise_wgrad_bf16 is its rowwise_with_gw_hp: wgrad in high
+                precision, and one scale for the weight of dgrad.
+    fp8_delayed TransformerEngine's delayed scaling. Its history holds 1024 amaxes. Here it holds
+                16, which follow the decay of gradients sooner (`history=1024`, `amax=newest`,
+                `margin=1`).
+    mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
+                rounds scales down and saturates the largest values (`scale=e8m0_floor`).
+    nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad use the
+                same quantized weights; a random Hadamard transform of wgrad's operands; stochastic
+                rounding of gradients. The paper leaves about 15% of the linears in BF16: that is
+                the policy nvfp4_mixed.
+    mxfp4       The methods of nvfp4 with MX tiles, which that paper compares with.
+    fp4_block   2502.11458: FP4 forward, FP8 backward. The paper does not state its block size and
+                its backward format; here they are tiles of 128 and the backward of fp8_block.
+    fp4_naive   The baseline of that paper: FP4 everywhere, rounded to nearest.
+"""
 
 import dataclasses
 
@@ -8,37 +37,36 @@ from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import SCALES, Constant, Pow2, ScaleRule
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TILE128, NV16x16, Tile
 
-HISTORY = 16  # steps; see above
-
-
-CSCALE_BIAS = 6  # see above
-
-
-HADAMARD = 16  # elements that NVFP4's rotation mixes
-
+HISTORY = 16  # amaxes, one per step, in fp8_delayed
+CSCALE_BIAS = 6  # fp8_cscale's scale is 2^-6
+HADAMARD = 16  # elements that NVFP4's Hadamard transform mixes
 
 E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 
 
 def _recipe(name: str, x: Cast, w: Cast | None = None, g: Cast | None = None) -> Recipe:
-    """One cast an operand, the same in both of its products; w and g are cast as x if not given."""
+    """Return a recipe with one cast per operand, for both of its GEMMs; w and g default to x's."""
     w, g = w or x, g or x
     return Recipe(name=name, fwd_x=x, fwd_w=w, dgrad_g=g, dgrad_w=w, wgrad_x=x, wgrad_g=g)
 
 
 def _per_tensor(name: str, **fields) -> Recipe:
-    """One scale a tensor: E4M3 for weights and activations, E5M2 for gradients."""
+    """Return a recipe with one scale per tensor: E4M3 weights and activations, E5M2 gradients."""
     return _recipe(name, Cast(format=E4M3, **fields), g=Cast(format=E5M2, **fields))
 
 
 def _blocks(name: str, scale: ScaleRule) -> Recipe:
-    """1x128 tiles, and 128x128 blocks for weights."""
+    """Return an E4M3 recipe with 1x128 tiles, and 128x128 blocks for weights."""
     tile = Cast(format=E4M3, tile=TILE128, scale=scale)
     return _recipe(name, tile, w=dataclasses.replace(tile, tile=BLOCK128))
 
 
 def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recipe:
-    """NVIDIA's methods: weights in `block`, stochastic gradients, wgrad's operands rotated."""
+    """Return an FP4 recipe with NVIDIA's methods.
+
+    Weights are quantized in tiles of `block`, gradients are rounded stochastically, and wgrad's
+    operands are Hadamard-transformed.
+    """
     x = Cast(format=E2M1, tile=tile, scale=scale)
     g = dataclasses.replace(x, rounding="stochastic")
     recipe = _recipe(name, x, w=dataclasses.replace(x, tile=block), g=g)
@@ -46,7 +74,7 @@ def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recip
     return dataclasses.replace(recipe, wgrad_x=rotated[0], wgrad_g=rotated[1])
 
 
-def _table() -> tuple[Recipe, ...]:
+def _all_recipes() -> tuple[Recipe, ...]:
     block = _blocks("fp8_block", SCALES["fp32"])
     naive = _recipe("fp4_naive", Cast(format=E2M1, tile=TILE128))
     row = _recipe("fp8_rowwise", Cast(format=E4M3, tile=ROW))
@@ -72,12 +100,10 @@ def _table() -> tuple[Recipe, ...]:
     )  # fmt: skip
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _table()}
-
-
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _all_recipes()}
 HIGH_PRECISION = RECIPES["bf16"]
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
-    """`recipe`, resolved if it is a name. Raises ValueError for an unknown one."""
+    """Return `recipe`, or the recipe of that name. Raises ValueError for an unknown name."""
     return recipe if isinstance(recipe, Recipe) else lookup("recipe", recipe, RECIPES)

@@ -1,4 +1,26 @@
-"""TODO docstring."""
+"""Scale rules: which scale an amax gives.
+
+The library has one convention:
+
+    x ≈ values * scale,      values = cast(x * (1 / scale)),      scale = rule(amax, format)
+
+where amax = max|x| over the elements that share the scale. (Some libraries store the reciprocal
+under the same name. This one never does.)
+
+With M the largest number of the format, the rules are
+
+    fp32        amax / M, to within one unit in the last place; Fp32(m) multiplies that by 2^m
+    pow2        2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
+    Pow2(m)     2^(ceil(log2(amax / M)) + m). Graphcore's bias is b = -log2(scale), m their margin
+    e8m0        pow2, stored in one byte as float8_e8m0fnu (UE8M0)
+    e8m0_floor  2^(floor(log2(amax)) - floor(log2(M))), as in OCP Microscaling: uses one binade more
+                of the format where e8m0 rounds up, but saturates numbers above M * scale
+    nvfp4       an e4m3 scale per tile, times a float32 scale for the tensor
+    Constant    a given number
+
+An amax of zero gives the scale 1. Powers of two are computed from the bits of the float32: log2 and
+exp2 are off by one binade at exact powers of two on some backends.
+"""
 
 import dataclasses
 
@@ -10,30 +32,29 @@ from jax import lax
 from fp8jax.lookup import unknown
 from fp8jax.numerics.formats import FORMATS, Format, cast, power_of_two_below
 
-# Scales and their reciprocals stay normal float32 numbers: XLA flushes subnormals to zero on some
-# backends, and a scale of zero would turn a tiny tensor into infinities.
+# Scales and their reciprocals must be normal float32 numbers: XLA flushes subnormals to zero on
+# some backends, and a scale of zero would turn a tiny tensor into infinities.
 MIN_SCALE = 2.0**-126
-
-
 MAX_SCALE = 2.0**126
 
 
-# Scale rules --------------------------------------------------------------------------------------
-
-
 def _over(amax: jax.Array, largest: float) -> jax.Array:
-    """amax / largest as a product with the float32 reciprocal of the constant: the same bits on
-    every device, which a division is not, and exact at largest * 2^k for all formats here."""
+    """Return amax / largest, computed as amax times the float32 reciprocal of `largest`.
+
+    Unlike a division, this gives the same bits on every device. It is exact for amax =
+    largest * 2^k in all formats of this library.
+    """
     return amax * (np.float32(1) / np.float32(largest))
 
 
 def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return `scale`, at least MIN_SCALE, and 1 where the amax is zero."""
     return jnp.where(amax == 0, 1.0, jnp.maximum(scale, MIN_SCALE))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp32:
-    """scale = amax / max * 2^margin: at margin 0 the whole range of the format is used."""
+    """scale = amax / max * 2^margin; margin 0 uses the whole range of the format."""
 
     margin: int = 0
     power_of_two = False
@@ -50,20 +71,20 @@ class Pow2:
     power_of_two = True
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
-        # As integers, float32 bit patterns are 2^23 * exponent + mantissa. So the difference of
-        # two, divided by 2^23 and rounded up, is the exponent difference, plus one if the mantissa
-        # of amax is the larger: the ceiling wanted.
+        # As an integer, a float32 bit pattern is 2^23 * exponent + mantissa. The difference of two
+        # patterns, divided by 2^23 and rounded up, is the difference of the exponents, plus one if
+        # amax has the larger mantissa. That is ceil(log2(amax / max)).
         bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
         of_max = int(np.float32(fmt.max).view(np.int32))
         exponent = ((bits - of_max + (1 << 23) - 1) >> 23) + self.margin
-        exponent = jnp.clip(exponent, -126, 126)  # its reciprocal has to be normal, too
+        exponent = jnp.clip(exponent, -126, 126)  # the reciprocal must be normal, too
         scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
         return _nonzero(amax, scale), None
 
 
 @dataclasses.dataclass(frozen=True)
 class E8M0:
-    """`Pow2()` stored as float8_e8m0fnu; with `floor`, the exponents rounded down instead."""
+    """`Pow2()`, stored as float8_e8m0fnu. With `floor`, exponents are rounded down, not up."""
 
     floor: bool = False
     power_of_two = True
@@ -76,10 +97,10 @@ class E8M0:
 
 @dataclasses.dataclass(frozen=True)
 class NvFp4:
-    """Two levels: tensor = amax / (448 * max), tile = e4m3(amax of the tile / max / tensor).
+    """Two scales: tensor = amax / (448 * max), and tile = e4m3(amax of the tile / max / tensor).
 
-    The tile's scale is clamped to the smallest e4m3 number instead of rounding to zero: a tile far
-    below the tensor's amax then flushes to zero through its values, and nothing divides by zero.
+    The tile's scale is at least the smallest e4m3 number, where rounding would give zero. The
+    values of a tile far below the tensor's amax then round to zero, and nothing divides by zero.
     """
 
     power_of_two = False
@@ -94,13 +115,13 @@ class NvFp4:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """scale = value, whatever the tensor (Graphcore's FP8-CSCALE: value = 2^-bias)."""
+    """scale = value for every tensor (Graphcore's FP8-CSCALE: value = 2^-bias)."""
 
     value: float
 
     def __post_init__(self):
         if not MIN_SCALE <= self.value <= MAX_SCALE:
-            raise ValueError(f"a constant scale is between 2^-126 and 2^126, got {self.value}")
+            raise ValueError(f"a constant scale must be between 2^-126 and 2^126, got {self.value}")
 
     @property
     def power_of_two(self) -> bool:
@@ -120,7 +141,7 @@ SCALES: dict[str, ScaleRule] = {
 
 
 def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
-    """`rule`, resolved if it is a name. Raises ValueError for an unknown one."""
+    """Return `rule`, or the scale rule of that name. Raises ValueError for an unknown name."""
     if not isinstance(rule, str):
         return rule
     if rule not in SCALES:

@@ -1,4 +1,16 @@
-"""TODO docstring."""
+"""Tiles: which elements of an array share one scale, and the amax of each tile.
+
+`Tile(free, contract)` says how many elements share a scale along the free (non-contracting) axis
+and along the contracting axis of a GEMM. None means the whole axis:
+
+    TENSOR   (None, None)  one scale per tensor             MX32     (1, 32)    OCP Microscaling
+    ROW      (1, None)     one scale per token or channel   NV16     (1, 16)    NVFP4
+    TILE128  (1, 128)      activations, DeepSeek-V3         NV16x16  (16, 16)   NVFP4 weights
+    BLOCK128 (128, 128)    weights, DeepSeek-V3
+
+An array of scales or amaxes has the rank of the values, and ceil(dim / tile) entries along each
+axis. Tiles at the edge are padded with zeros, which never raise an amax.
+"""
 
 import dataclasses
 
@@ -9,7 +21,7 @@ from jaxtyping import Array, Float, Shaped
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How many elements along the free and the contracting axis share a scale (None: all)."""
+    """How many elements share a scale along the free and the contracting axis (None: all)."""
 
     free: int | None
     contract: int | None
@@ -17,11 +29,14 @@ class Tile:
     def __post_init__(self):
         for size in (self.free, self.contract):
             if size is not None and size < 1:
-                raise ValueError(f"a tile has at least one element, got {self}")
+                raise ValueError(f"a tile must hold at least one element along an axis, got {self}")
 
     def per_axis(self, ndim: int, contract_axis: int) -> tuple[int | None, ...]:
-        """One entry an axis. The free axis is the last one that does not contract; every other
-        axis has one scale for all if `free` is None, else one each."""
+        """Return the tile's size along each of `ndim` axes.
+
+        The free axis is the last axis that is not contracted. The remaining axes (batch axes) have
+        size None if `free` is None, else size 1. Raises ValueError for an axis out of range.
+        """
         if not -ndim <= contract_axis < ndim:
             raise ValueError(f"{contract_axis=} is out of range for {ndim=}")
         contract_axis %= ndim
@@ -34,36 +49,25 @@ class Tile:
 
 
 TENSOR = Tile(None, None)
-
-
 ROW = Tile(1, None)
-
-
 TILE128 = Tile(1, 128)
-
-
 BLOCK128 = Tile(128, 128)
-
-
 MX32 = Tile(1, 32)
-
-
 NV16 = Tile(1, 16)
-
-
 NV16x16 = Tile(16, 16)
 
 
 def tile_grid(shape: tuple[int, ...], tile: tuple[int | None, ...]) -> list[tuple[int, int]]:
-    """(number of tiles, elements a tile) for each axis."""
+    """Return (number of tiles, elements per tile) for each axis."""
     return [(1, d) if t is None else (-(-d // t), t) for d, t in zip(shape, tile, strict=True)]
 
 
 def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Array, "..."]:
-    """float32 max|x| of each tile, with the rank of `x`; NaN where a tile holds a NaN.
+    """Return float32 max|x| of each tile, with the rank of `x`; NaN where a tile contains NaN.
 
-    The maximum is taken over bit patterns, which order like the numbers, NaN above infinity above
-    all else: XLA's floating-point maximum loses a NaN on CPUs (`xla_cpu_enable_fast_min_max`).
+    The maximum is computed over the bit patterns without the sign. They sort like the magnitudes,
+    with NaN above infinity. XLA's floating-point maximum can lose a NaN on CPUs
+    (`xla_cpu_enable_fast_min_max`).
     """
     grid = tile_grid(x.shape, tile)
     padding = [(0, n * t - d) for d, (n, t) in zip(x.shape, grid, strict=True)]
@@ -76,16 +80,19 @@ def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Arr
 
 
 def tensor_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """float32 max|x|; NaN if there is a NaN."""
+    """Return float32 max|x| of the whole array; NaN if it contains NaN."""
     return tile_amax(x, (None,) * x.ndim).reshape(())
 
 
 def spread(
     scale: Shaped[Array, "..."], tile: tuple[int | None, ...], shape: tuple[int, ...]
 ) -> Shaped[Array, "..."]:
-    """One entry a tile of such an array, spread to one an element; 1 stays where it broadcasts."""
+    """Repeat each tile's scale over its elements, so that the result broadcasts against `shape`.
+
+    An axis with a single tile keeps length 1.
+    """
     for axis, (n, t) in enumerate(tile_grid(shape, tile)):
         if n > 1 and t > 1:
-            # Without total_repeat_length, which makes it a gather with indices from a cumsum.
+            # Not with total_repeat_length: that compiles to a gather with indices from a cumsum.
             scale = lax.slice_in_dim(jnp.repeat(scale, t, axis=axis), 0, shape[axis], axis=axis)
     return scale

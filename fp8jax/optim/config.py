@@ -1,25 +1,32 @@
-"""TODO docstring."""
+"""The settings of an optimizer and of its learning-rate schedule."""
 
 import dataclasses
+
+from ml_collections import ConfigDict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """What an optimizer is made of.
+    """The settings of an optimizer; `make_optimizer` builds the optimizer from them.
 
     Attributes:
       name: a key of `OPTIMIZERS`.
-      learning_rate: at the end of the warm-up.
+      learning_rate: the largest learning rate, reached at the end of the warm-up.
       schedule: a key of `SCHEDULES`.
-      warmup_steps: of linear growth.
-      num_steps: of the whole run.
-      decay_fraction: share of the run that the last phase of "wsd" takes.
-      final_fraction: learning rate at the end, as a share of the largest.
-      weight_decay: per step and unit of learning rate, on matrices only.
-      b1, b2, eps: Adam's; Lion has the two decays, StoSignSGD the first.
-      clip_norm: largest global norm of the gradients.
-      moments: a key of `MOMENTS`, how moments are kept.
-      seed: of noise and of stochastic rounding.
+      warmup_steps: steps over which the learning rate grows linearly.
+      num_steps: steps of the whole run.
+      decay_fraction: fraction of the run over which the schedule "wsd" decays, in [0, 1].
+      final_fraction: final learning rate divided by the largest one, in [0, 1].
+      weight_decay: decoupled weight decay, scaled by the learning rate; applies to matrices only.
+      b1, b2: Adam's decay rates of the first and second moments. Lion uses both with its own
+        meaning; StoSignSGD uses b1 only.
+      eps: added to the square root of Adam's second moment.
+      clip_norm: the gradients are scaled down to this global norm where theirs is larger.
+      moments: a key of `MOMENTS`, the format in which moments are stored between steps.
+      seed: seeds the noise of stochastic signs and of stochastic rounding.
+
+    Raises:
+      ValueError: a field is out of its range, or the warm-up is not shorter than the run.
     """
 
     name: str
@@ -41,12 +48,22 @@ class OptimizerConfig:
         if not 0 <= self.warmup_steps < self.num_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} does not lie in [0, num_steps={self.num_steps})"
-                ": a shorter run needs a shorter warm-up"
+                ": shorten the warm-up or lengthen the run"
             )
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")
         if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ValueError(
-                f"must be positive: learning_rate={self.learning_rate}, clip_norm={self.clip_norm}"
+                f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must both be "
+                "positive"
             )
+
+    @classmethod
+    def from_config(cls, config: ConfigDict) -> "OptimizerConfig":
+        """Returns the optimizer settings of a run's config (configs/base.py).
+
+        `name` is `config.optimizer`; every other field has the same name in the config.
+        """
+        fields = {field.name for field in dataclasses.fields(cls)} - {"name"}
+        return cls(name=config.optimizer, **{name: config[name] for name in fields})

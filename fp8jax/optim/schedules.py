@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Learning-rate schedules by name: functions from the step, counted from 1, to a learning rate."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from fp8jax.optim.config import OptimizerConfig
 
 
 def _cosine(c: OptimizerConfig) -> optax.Schedule:
-    """Linear warm-up, then a half cosine down to final_fraction at the last step."""
+    """Linear warm-up, then half a cosine that reaches final_fraction at the last step."""
     return optax.schedules.warmup_cosine_decay_schedule(
         init_value=0.0, peak_value=c.learning_rate, warmup_steps=c.warmup_steps,
         decay_steps=c.num_steps, end_value=c.final_fraction * c.learning_rate,
@@ -16,13 +16,17 @@ def _cosine(c: OptimizerConfig) -> optax.Schedule:
 
 
 def _wsd(c: OptimizerConfig) -> optax.Schedule:
-    """Warm-up, stable, then a half cosine over the last decay_fraction of the run (InfiR2's)."""
+    """Linear warm-up, a constant phase, then half a cosine over the last decay_fraction of the run.
+
+    This is the schedule of InfiR2 (arXiv 2509.22536).
+    """
     decay = round(c.decay_fraction * c.num_steps)
     begin = c.num_steps - decay
     if begin < c.warmup_steps:
         raise ValueError(
-            f"wsd: the decay over the last {decay} of {c.num_steps} steps begins within the "
-            f"{c.warmup_steps} warm-up steps"
+            f"schedule='wsd': the decay over the last {decay} of {c.num_steps} steps begins within "
+            f"the {c.warmup_steps} warm-up steps: reduce decay_fraction={c.decay_fraction} or "
+            "warmup_steps"
         )
     return optax.schedules.join_schedules(
         [

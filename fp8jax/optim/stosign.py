@@ -1,4 +1,15 @@
-"""TODO docstring."""
+"""Optimizers whose update is a stochastic sign: StoSignSGD, and Adam converted in the same way.
+
+StoSignSGD (arXiv 2604.15416, algorithm 3) adds uniform noise to the momentum m before it takes the
+sign. The size of the noise is the largest magnitude G that m has had so far, element by element:
+
+    m <- b1 m + (1 - b1) g  (g at first)      G <- max(G, |m|)      u = sign(m + G n),  n in [-1, 1)
+
+The expected value of u is then m / G: the sign is unbiased. The paper's second version (algorithm
+11) shrinks G by a factor of 0.99995 a step. `scale_by_sign_adam` converts Adam in the same way
+(algorithm 4): sqrt(v) + eps takes the place of G. The noise depends only on the seed, the step and
+the leaf, so it is the same on every mesh.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +20,7 @@ from jaxtyping import Array, Int
 
 
 class StoSignState(NamedTuple):
-    """The state of `scale_by_stosign`: finished steps, momentum, and the bound G on it."""
+    """The state of `scale_by_stosign`: finished steps, momentum m, and its largest magnitude G."""
 
     step: Int[Array, ""]
     mu: Any
@@ -17,7 +28,7 @@ class StoSignState(NamedTuple):
 
 
 def _stochastic_sign(mean: Any, bound: Any, key: Array) -> Any:
-    """sign(mean + bound n) of each leaf, n uniform in [-1, 1)."""
+    """Returns sign(mean + bound * n) for each leaf; n is uniform in [-1, 1)."""
     leaves, treedef = jax.tree.flatten(mean)
     keys = [jax.random.fold_in(key, i) for i in range(len(leaves))]
     noise = [jax.random.uniform(k, m.shape, minval=-1.0) for k, m in zip(keys, leaves, strict=True)]
@@ -27,12 +38,12 @@ def _stochastic_sign(mean: Any, bound: Any, key: Array) -> Any:
 
 
 def scale_by_stosign(b1: float, decay: float, seed: int) -> optax.GradientTransformation:
-    """StoSignSGD: signs whose mean is the momentum over its largest magnitude.
+    """StoSignSGD: signs whose expected value is the momentum divided by its largest magnitude.
 
     Args:
-      b1: decay of the momentum.
-      decay: of the bound, 1 in the first version.
-      seed: of the noise.
+      b1: decay rate of the momentum.
+      decay: factor by which G shrinks each step; 1 in the paper's first version.
+      seed: seeds the noise.
     """
 
     def init(params: Any) -> StoSignState:
@@ -51,8 +62,10 @@ def scale_by_stosign(b1: float, decay: float, seed: int) -> optax.GradientTransf
 
 
 def scale_by_sign_adam(b1: float, b2: float, eps: float, seed: int) -> optax.GradientTransformation:
-    """Adam with its update m / (sqrt(v) + eps) turned into signs with that mean, up to where it
-    exceeds 1."""
+    """Adam whose update m / (sqrt(v) + eps) is replaced by signs with that expected value.
+
+    Where the magnitude of Adam's update exceeds 1, the sign is deterministic.
+    """
     adam = optax.scale_by_adam(b1, b2, eps)
 
     def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None):

@@ -1,1 +1,1 @@
-"""What a run writes and reads back: checkpoints, metrics, events."""
+"""The files that a run writes and reads back: checkpoints, metrics, events."""

@@ -1,23 +1,23 @@
-"""Checkpoints: Orbax's CheckpointManager, and what it lets through.
+"""Saves and restores checkpoints with Orbax's CheckpointManager, and detects damage it misses.
 
-What Orbax 0.12 and TensorStore notice was tried on every file of a checkpoint. A file of array data
-that is cut short or missing is an error; a flipped byte in one is not (chunks have no checksum:
-the arrays come back wrong in silence), nor is one within a string of a JSON item. So each step gets
-a list of its files' SHA-256, written in the background once the step is committed and checked
-before the step is read. A step without the list, because the process died in between, is read too;
-there only what Orbax itself notices is found.
+Each step gets a list of its files' SHA-256 hashes (checkpoint_files.py says why). It is written in
+the background after Orbax has committed the step, and checked before the step is read. If the
+process died between the two, the step has no list. Such a step is read too, but then only the
+damage that Orbax itself detects is noticed.
 
 Invariants:
 
-- The directory is one line of history. `save` first moves every step beyond the one saved or
-  restored last out of Orbax's sight: to `corrupt-<step>` where it was found damaged, else to
-  `abandoned-<step>` (the run went back before it, or began afresh). Only a save deletes: what is
-  neither among the latest `keep` steps nor among the `keep_best` of the lowest metric.
-- A metric lies in the step's own JSON, under its hash, and so outlives the process. (Orbax would
-  write an item of its own, fail at a start where that is damaged, and with `best_fn` and
-  `max_to_keep` delete the newest step.)
-- Reading changes nothing on disk, so that another process may read while a run writes.
-- Damage falls back to the step before and is said; a checkpoint of another model raises.
+- The steps in the directory form one line of history. `save` first renames every step later than
+  the last saved or restored one, so that Orbax ignores it: to `corrupt-<step>` if it was found
+  damaged, else to `abandoned-<step>` (the run went back to an earlier step, or started afresh).
+- Only `save` deletes steps. It keeps the latest `keep` steps and the `keep_best` steps with the
+  lowest metric.
+- A step's metric is stored in the step's own JSON, under its hash, so it outlives the process. (If
+  Orbax stored the metric, it would be an item of its own. Orbax fails at startup if that item is
+  damaged, and with `best_fn` and `max_to_keep` it deletes the newest step.)
+- Reading changes nothing on disk, so another process may read while a run writes.
+- If a step is damaged, the step before it is read and a warning is logged. A checkpoint of another
+  model raises an error.
 """
 
 import dataclasses
@@ -44,7 +44,13 @@ _META = "meta"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A checkpoint that was read: its step, the arrays asked for, and all of its meta."""
+    """A restored checkpoint.
+
+    Attributes:
+      step: the number of finished steps.
+      arrays: the requested pytrees, by name.
+      meta: all of the meta that was saved.
+    """
 
     step: int
     arrays: dict[str, Any]
@@ -54,41 +60,44 @@ class Restored:
 class Checkpointer:
     """Saves and restores pytrees of arrays and a JSON dict, by step.
 
-    `rejected` lists the steps found damaged so far with the reason, in the order they were found.
+    Attributes:
+      rejected: (step, reason) of each step found damaged so far, in the order of detection.
     """
 
     rejected: list[tuple[int, str]]
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int, keep_best: int):
-        """Touches nothing on disk.
+        """Stores the settings; changes nothing on disk.
 
         Args:
-          directory: where the steps lie, in a file system that all processes share.
-          every: `should_save` is true at multiples of this many steps.
-          keep: how many of the latest steps stay.
-          keep_best: how many of those with the lowest metric stay as well, however old.
+          directory: the directory of the steps, in a file system that all processes share.
+          every: `should_save` is true at multiples of this number of steps.
+          keep: how many of the latest steps stay on disk.
+          keep_best: how many of the steps with the lowest metric stay as well, however old.
 
         Raises:
-          ValueError: every or keep is not positive, keep_best is negative, or the directory is a
-            URL.
+          ValueError: `every` or `keep` is less than 1, `keep_best` is negative, or the directory is
+            a URL.
         """
         if every < 1 or keep < 1:
             raise ValueError(f"{every=} and {keep=} must be at least 1")
         if keep_best < 0:
             raise ValueError(f"{keep_best=} must be at least 0")
         if "://" in str(directory):
-            raise ValueError(f"{directory} is a URL: checkpoints need a mounted file system")
+            raise ValueError(
+                f"{directory} is a URL: checkpoints need a directory in a mounted file system"
+            )
         self.rejected = []
         self._directory = Path(os.path.abspath(directory))
         self._every, self._keep, self._keep_best = every, keep, keep_best
-        self._manager: ocp.CheckpointManager | None = None  # made by the first save
+        self._manager: ocp.CheckpointManager | None = None  # the first save creates it
         self._hashing: threading.Thread | None = None
-        self._tip = -1  # the step saved or restored last
-        # What the meta item of a good step holds, by the step and the part that was checked.
+        self._tip = -1  # the last saved or restored step
+        # (step, the part whose files were checked) -> the record of an undamaged step.
         self._sound: dict[tuple[int, str], dict[str, Any]] = {}
         self._damaged: set[int] = set()
-        self._metrics: dict[int, float | None] = {}  # of the steps saved or looked at so far
-        python_logging.getLogger("absl").addFilter(_no_orbax_chatter)
+        self._metrics: dict[int, float | None] = {}  # of all steps saved or checked so far
+        python_logging.getLogger("absl").addFilter(_is_no_orbax_info)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -97,37 +106,37 @@ class Checkpointer:
         self.close()
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` is one to save at; the last one of a run is the caller's business."""
+        """Whether to save at `step`. The caller decides about the last step of a run itself."""
         return step > 0 and step % self._every == 0
 
     def save(
         self, step: int, arrays: Mapping[str, Any], meta: Mapping[str, Any], metric: float | None
     ) -> None:
-        """Saves in the background; returns when the arrays may be changed or donated.
+        """Saves a step in the background; returns when the arrays may be changed or donated.
 
-        A step that this run has saved or restored already is left as it is, its metric too. Waits
-        for the save before.
+        First waits for the previous save. If this run has already saved or restored `step`, the
+        step and its metric stay as they are.
 
         Args:
           step: the number of finished steps.
-          arrays: pytrees of jax or NumPy arrays by name, each restorable without the others. One
-            without leaves is fine. PRNG keys are arrays too.
-          meta: what JSON can hold; tuples come back as lists, keys as strings.
-          metric: what makes a step a best one, the lower the better: its validation loss. A step
-            with None (not validated), an infinite one or a NaN is never a best one.
+          arrays: pytrees of JAX or NumPy arrays by name; PRNG keys are arrays too. Each can be
+            restored without the others. A tree may have no leaves.
+          meta: a dict that JSON can represent. Tuples come back as lists, keys as strings.
+          metric: the validation loss, or another number where lower is better. A step is never
+            among the best if its metric is None (not validated), infinite or NaN.
 
         Raises:
-          TypeError: a tree is a bare leaf, a leaf is no array, or meta is not JSON.
-          ValueError: a tree is called "meta".
-          Exception: what went wrong in the background during the save before (a full disk).
+          TypeError: a tree is a bare leaf, a leaf is not an array, or meta is not JSON.
+          ValueError: a tree is named "meta".
+          Exception: the previous save failed in the background (because the disk is full, say).
         """
         if _META in arrays:
-            raise ValueError(f"{_META!r} names the JSON part: call the arrays something else")
+            raise ValueError(f"{_META!r} names the JSON part: give these arrays another name")
         structure = {name: tree_structure(tree) for name, tree in arrays.items()}
         record: dict[str, Any] = {"structure": structure, _META: dict(meta)}
         if metric is not None and math.isfinite(metric):
             record["metric"] = float(metric)
-        json.dumps(record)  # here, not in the background
+        json.dumps(record)  # raises for what is not JSON here, not in the background
         self.wait()
         manager = self._prepare()
         self._tip = step
@@ -135,13 +144,13 @@ class Checkpointer:
             return
         self._metrics[step] = record["metric"] if "metric" in record else None
         items: dict[str, Any] = {
-            # Orbax refuses an item without leaves; the structure remembers it.
+            # Orbax refuses an item without leaves. The record's structure has its name.
             name: ocp.args.StandardSave(tree)
             for name, tree in arrays.items()
             if structure[name]
         }
         items[_META] = ocp.args.JsonSave(record)
-        # force: Orbax would otherwise apply a policy of its own, which saves whatever comes first.
+        # Without force Orbax applies its own policy of which steps to save.
         manager.save(step, args=ocp.args.Composite(**items), force=True)
         if jax.process_index() == 0:
             self._hashing = threading.Thread(target=self._write_hashes, args=(manager, step))
@@ -150,20 +159,21 @@ class Checkpointer:
     def restore(
         self, abstract: Mapping[str, Any], *, at_most: int | None = None
     ) -> Restored | None:
-        """Restores the newest good step, bit for bit, onto the shardings asked for.
+        """Restores the newest undamaged step, bit for bit, with the given shardings.
 
         Args:
-          abstract: pytrees of jax.ShapeDtypeStruct (or arrays) with shardings, by name. What is
-            not named is not read.
-          at_most: only steps up to this one count, for going back; to the step of `best`, say.
+          abstract: pytrees of jax.ShapeDtypeStruct (or arrays) with shardings, by name. Trees that
+            are not named here are not read.
+          at_most: ignore later steps than this one. Use it to go back, to the step of `best` for
+            example.
 
         Returns:
-          The newest step whose files are sound, or None where there is no step at all.
+          The restored step, or None if there are no steps.
 
         Raises:
-          ValueError: a leaf has no sharding, or the newest sound step holds other arrays than
-            these: the message says which.
-          RuntimeError: there are steps and all are damaged.
+          ValueError: a leaf has no sharding, or the newest undamaged step holds other arrays than
+            `abstract` (the message lists the differences).
+          RuntimeError: there are steps, but all are damaged.
         """
         abstract = {name: jax.tree.map(abstract_leaf, tree) for name, tree in abstract.items()}
         self.wait()
@@ -180,13 +190,16 @@ class Checkpointer:
         return None
 
     def read_meta(self, *, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
-        """The step and meta of the checkpoint that `restore` would take; reads no arrays.
+        """Returns the step and meta of the checkpoint that `restore` would read; reads no arrays.
 
-        It checks the step's files, which `restore` then does not do again. Only damage that no
-        check can see (see the module) may still make `restore` take an older step.
+        Checks the hashes of all files of the step; `restore` does not check them again. A step
+        without hashes may still turn out damaged in `restore`, which then reads an older step.
+
+        Returns:
+          (step, meta), or None if there are no steps.
 
         Raises:
-          RuntimeError: there are steps and all are damaged.
+          RuntimeError: there are steps, but all are damaged.
         """
         self.wait()
         for step in self._steps(at_most):
@@ -197,13 +210,14 @@ class Checkpointer:
         return None
 
     def best(self) -> tuple[int, float] | None:
-        """The step of the lowest metric among the sound ones on disk, and the metric.
+        """Returns the undamaged step with the lowest metric, and that metric.
 
-        Of equal ones it is the newest. `restore` and `read_meta` take it with `at_most=step`, for
-        its files were checked here.
+        Of steps with equal metrics it is the newest. Its files are checked here: `restore` and
+        `read_meta` with `at_most=step` read this step.
 
         Returns:
-          None where no sound step has a metric; what was found damaged stands in `rejected`.
+          (step, metric), or None if no undamaged step has a metric. `rejected` lists the damaged
+          steps.
         """
         self.wait()
         for step, metric in self._ranked(self._steps(None)):
@@ -212,7 +226,7 @@ class Checkpointer:
         return None
 
     def wait(self) -> None:
-        """Returns when the last save is on disk, with its hashes; raises what went wrong there."""
+        """Waits until the last save and its hashes are on disk; raises the error of that save."""
         if self._hashing is not None:
             self._hashing.join()
             self._hashing = None
@@ -220,7 +234,7 @@ class Checkpointer:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and frees Orbax's threads. Call it before the interpreter ends."""
+        """Waits for the last save, then ends Orbax's threads. Call it before Python exits."""
         try:
             self.wait()
         finally:
@@ -229,14 +243,17 @@ class Checkpointer:
                 self._manager = None
 
     def _steps(self, at_most: int | None) -> list[int]:
-        """The committed steps, newest first; Orbax renames a step to its number as it commits."""
+        """Returns the committed steps, newest first.
+
+        Orbax commits a step by renaming its directory to the step's number.
+        """
         if not self._directory.is_dir():
             return []
         steps = [int(path.name) for path in self._directory.iterdir() if path.name.isdigit()]
         return sorted((s for s in steps if at_most is None or s <= at_most), reverse=True)
 
     def _refuse_if_any(self, at_most: int | None) -> None:
-        """Steps, but none that could be read, are an error and no fresh start."""
+        """Raises if there are steps, none of which could be read: a fresh start would be wrong."""
         if self._steps(at_most):
             reasons = "\n".join(f"  {step}: {reason}" for step, reason in self.rejected)
             raise RuntimeError(f"every checkpoint in {self._directory} is damaged:\n{reasons}")
@@ -247,7 +264,7 @@ class Checkpointer:
         logging.warning("checkpoint %s is damaged: %s", self._directory / str(step), reason)
 
     def _ranked(self, steps: list[int]) -> list[tuple[int, float]]:
-        """Those that have a metric, with it, the best first; not those known to be damaged."""
+        """Returns (step, metric) of the steps with a metric, best first, without damaged steps."""
         for step in steps:
             if step not in self._metrics and (record := self._check(step, _META)) is not None:
                 self._metrics[step] = record["metric"]
@@ -256,36 +273,49 @@ class Checkpointer:
         return sorted(known, key=lambda pair: (pair[1], -pair[0]))
 
     def _check(self, step: int, part: str = "") -> dict[str, Any] | None:
-        """The record of a step with sound files, all or only the item `part`; None, and a word on
-        it, for a damaged one.
+        """Returns the record of a step, or None, after rejecting the step, if it is damaged.
+
+        Args:
+          step: a committed step.
+          part: the item whose files to check; "" checks the files of all items.
         """
         if step in self._damaged:
             return None
         if (step, part) not in self._sound:
-            reason = None
-            if jax.process_index() == 0:
-                reason = find_damage(self._directory / str(step), part)
-            if jax.process_count() > 1:
-                # One process reads all files and all do as it finds, or they would part ways.
-                sound = multihost_utils.broadcast_one_to_all(reason is None)
-                reason = reason or (None if sound else "found damaged by process 0")
+            reason = self._find_damage(step, part)
             if reason is None:
                 try:
-                    record = self._load(step, {_META: ocp.args.JsonRestore()})[_META]
-                    metric = float(record["metric"]) if "metric" in record else None
-                    self._sound[step, part] = {
-                        "structure": record["structure"], _META: record[_META], "metric": metric
-                    }  # fmt: skip
+                    self._sound[step, part] = self._read_record(step)
                 except Exception as error:
                     reason = f"its meta cannot be read: {short_error(error)}"
             if reason is not None:
+                # If the step no longer exists, the writing process deleted it during the check.
                 if (self._directory / str(step)).exists():
                     self._reject(step, reason)
-                return None  # gone: the writer has deleted it, being one too many, as we looked
+                return None
         return self._sound[step, part]
 
+    def _find_damage(self, step: int, part: str) -> str | None:
+        """Returns what is wrong with the files of a step, or None; the same on all processes."""
+        reason = None
+        if jax.process_index() == 0:
+            reason = find_damage(self._directory / str(step), part)
+        if jax.process_count() > 1:
+            # Only one process reads the files. All must come to the same verdict, or they would
+            # restore different steps.
+            sound = multihost_utils.broadcast_one_to_all(reason is None)
+            if not sound and reason is None:
+                reason = "found damaged by process 0"
+        return reason
+
+    def _read_record(self, step: int) -> dict[str, Any]:
+        """Reads what `save` stored next to the arrays: structure, meta, and metric or None."""
+        record = self._load(step, {_META: ocp.args.JsonRestore()})[_META]
+        metric = float(record["metric"]) if "metric" in record else None
+        return {"structure": record["structure"], _META: record[_META], "metric": metric}
+
     def _read(self, step: int, abstract: dict[str, Any]) -> dict[str, Any] | None:
-        """The arrays; None, and a word on it, where the step turns out damaged."""
+        """Returns the arrays; None, after rejecting the step, if it turns out to be damaged."""
         items = {
             name: ocp.args.StandardRestore(tree)
             for name, tree in abstract.items()
@@ -295,8 +325,9 @@ class Checkpointer:
             arrays = self._load(step, items) if items else {}
         except Exception as error:
             hashed = (self._directory / str(step) / HASHES).exists()
-            # Sound files that cannot be read are no damage (memory, for one). And where processes
-            # fail one by one they cannot agree on another step.
+            # If the hashes were right, the files are not damaged: the cause is another one, such as
+            # too little memory. And several processes, each of which may fail alone, cannot agree
+            # on another step.
             if hashed or jax.process_count() > 1:
                 raise
             self._reject(step, f"its arrays cannot be read: {short_error(error)}")
@@ -304,12 +335,13 @@ class Checkpointer:
         return {name: arrays[name] if name in items else tree for name, tree in abstract.items()}
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
+        """Reads the given items of a step with Orbax, without touching the manager."""
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             restored = reader.restore(self._directory / str(step), args=ocp.args.Composite(**items))
         return {name: restored[name] for name in items}
 
     def _prepare(self) -> ocp.CheckpointManager:
-        """Moves aside what lies beyond the tip; makes the manager at the first call."""
+        """Moves steps later than `_tip` aside; creates the manager at the first call."""
         stale = [step for step in self._steps(None) if step > self._tip]
         if jax.process_index() == 0:
             for step in stale:
@@ -318,10 +350,10 @@ class Checkpointer:
                 if aside.exists():
                     shutil.rmtree(aside)
                 os.rename(self._directory / str(step), aside)
-                logging.warning("checkpoint %d was moved to %s", step, aside)
+                logging.warning("moved checkpoint %d to %s", step, aside)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fp8jax.checkpoint: moved aside")
-        for step in stale:  # the number may be saved anew
+        for step in stale:  # the run may save a step of this number again
             self._sound.pop((step, ""), None)
             self._sound.pop((step, _META), None)
             self._metrics.pop(step, None)
@@ -329,40 +361,40 @@ class Checkpointer:
         if self._manager is None:
             policies: list[Any] = [ocp.checkpoint_managers.LatestN(self._keep)]
             if self._keep_best:
-                self._ranked(self._steps(None))  # reads what an earlier process has written
+                self._ranked(self._steps(None))  # reads the metrics of an earlier process
                 policies.append(_BestN(self._keep_best, self._ranked))
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(policies),
-                cleanup_tmp_directories=True,  # what a killed run left half written
+                cleanup_tmp_directories=True,  # of saves that a killed run left incomplete
             )
             self._manager = ocp.CheckpointManager(self._directory, options=options)
         elif set(self._manager.all_steps()) != set(self._steps(None)):
-            # Stale steps are gone, or a save failed: Orbax forgot at once what that save would
-            # have deleted, and would never delete it.
+            # Stale steps were moved, or a save failed: Orbax had already forgotten the steps which
+            # that save was to delete, and would never delete them.
             self._manager.reload()
         return self._manager
 
     def _write_hashes(self, manager: ocp.CheckpointManager, step: int) -> None:
-        """Runs in the background: waits for the commit, then hashes what lies there."""
+        """Waits for the commit of `step`, then hashes its files. Runs in the background."""
         try:
             manager.wait_until_finished()
         except Exception:
-            return  # Orbax raises it once in every thread that waits: again in wait()
+            return  # Orbax raises it again in wait(): once in each thread that waits
         path = self._directory / str(step)
         try:
             written = path / f"{HASHES}.tmp"
             written.write_text(json.dumps(hash_files(path, list_files(path)), indent=0))
             os.replace(written, path / HASHES)
         except OSError as error:
-            logging.warning("checkpoint %s stays without hashes: %s", path, error)
+            logging.warning("could not write the hashes of checkpoint %s: %s", path, error)
 
 
 @dataclasses.dataclass(frozen=True)
 class _BestN:
-    """A preservation policy of Orbax's: the first n of the ranking stay.
+    """An Orbax preservation policy that preserves the best n steps of a ranking.
 
-    Orbax's own BestN reads only metrics that Orbax wrote (see the module), keeps all steps without
-    one unless told otherwise, and lets a NaN spoil the order.
+    Orbax's own BestN reads only metrics that Orbax wrote (the module docstring says why we do not
+    let it). By default it also preserves all steps without a metric, and a NaN breaks its order.
     """
 
     n: int
@@ -373,6 +405,6 @@ class _BestN:
         return [info.step in best for info in checkpoints]
 
 
-def _no_orbax_chatter(record: python_logging.LogRecord) -> bool:
-    """Keeps Orbax's many INFO lines, which share absl's logger with the run's own, off it."""
+def _is_no_orbax_info(record: python_logging.LogRecord) -> bool:
+    """A log filter that drops Orbax's many INFO lines; they share absl's logger with the run's."""
     return record.levelno >= python_logging.WARNING or "/orbax/" not in record.pathname

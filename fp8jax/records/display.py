@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Shows the progress of a run on stderr."""
 
 import datetime
 import math
@@ -13,14 +13,14 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def _thousands(value: float) -> str:
-    """12345.6 as 12.3k."""
+    """Formats 12345.6 as 12.3k."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.1f}{suffix}"
     return f"{value:.0f}"
 
 
-# The scalars that the display shows, in this order; files and TensorBoard get all of them.
+# The scalars that the display shows, in this order. Files and TensorBoard get all scalars.
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda x: f"loss {x:.4f}",
     "valid_loss": lambda x: f"valid_loss {x:.4f}",
@@ -35,7 +35,10 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class Display:
-    """A bar where a person looks on, now and then a plain line elsewhere; both on stderr."""
+    """Shows a progress bar if stderr is a terminal, else a plain line every 10 s.
+
+    A step with validation and the last step always get a line.
+    """
 
     def __init__(self, num_steps: int, start_step: int):
         self._num_steps = num_steps
@@ -44,12 +47,13 @@ class Display:
             self._bar = tqdm.tqdm(
                 total=num_steps, initial=start_step, unit="step", dynamic_ncols=True
             )
-        # Step and time of the first step shown: what came before it is compilation.
+        # (step, time) of the first step shown. The time before it was spent on compilation.
         self._first: tuple[int, float] | None = None
         self._last_shown = -math.inf
         self._not_shown: str | None = None
 
     def show(self, step: int, scalars: Mapping[str, float | int | None]) -> None:
+        """Shows the scalars of a finished step; those that are None are left out."""
         values = {name: scalars[name] for name in _SHOWN if name in scalars}
         parts = [_SHOWN[name](value) for name, value in values.items() if value is not None]
         if self._bar is not None:
@@ -73,11 +77,12 @@ class Display:
             self._not_shown = line
 
     def aside(self) -> Any:
-        """A context in which other lines may be written to the terminal."""
-        # external_write_mode takes the bar away and draws it again; it works without one too.
+        """Returns a context in which other lines may be written to stderr."""
+        # external_write_mode removes the bar and draws it again. It works without a bar too.
         return tqdm.tqdm.external_write_mode(file=sys.stderr)
 
     def close(self) -> None:
+        """Closes the bar, or prints the last line if it has not been shown."""
         if self._bar is not None:
             self._bar.close()
         if self._not_shown is not None:

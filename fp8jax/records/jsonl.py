@@ -1,4 +1,9 @@
-"""TODO docstring."""
+"""Files of JSON lines: one JSON object per line, appended while a run goes on.
+
+Floats are written with all their digits (Python's repr), so that two runs can be compared bit for
+bit. JSON has no non-finite numbers: they are written as the strings "NaN", "Infinity" and
+"-Infinity", which `read_jsonl` converts back to floats.
+"""
 
 import json
 import math
@@ -11,21 +16,25 @@ _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads one of a run's files of JSON lines, also of a run that is still being written.
+    """Reads a file of JSON lines; a run may still be writing it.
 
     Returns:
-      One dict a line, in the file's order, with non-finite numbers as floats where they are a
-      line's own values (inside lists and objects they stay strings). A torn last line,
-      without a newline, is left out.
+      One dict per line, in the order of the file. An incomplete last line, without a newline, is
+      left out. Non-finite numbers are floats again if they are values of the line's own object;
+      inside nested lists and objects they stay strings.
 
     Raises:
-      ValueError: a whole line is no JSON object; the message names file and line.
+      ValueError: a complete line is not a JSON object. The message names the file and the line.
     """
     return [parsed for _, parsed in whole_lines(Path(path))]
 
 
 def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line that ends in a newline, as bytes and parsed."""
+    """Returns (the bytes, the parsed object) of each line that ends with a newline.
+
+    Raises:
+      ValueError: as `read_jsonl`.
+    """
     lines = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
@@ -44,22 +53,25 @@ def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cuts a file down to the whole lines that `keep` wants, byte for byte and atomically."""
+    """Atomically drops the lines of a file for which `keep` is false, and an incomplete last line.
+
+    The other lines stay the same byte for byte. Does nothing if the file does not exist.
+    """
     if not path.exists():
         return
-    kept = b"".join(line for line, parsed in whole_lines(path) if keep(parsed))
-    if len(kept) == path.stat().st_size:
+    remaining = b"".join(line for line, parsed in whole_lines(path) if keep(parsed))
+    if len(remaining) == path.stat().st_size:
         return
     copy = path.with_name(path.name + ".tmp")
     with open(copy, "wb") as file:
-        file.write(kept)
+        file.write(remaining)
         file.flush()
         os.fsync(file.fileno())
     os.replace(copy, path)
 
 
 def _finite(value: Any) -> Any:
-    """The same with each non-finite float as the string that stands for it."""
+    """Returns `value` with every non-finite float replaced by its string."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -70,11 +82,21 @@ def _finite(value: Any) -> Any:
 
 
 def append_line(file: BinaryIO, record: Mapping[str, Any]) -> None:
-    """Writes one line at once; an error names the file."""
+    """Appends one line in a single write.
+
+    Args:
+      file: opened without a buffer.
+      record: the object; a value that JSON cannot represent is written as its str().
+
+    Raises:
+      OSError: the line could not be written. The message names the file.
+    """
     line = json.dumps(_finite(record), allow_nan=False, default=str).encode() + b"\n"
     try:
         written = file.write(line)
     except OSError as error:
         raise OSError(error.errno, f"cannot write: {error.strerror}", file.name) from error
     if written != len(line):
-        raise OSError(f"only {written} of {len(line)} bytes of a line fitted into {file.name}")
+        raise OSError(
+            f"wrote only {written} of {len(line)} bytes of a line to {file.name}: is the disk full?"
+        )

@@ -1,14 +1,13 @@
-"""What a run says while it runs: a progress display, TensorBoard, and three files of JSON lines,
-metrics.jsonl, samples.jsonl and events.jsonl.
+"""Records the progress of a run: on the display, in TensorBoard and in three files of JSON lines.
 
-`metrics.jsonl` holds one object a line, `step` first. Floats are written with all their digits
-(Python's repr), so that two runs can be compared bit for bit; JSON has no non-finite numbers, so
-they are the strings "NaN", "Infinity" and "-Infinity", which `read_jsonl` turns back into floats.
+    metrics.jsonl    one object per step: `step`, then its scalars
+    samples.jsonl    one object per sample text: `step` and `text`
+    events.jsonl     what happened and why (records/events.py)
 
-A run that is killed and resumed leaves metrics and samples that read as one uninterrupted run:
-`step` counts finished optimizer steps, and lines beyond the step resumed from are dropped when the
-files are opened.
-`events.jsonl` says what happened and why; its lines are never dropped.
+`step` counts finished optimizer steps. When the files are opened, metrics and samples of steps
+later than the step that the run resumes from are dropped: after a crash and a resume they read as
+those of one uninterrupted run. Lines of events.jsonl are never dropped. jsonl.py says how numbers
+are written.
 """
 
 import datetime
@@ -27,23 +26,24 @@ from fp8jax.records.jsonl import append_line, keep_lines
 
 
 class Metrics:
-    """Writes a run's scalars and events; a context manager.
+    """Writes a run's scalars, samples and events; a context manager.
 
-    On every process but the first of a multi-host run all methods do nothing.
+    In a multi-host run only the first process writes. On the others all methods do nothing.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, num_steps: int, start_step: int = 0):
-        """Opens the files of `workdir`, made if missing.
+        """Opens the files in `workdir`, and creates the directory if it does not exist.
 
         Args:
           workdir: the run's directory.
           num_steps: the step at which the run ends.
-          start_step: the step resumed from, in [0, num_steps]: metrics and samples of a greater
-            step, written by a killed run after its last checkpoint or before a rollback, are
-            dropped, and so is a torn last line. At 0 the run is fresh: all are dropped.
+          start_step: the step that the run resumes from, in [0, num_steps]; 0 for a fresh run.
+            Metrics and samples of later steps are dropped: a killed run wrote them after its last
+            checkpoint, or this run before a rollback. A fresh run drops all. An incomplete last
+            line is dropped too.
 
         Raises:
-          ValueError: start_step is out of range, or a file holds a line that is no JSON.
+          ValueError: start_step is out of range, or a file holds a line that is not JSON.
         """
         if not 0 <= start_step <= num_steps:
             raise ValueError(f"{start_step=} must lie between 0 and {num_steps=}")
@@ -56,11 +56,11 @@ class Metrics:
         for path in paths[:2]:
             keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
         keep_lines(paths[2], lambda line: True)
-        # Unbuffered: a line is in the file when write() returns, or the error is raised there.
+        # Unbuffered: write() returns when the line is in the file, or raises the error.
         self._metrics_file, self._samples_file, self._events_file = (
             open(path, "ab", buffering=0) for path in paths
         )
-        # TensorBoard files cannot be cut; they say from which step on older points do not count.
+        # TensorBoard's files cannot be shortened. purge_step hides older points from that step on.
         self._tensorboard = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else 0
         )
@@ -77,11 +77,12 @@ class Metrics:
 
         Args:
           step: the number of finished steps.
-          scalars: Python numbers by name; None, for "unknown here", is written as null. `mfu` is a
-            fraction of 1. TensorBoard gets finite numbers only.
+          scalars: Python numbers by name. None, for a number that is not known here, is written
+            as null. `mfu` is a fraction of 1. TensorBoard gets only finite numbers.
 
         Raises:
-          OSError: the line could not be written (a full disk); the message names the file.
+          OSError: the line could not be written (because the disk is full, say). The message names
+            the file.
         """
         if not self._writes:
             return
@@ -92,39 +93,40 @@ class Metrics:
         self._display.show(step, scalars)
 
     def sample(self, step: int, text: str) -> None:
-        """Writes and logs a text that the model of that step made.
+        """Writes and logs a text that the model generated after `step` steps.
 
         Raises:
-          OSError: the line could not be written (a full disk); the message names the file.
+          OSError: as `write`.
         """
         if not self._writes:
             return
         append_line(self._samples_file, {"step": step, "text": text})
         self._tensorboard.add_text("sample", text, step)
         with self._display.aside():
-            logging.info("step %d: a sample:\n%s", step, text)
+            logging.info("step %d: sample:\n%s", step, text)
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
         """Writes and logs what happened after `step` steps: resume, skip, rollback, …
 
         Args:
           step: the number of finished steps.
-          kind: one word that names the event.
-          **fields: what JSON can hold; anything else is written as its str().
+          kind: a value of `Event` (records/events.py).
+          **fields: the fields of the event. A value that JSON cannot represent is written as its
+            str().
 
         Raises:
-          OSError: the line could not be written (a full disk); the message names the file.
+          OSError: as `write`.
         """
         if not self._writes:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         append_line(self._events_file, {"time": now, "step": step, "kind": kind, **fields})
-        said = "".join(f"  {name}={value}" for name, value in fields.items())
+        text = "".join(f"  {name}={value}" for name, value in fields.items())
         with self._display.aside():
-            logging.info("step %d: %s%s", step, kind, said)
+            logging.info("step %d: %s%s", step, kind, text)
 
     def close(self) -> None:
-        """Shows the last step and closes all files."""
+        """Shows the last step on the display, and closes all files."""
         if self._writes:
             self._display.close()
             self._tensorboard.close()

@@ -1,1 +1,1 @@
-"""What is done about bad steps and growing gradients."""
+"""Detection of bad steps and growing gradients, and the responses to them."""

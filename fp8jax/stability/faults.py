@@ -1,4 +1,12 @@
-"""TODO docstring."""
+"""Injects faults into a run, to test or demonstrate what docs/reliability.md claims: `--inject`.
+
+    KIND@STEP[xCOUNT], separated by commas:    nan_loss@12,spike@30x10,kill@50
+
+Steps count from 1. A fault acts in one of three places: on the rows of a batch (`OF_ROWS`), after a
+step has been dispatched (`OF_STEPS`), or, for `inf_gradient`, on gradients inside the compiled step
+(`inject_gradient`). Without `--inject` none of this runs, and the compiled step is the same as
+without this module.
+"""
 
 import dataclasses
 import os
@@ -18,11 +26,11 @@ from fp8jax.lookup import unknown
 
 Rows = dict[str, np.ndarray]
 
+# The entry of a batch that marks a faulty layer: [B, L], the layer counted from 1; zeros for none.
+INJECTED = "injected"
 
-_STALL = 3600.0  # seconds, unless somebody gives up before
-
-
-_NO_SPACE = 4096  # bytes that a file may have on the full disk
+_STALL = 3600.0  # seconds; the loop's own time limit should end the run earlier
+_NO_SPACE = 4096  # the largest size of a file on the simulated full disk, in bytes
 
 
 def _nan_loss(rows: Rows) -> Rows:
@@ -34,12 +42,12 @@ def _inf_gradient(rows: Rows) -> Rows:
 
 
 def _spike(rows: Rows) -> Rows:
-    """Targets that are rare in text: of bytes, control characters for letters."""
+    """Mirrors the token ids of the targets, so that byte targets become bytes rare in text."""
     return rows | {"targets": rows["targets"].max() - rows["targets"]}
 
 
 def _source_raises(rows: Rows) -> Rows:
-    raise OSError("the data source failed, as --inject asked for")
+    raise OSError("the data source failed because of --inject=source_raises")
 
 
 def _source_stalls(rows: Rows) -> Rows:
@@ -56,7 +64,7 @@ def _terminate(checkpoints: Path) -> None:
 
 
 def _flip_byte(checkpoints: Path) -> None:
-    """One bit in the middle of the largest file of the newest checkpoint."""
+    """Flips one bit in the middle of the largest file of the newest checkpoint."""
     newest = max((p for p in checkpoints.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     content = bytearray(largest.read_bytes())
@@ -65,13 +73,13 @@ def _flip_byte(checkpoints: Path) -> None:
 
 
 def _fill_disk(checkpoints: Path) -> None:
-    """No file may grow beyond a few kilobytes from now on: writing fails as on a full disk."""
+    """Limits every file to `_NO_SPACE` bytes from now on, so that writes fail as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (_NO_SPACE, hard))
 
 
-# kind -> what happens to the rows of its steps, in the data source
+# kind -> the function that changes the rows of its steps. It runs in the data source.
 OF_ROWS: dict[str, Callable[[Rows], Rows]] = {
     "nan_loss": _nan_loss,
     "inf_gradient": _inf_gradient,
@@ -81,8 +89,8 @@ OF_ROWS: dict[str, Callable[[Rows], Rows]] = {
 }
 
 
-# kind -> what happens once its step was dispatched (and saved, if it is one to save at; the save
-# still runs in the background)
+# kind -> the function that runs once its step has been dispatched. If the step is one to save at,
+# its save has started too, and may still be running in the background.
 OF_STEPS: dict[str, Callable[[Path], None]] = {
     "kill": _kill,
     "sigterm": _terminate,
@@ -93,6 +101,8 @@ OF_STEPS: dict[str, Callable[[Path], None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
+    """One fault: its kind, its first step and the number of steps it lasts."""
+
     kind: str
     step: int
     count: int
@@ -103,14 +113,18 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What `--inject` asks for; nothing by default."""
+    """The faults of `--inject`; none by default."""
 
     faults: tuple[Fault, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Faults":
-        """Raises ValueError for an unknown kind and for a step or count below 1."""
-        found = []
+        """Parses the value of `--inject`; "" is no faults.
+
+        Raises:
+          ValueError: a kind is unknown, or a step or count is not a whole number of at least 1.
+        """
+        faults = []
         for part in text.split(",") if text else ():
             kind, _, place = part.partition("@")
             step, times, count = place.partition("x")
@@ -119,14 +133,14 @@ class Faults:
             numbers = [step, count] if times else [step]
             if not all(n.isdecimal() and int(n) for n in numbers):
                 raise ValueError(f"inject={part!r}: expected {kind}@STEP or {kind}@STEPxCOUNT")
-            found.append(Fault(kind, int(step), int(count) if times else 1))
-        return cls(tuple(found))
+            faults.append(Fault(kind, int(step), int(count) if times else 1))
+        return cls(tuple(faults))
 
     def batches(self, rows: Iterator[Rows], first: int) -> Iterator[Rows]:
-        """The rows of the steps from `first` on, with their faults."""
+        """Yields the batches of `rows` with their faults; the first belongs to step `first`."""
         marked = any(fault.kind == "inf_gradient" for fault in self.faults)
         for step, batch in enumerate(rows, start=first):
-            if marked:  # in every batch, or the programs would differ
+            if marked:  # in every batch: with and without the mark the step compiles differently
                 batch = batch | {INJECTED: np.zeros_like(batch["weights"])}
             for fault in self.faults:
                 if fault.kind in OF_ROWS and fault.hits(step):
@@ -134,7 +148,13 @@ class Faults:
             yield batch
 
     def after(self, step: int, checkpoints: Path, wait: Callable[[], Any]) -> None:
-        """What is due once `step` was dispatched; `wait` returns when checkpoints are on disk."""
+        """Runs the faults of `step`. Call it once the step has been dispatched.
+
+        Args:
+          step: the step, counted from 1.
+          checkpoints: the directory of the checkpoints.
+          wait: returns when all checkpoints are on disk.
+        """
         for fault in self.faults:
             if fault.kind in OF_STEPS and fault.hits(step):
                 if fault.kind == "corrupt_checkpoint":
@@ -142,13 +162,8 @@ class Faults:
                 OF_STEPS[fault.kind](checkpoints)
 
 
-# A fault on purpose -------------------------------------------------------------------------------
-
-INJECTED = "injected"  # entry of a batch with a fault: [B, L], the layer counted from 1, else zeros
-
-
 def inject_gradient(grads: Any, batch: Batch) -> Any:
-    """The gradients; with a fault in the batch, infinite ones of that layer's mlp/down."""
+    """Returns `grads`, made infinite in mlp/down of the layer that `batch` marks (if it does)."""
     if INJECTED not in batch:
         return grads
     layer = jnp.max(batch[INJECTED]).astype(jnp.int32)

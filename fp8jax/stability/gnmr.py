@@ -1,21 +1,22 @@
-"""GNMR: layers whose gradients grow run in higher precision for a while (arXiv 2606.00539).
+"""GNMR: runs layers whose gradients grow in higher precision for a while (arXiv 2606.00539).
 
-With n the gradient norm of a layer b at step t, the mean A of all before, and a queue of the last
-`window` ratios:
+For each layer and step let n be the layer's gradient norm, A the mean of its norms over all earlier
+steps, and let a queue hold its last `window` ratios:
 
     ratio         r = n / (A + eps), 1 at the first step
     acceleration  d = r / (mean of the queue + eps), 1 until the queue is full
-    R             max(r / alpha, d / beta)
+    score         R = max(r / alpha, d / beta)
 
-Layers with R > 1, and those still locked, are candidates; the `most` with the largest R run the
-high recipe in the next step. A layer with R > 1 stays locked for `lock` steps after it; one that is
-not promoted is not locked. alpha may have two stages, as the paper's 1.5 for the first 2.5% of the
-run and 1.1 after.
+Candidates are the layers with R > 1 and those that are still locked. The `most` candidates with the
+largest R are promoted: they run the high-precision recipe in the next step. A promoted layer with
+R > 1 is locked for the next `lock` steps; a layer that is not promoted is not locked. alpha may
+have two stages, such as the paper's 1.5 for the first 2.5% of the run and 1.1 afterwards.
 
-`random` is the control of an experiment: that share of the layers in each step, drawn instead.
+`random` is the control of an experiment: each step promotes layers at random instead, with that
+probability each.
 
-The mean is over the whole run, as in the paper: large gradients of the beginning stay in it, and
-blunt the signal later. A step that was rejected changes nothing here either.
+The mean is over the whole run, as in the paper: the large gradients of the beginning stay in it and
+lower the ratios later. A rejected step does not change this state either.
 """
 
 import dataclasses
@@ -32,13 +33,15 @@ class Gnmr:
     """Settings of the controller.
 
     Attributes:
-      alpha: thresholds of the ratio: one, or two of which the first holds at the beginning.
-      beta: threshold of the acceleration.
-      first_steps: with two thresholds, steps of the first.
-      most: layers that may be promoted at a time.
-      lock: steps that a promotion outlasts its cause.
-      window: ratios in the queue.
-      random: share of the layers' steps that are promoted by chance, None for by their gradients.
+      alpha: one threshold of the ratio, or two: the first for the first `first_steps` steps, the
+        second afterwards.
+      beta: the threshold of the acceleration.
+      first_steps: how many steps use the first of two alphas.
+      most: the largest number of layers that are promoted at a time.
+      lock: how many steps a layer stays a candidate after its score was above 1.
+      window: the number of ratios in the queue.
+      random: the probability that a step promotes a layer at random; None promotes layers by their
+        gradients.
     """
 
     alpha: tuple[float, ...]
@@ -51,22 +54,23 @@ class Gnmr:
 
     def __post_init__(self):
         if not 1 <= len(self.alpha) <= 2 or not all(a > 0 for a in self.alpha):
-            raise ValueError(f"gnmr_alpha={self.alpha}: one or two positive thresholds")
+            raise ValueError(f"gnmr_alpha={self.alpha} must be one or two positive thresholds")
         if not self.beta > 0:
             raise ValueError(f"gnmr_beta={self.beta} must be positive")
         for name, least in (("most", 1), ("lock", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"gnmr_{name}={getattr(self, name)} must be at least {least}")
         if self.random is not None and not 0 <= self.random <= 1:
-            raise ValueError(f"gnmr_random={self.random} does not lie in [0, 1]")
+            raise ValueError(f"gnmr_random={self.random} must lie in [0, 1]")
 
     def init(self, n_layers: int) -> dict[str, Array]:
-        """What `observe` remembers, before the first step.
+        """Returns the initial state of `update_gnmr`.
 
-        Raises ValueError where more layers may be promoted than there are.
+        Raises:
+          ValueError: `most` is greater than the number of layers.
         """
         if self.most > n_layers:
-            raise ValueError(f"gnmr_most={self.most} is more than the {n_layers} layers")
+            raise ValueError(f"gnmr_most={self.most} is more than the model's {n_layers} layers")
         zeros = jnp.zeros(n_layers, jnp.float32)
         return {
             "steps": jnp.zeros((), jnp.int32), "mean": zeros, "lock": zeros.astype(jnp.int32),
@@ -81,9 +85,13 @@ def update_gnmr(
     norms: Float[Array, " layers"],
     key: Shaped[Array, "..."],
 ) -> dict[str, Array]:
-    """After a step with these gradient norms: what to remember, `promoted` for the next step.
+    """Returns the state after a step; its `promoted` says which layers to promote in the next step.
 
-    The run's key is for promotions by chance.
+    Args:
+      config: the settings.
+      seen: the state that `config.init` or the last `update_gnmr` returned.
+      norms: the gradient norm of each layer in this step.
+      key: the run's PRNG key, for random promotions.
     """
     steps, mean, ratios = seen["steps"], seen["mean"], seen["ratios"]
     ratio = jnp.where(steps == 0, 1.0, norms / (mean + _EPS))
@@ -93,8 +101,8 @@ def update_gnmr(
     score = jnp.maximum(ratio / alpha, acceleration / config.beta)
     candidate = (score > 1) | (seen["lock"] > 0)
     ranked = jnp.where(candidate, score, -jnp.inf)
-    place = jnp.argsort(jnp.argsort(-ranked))  # 0 for the largest
-    promoted = candidate & (place < config.most)
+    rank = jnp.argsort(jnp.argsort(-ranked))  # 0 for the largest score
+    promoted = candidate & (rank < config.most)
     if config.random is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, 1), steps)
         promoted = jax.random.bernoulli(key, config.random, norms.shape)

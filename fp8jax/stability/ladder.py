@@ -1,35 +1,39 @@
-"""TODO docstring."""
+"""The ladder: decides on the host what the training loop does about a rejected step.
+
+For each rejected step the loop tries the rungs of the ladder in their order. Each rung has a budget
+for the whole run. When no rung is left, the run stops.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
 
-# What is done about a rejected step ---------------------------------------------------------------
+from fp8jax.records.events import Event
 
 RUNGS = {
-    "repeat": "the same batch again, in the high-precision policy",
-    "skip": "on with the next batch",
-    "rollback": "back to the last checkpoint, and on with the next batch",
+    Event.REPEAT: "repeat the batch in the high-precision policy",
+    Event.SKIP: "go on with the next batch",
+    Event.ROLLBACK: "go back to the last checkpoint, then on with the next batch",
 }
 
-
-STOP = "stop"
+STOP = Event.STOP
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
-    """What is tried on a rejected step, in this order, each so many times a run. Then it stops.
+    """The responses to rejected steps.
 
     Attributes:
-      rungs: (key of `RUNGS`, budget).
+      rungs: (key of `RUNGS`, how many times it may be used in a run) in the order of trying.
     """
 
     rungs: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "Ladder":
-        """Of "repeat:5,skip:50", "" for none.
+        """Parses, for example, "repeat:5,skip:50"; "" is a ladder without rungs.
 
-        Raises ValueError for unknown or repeated rungs and for one without a positive budget.
+        Raises:
+          ValueError: a rung is unknown, is named twice or has no positive budget.
         """
         rungs = []
         for part in text.split(",") if text else ():
@@ -41,15 +45,20 @@ class Ladder:
             rungs.append((name, int(budget)))
         names = [name for name, _ in rungs]
         if len(set(names)) < len(names):
-            raise ValueError(f"recovery={text!r} names a rung twice")
+            raise ValueError(f"recovery={text!r} names a rung twice: give each rung once")
         return cls(tuple(rungs))
 
     @property
     def waits(self) -> bool:
-        """Whether the loop has to see a step's verdict before it starts the next."""
+        """Whether the loop must wait for the verdict on a step before it starts the next step."""
         return any(name != "skip" for name, _ in self.rungs)
 
     def next(self, spent: Mapping[str, int], tried: Collection[str]) -> str:
-        """The first rung with budget left that was not tried on this step, or STOP."""
+        """Returns the next rung for a rejected step, or STOP.
+
+        Args:
+          spent: rung -> how many times the run has used it.
+          tried: the rungs that were already tried on this step.
+        """
         left = (name for name, budget in self.rungs if spent[name] < budget and name not in tried)
         return next(left, STOP)

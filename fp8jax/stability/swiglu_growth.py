@@ -1,24 +1,26 @@
-"""TODO docstring."""
+"""Warns of SwiGLU outputs that grow over many validations, which no single step shows.
+
+Such growth precedes the divergence of FP8 training after 200 billion tokens: two columns of the
+gate and up projections align, and a few channels become outliers (arXiv 2409.12517).
+"""
 
 from collections.abc import Sequence
 
-# What grows for long ------------------------------------------------------------------------------
-
-GROWTHS = 5  # validations in a row
-
-
-_FACTOR = 4.0  # two binades
+GROWTHS = 5  # so many validations in a row must grow
+_FACTOR = 4.0  # over all of them: two binades
 
 
 def growing(amaxes: Sequence[Sequence[float]]) -> list[int]:
-    """Layers whose SwiGLU output grew at each of the last `GROWTHS` validations, and fourfold.
+    """Returns the layers whose SwiGLU output grew at each of the last `GROWTHS` validations.
 
-    Such growth precedes the divergence that FP8 training shows after 200 billion tokens, where two
-    columns of gate and up align and a few channels become outliers (arXiv 2409.12517). Validation
-    sees the same text each time, so that one value a layer and validation says it without noise.
+    It must also have grown more than fourfold over them. Every validation uses the same text, so
+    one amax per layer and validation shows growth without noise.
 
     Args:
-      amaxes: [validations, layers], the largest magnitudes, the oldest first.
+      amaxes: [validations, layers], the amax of each layer's SwiGLU output, oldest first.
+
+    Returns:
+      Indices of layers; [] with too few validations.
     """
     last = amaxes[-GROWTHS - 1 :]
     if len(last) <= GROWTHS:

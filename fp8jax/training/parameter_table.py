@@ -32,11 +32,11 @@ def parameter_table(run: Run) -> str:
 
 
 def _recipe_name(stage: Stage, parameter: str) -> str:
-    config = stage.model.config
+    shape = stage.model.config
     module, _, leaf = parameter.rpartition("/")
-    if config.tie_embeddings and parameter == "embedding":
+    if shape.tie_embeddings and parameter == "embedding":
         module, leaf = "lm_head", "kernel"  # the head multiplies by the embedding
-    of_linear = leaf == "kernel" and module in config.modules
+    of_linear = leaf == "kernel" and module in shape.modules
     return stage.policy.recipe(module).name if of_linear else "-"
 
 

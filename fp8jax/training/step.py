@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from fp8jax.data.loader import Batch
 from fp8jax.device.mesh import constrain
-from fp8jax.linear.amax_history import HISTORIES, merge_history
+from fp8jax.linear.amax_history import HISTORIES, combine_max, empty_max, merge_history
 from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.policy_options import as_policy
@@ -110,13 +110,13 @@ def accumulate(
         loss, grads, histories = carry
         micro_loss, (micro_grads, micro_histories) = grad(state.params, state.histories, *scanned)
         grads = jax.tree.map(jnp.add, grads, micro_grads)
-        histories = jax.tree.map(jnp.maximum, histories, micro_histories)
+        histories = combine_max(histories, micro_histories)
         return (loss + micro_loss, grads, histories), None
 
     start = (
         jnp.zeros((), jnp.float32),
         jax.tree.map(jnp.zeros_like, state.params),
-        jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), state.histories),
+        empty_max(state.histories),
     )
     scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
     return lax.scan(body, start, scanned)[0]

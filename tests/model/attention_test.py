@@ -599,7 +599,7 @@ def run_config(**changes):
     config = base.get_config()
     config.model_overrides.update(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64)
     config.update(seq_len=32, **changes)
-    return build(config, jax.devices()[:1])
+    return build(config, jax.devices()[:1]).stages[0]
 
 
 def test_a_config_names_the_implementation_and_changes_its_row_max():

@@ -1,0 +1,121 @@
+"""What the commands of experiments/ share: how they run, and how they read their flags.
+
+A module with a single command (train, tokenizer) calls `run`. A module with several commands
+(bench, study) describes them as `Command` objects, finds the requested one with `choose`, and
+checks its flags with `check_flags`.
+"""
+
+import dataclasses
+import functools
+import logging as python_logging
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from absl import app, flags, logging
+
+ERRORS = (ValueError, NotImplementedError, OSError)
+
+
+def run(
+    main: Callable[[Sequence[str]], None],
+    *,
+    errors: Iterable[type[Exception]] = ERRORS,
+    verbosity: int = logging.WARNING,
+    quiet: Iterable[str] = ("jax",),
+) -> None:
+    """Parses the flags, calls `main` and exits.
+
+    Args:
+      main: takes the arguments that are not flags, without the program's name. It may raise
+        `app.UsageError`, which prints the help of the module.
+      errors: exceptions that end the process with the line `error: MESSAGE` and status 1 instead of
+        a traceback. `--verbosity=1` logs the traceback, too.
+      verbosity: absl's logging level, unless --verbosity is given.
+      quiet: Python loggers that log warnings and errors only.
+    """
+    logging.set_verbosity(verbosity)
+    for name in quiet:
+        python_logging.getLogger(name).setLevel(python_logging.WARNING)
+    app.run(functools.partial(_call, main, tuple(errors)), flags_parser=parse_flags)
+
+
+def _call(
+    main: Callable[[Sequence[str]], None], errors: tuple[type[Exception], ...], argv: list[str]
+) -> None:
+    try:
+        main(argv[1:])
+    except errors as error:
+        logging.debug("", exc_info=True)
+        sys.exit(f"error: {error}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses the flags as absl does, and returns the program's name and the other arguments.
+
+    For a wrong --config or --config.KEY=VALUE, ml_collections raises the error that matters as the
+    first argument of other exceptions. Its message becomes one line, without a traceback.
+    """
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        inner: BaseException = error
+        while inner.args and isinstance(inner.args[0], Exception):
+            inner = inner.args[0]
+        sys.exit(f"error: {inner.args[0] if inner.args else inner}")
+
+
+def refuse_arguments(arguments: Sequence[str]) -> None:
+    """Raises `app.UsageError` if there are arguments that are not flags."""
+    if arguments:
+        raise app.UsageError(f"arguments that are not flags: {list(arguments)}")
+
+
+def split_specs(text: str) -> list[str]:
+    """Splits a list like "bf16,fp8_x:a=1,b=2" at the commas that do not precede an option b=2."""
+    return re.split(r",(?![^,:]*=)", text)
+
+
+# Several commands in one module -------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """One of several commands of a module: python -m experiments.MODULE NAME --flags
+
+    Attributes:
+      name: the first argument.
+      needs: flags that must have a value.
+      takes: further flags. Flags that no command of the module lists are for all of them.
+    """
+
+    name: str
+    needs: Collection[str] = ()
+    takes: Collection[str] = ()
+
+
+C = TypeVar("C", bound=Command)
+
+
+def choose(commands: Iterable[C], arguments: Sequence[str]) -> C:
+    """Returns the command that the arguments name; raises `app.UsageError` if they name none."""
+    by_name = {command.name: command for command in commands}
+    if len(arguments) != 1 or arguments[0] not in by_name:
+        names = ", ".join(by_name)
+        raise app.UsageError(f"the first argument must be one of {names}; got {list(arguments)}")
+    return by_name[arguments[0]]
+
+
+def check_flags(command: Command, commands: Iterable[Command]) -> None:
+    """Checks that the flags on the command line are those of `command`.
+
+    Raises:
+      ValueError: a flag is only for other commands, or a flag that is needed has no value.
+    """
+    own = {*command.needs, *command.takes}
+    for name in dict.fromkeys(name for each in commands for name in (*each.needs, *each.takes)):
+        if name not in own and flags.FLAGS[name].present:
+            raise ValueError(f"--{name} is not for {command.name}")
+        if name in command.needs and not flags.FLAGS[name].value:
+            raise ValueError(f"{command.name} needs --{name}")
