@@ -1,7 +1,7 @@
 """The kinds of events in events.jsonl, defined once for those who write and those who read them.
 
-Each line of events.jsonl has `time`, `step` (finished steps), `kind` (a value of `Event`) and fields
-of its own. All members are strings: `json` writes their values, and a line that was read back
+Each line of events.jsonl has `time`, `step` (finished steps), `kind` (a value of `Event`) and its
+own fields. All members are strings: `json` writes their values, and a line that was read back
 compares equal to them.
 """
 
