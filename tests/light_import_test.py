@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 
 # What only training, data or experiments need.
@@ -39,6 +41,7 @@ def test_none_of_the_heavy_modules_is_loaded():
         assert [name for name in HEAVY if name in loaded] == []
 
 
+@pytest.mark.slow
 def test_products_work_where_a_dependency_is_missing():
     """Each by itself, and all of them; in copies of a process that has imported JAX."""
     cases = [*((name,) for name in OPTIONAL), OPTIONAL]

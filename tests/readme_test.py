@@ -98,6 +98,7 @@ def execute(source: str, monkeypatch) -> dict:
     return module.__dict__
 
 
+@pytest.mark.slow
 def test_example_of_stock_modules_trains(monkeypatch):
     source = PYTHON[0]
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 30

@@ -110,7 +110,7 @@ def test_settings_that_do_not_fit_a_run_are_refused(data):
         build(tiny(data, gnmr_alpha=(1.5,), gnmr_most=3))
     with pytest.raises(ValueError, match="gnmr_random=0.1 needs a gnmr_alpha"):
         build(tiny(data, gnmr_random=0.1))
-    with pytest.raises(ValueError, match="gnmr_precision='fp8_delayed' keeps amax histories"):
+    with pytest.raises(ValueError, match="gnmr_precision='fp8_delayed' uses delayed scaling"):
         build(tiny(data, gnmr_alpha=(1.5,), gnmr_precision="fp8_delayed"))
 
 

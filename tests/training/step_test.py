@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.linear.amax_history import HISTORIES
@@ -82,6 +83,7 @@ def test_a_rejected_step_changes_nothing(data):
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
+@pytest.mark.slow
 def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
     detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
