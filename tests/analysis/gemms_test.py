@@ -440,6 +440,7 @@ def test_a_bare_module_is_found_by_its_name():
 # Training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [(), ((0.5, "fp8_delayed"),)], ids=["first", "later"])
 def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_path, schedule):
     if hardware.device().fp8:

@@ -167,6 +167,7 @@ def gradients(model, variables, x, y):
     return jax.grad(loss)(variables)
 
 
+@pytest.mark.slow
 def test_the_first_step_seeds_and_the_second_uses_the_histories():
     """Loss scaled to language-model size, where an empty history flushes gradients."""
     x, y = data((64, 16)), data((64, 8), 1)

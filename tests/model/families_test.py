@@ -254,6 +254,7 @@ def test_a_tied_embedding_gets_the_gradients_of_both_its_uses(family, policy):
     assert jax.tree.structure(histories) == jax.tree.structure(histories_apart)
 
 
+@pytest.mark.slow
 def test_a_tied_head_in_delayed_fp8_keeps_histories():
     """Of its input, of the embedding as its weight, and of its gradient."""
     _, histories = gradients_of(CONFIGS["qwen2"], our_parameters(CONFIGS["qwen2"]), EVERYWHERE)

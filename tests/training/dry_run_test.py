@@ -208,6 +208,7 @@ def test_profile_is_two_steps():
 # The command line ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     overrides = [f"--config.model_overrides.{key}={value}" for key, value in SIZES.items()]
     code, said = command_line(
