@@ -76,6 +76,7 @@ def distance(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("shape", [(256, 128, 384), (72, 136, 200)])
 @pytest.mark.parametrize("name", NAMES)
