@@ -68,7 +68,7 @@ def allocate_nothing() -> None:
     By default JAX allocates most of the GPU's memory when its backends start, and XLA's autotuner
     allocates scratch space for each GEMM that it times (3.2 GiB for lm_125m). This function turns
     both off, unless the user set the variables. Programs compiled without autotuning run more
-    slowly, but need the same memory to the byte (docs/log.md).
+    slowly, but need the same memory to the byte (docs/results/steps_and_memory.md).
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""

@@ -33,7 +33,8 @@ results that shaped the kernel:
     power limit, where a training chip runs. (It needs a wait for the next slot between the two:
     ptxas moves arithmetic across a wait for `wgmma`, but not across a branch.)
   * Warpgroups that take turns, wider tiles, fewer barriers and clusters gained nothing here
-    (docs/log.md). row_gemm.py gains from clusters, because it does nothing else between `wgmma`s.
+    (docs/results/hopper_kernels.md). row_gemm.py gains from clusters, because it does nothing else
+    between `wgmma`s.
 
 M must be a multiple of 8, N of 64, and K of 128. Tiles may extend beyond M and N: TMA fills those
 parts with zeros when it reads, and clips them when it writes. The GEMM of row_gemm.py iterates over
@@ -569,7 +570,7 @@ def write(shape: Shape, piece: Callable[[int], jax.Array], y_s, y_g) -> None:
 
 
 # (tuning, TFLOP/s of large GEMMs), from sweeps on an H200 at its power limit, where a training chip
-# runs (docs/log.md). The first of each is the fastest.
+# runs (docs/results/hopper_kernels.md). The first of each is the fastest.
 _BY_BLOCK = (
     (
         TuningConfig(warpgroups=3, copy_registers=24, along_n=True, band=16),

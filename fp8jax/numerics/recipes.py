@@ -7,7 +7,8 @@ options of the recipe's name (policy_options.py), given in parentheses:
                 0. The paper is said to use margin 3 (`margin=3`), which a re-implementation found
                 unstable.
     fp8_cscale  The same with one constant bias. CSCALE_BIAS is the middle of the interval in which
-                small models train here (docs/log.md). No constant is right for every model.
+                small models train here (docs/results/cscale_bias.md). No constant is right for
+                every model.
     fp8_block   DeepSeek-V3 (2412.19437) and InfiR2 (2509.22536): E4M3 everywhere. InfiR2 compares
                 float32 scales with power-of-two scales. Its scripts run the latter, which is
                 fp8_block_ue8m0.
