@@ -61,7 +61,7 @@ def test_every_policy_has_its_line():
 
 def test_policies_with_options_exist():
     specs = re.findall(r"`(\w+:[^`/]*=[^`]*)`", README + RUNNING)
-    assert len(specs) >= 3
+    assert len(specs) == 4
     for spec in specs:
         as_policy(spec)
 
