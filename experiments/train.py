@@ -48,10 +48,10 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
     if _SHOW_PARAMS.value:
         print(parameter_table.parameter_table(run), end="\n\n")
     if _DUMP_HLO.value:
-        for path in programs.dump_hlo(run, config, os.path.join(workdir, "hlo")):
+        for path in programs.dump_hlo(run, os.path.join(workdir, "hlo")):
             logging.info("wrote %s", path)
     if _DRY_RUN.value:
-        print(dry_run.make_plan(run, config).text())
+        print(dry_run.make_plan(run).text())
         if (used := dry_run.bytes_in_use(run)) is not None:
             print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
 

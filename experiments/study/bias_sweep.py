@@ -167,7 +167,7 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
             for use, weights in (("training", trained), ("inference", bf16_state)):
                 valid = math.inf
                 if weights is not None:
-                    valid = validate(run, stage, weights, corpus, one)[0]["valid_loss"]
+                    valid = validate(run, stage, weights, corpus)[0]["valid_loss"]
                 losses[use].append(valid if math.isfinite(valid) else math.inf)
         if not math.isfinite(losses["training"][0]):
             raise NonFiniteError(

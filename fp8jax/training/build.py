@@ -39,6 +39,7 @@ from fp8jax.stability.spikes import SpikeDetector
 from fp8jax.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
 from fp8jax.training.policy_switch import carried_histories
 from fp8jax.training.run import Programs, Run, Stage
+from fp8jax.training.settings import Settings
 from fp8jax.training.step import TrainState, as_variables, eval_step, repeat_step, train_step
 
 
@@ -62,7 +63,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
       ValueError: unknown names, and sizes that do not fit together, with the numbers.
       NotImplementedError: a backend that cannot run the policy of some stage.
     """
-    _check_config(config)
+    settings = Settings.from_config(config)
     precision = as_schedule(config.precision, config.precision_schedule)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     ladder, detector = _recovery(config)
@@ -76,7 +77,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     for begins, policy in zip(precision.begins(config.num_steps), precision.policies, strict=True):
         stages.append(_stage(config, shared, policy, begins, stages[-1] if stages else None))
     return Run(
-        stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
+        settings=settings, stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
         optional_state=shared.optional_state,
     )  # fmt: skip
@@ -174,25 +175,6 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[
         )  # fmt: skip
 
     return initial
-
-
-def _check_config(config: ConfigDict) -> None:
-    """Raises ValueError for numbers below 1, and for keys that need another one."""
-    names = (
-        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
-        "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep",
-    )  # fmt: skip
-    for name in names:
-        if config[name] is not None and config[name] < 1:
-            raise ValueError(f"{name}={config[name]} must be at least 1")
-    if config.sample_prompt and config.sample_every is None:
-        raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")
-    if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:
-        raise ValueError(
-            f"checkpoint_keep_best={config.checkpoint_keep_best} compares validation losses: "
-            f"checkpoint_every={config.checkpoint_every} must be a multiple of "
-            f"valid_every={config.valid_every}"
-        )
 
 
 def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, str]:

@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.sources import parse_sources
@@ -198,8 +197,8 @@ def _memory_line(label: str, size: int) -> str:
 # Figures ------------------------------------------------------------------------------------------
 
 
-def make_plan(run: Run, config: ConfigDict) -> Plan:
-    """The figures of `run`, which is `build(config)`.
+def make_plan(run: Run) -> Plan:
+    """The figures of `run`.
 
     Compiles the training programs of all stages; allocates no array, and looks for the files of
     the sources without reading them.
@@ -207,32 +206,33 @@ def make_plan(run: Run, config: ConfigDict) -> Plan:
     Raises:
       ValueError: a source of text that is unknown or has no files.
     """
-    sources = tuple(source.name for source in parse_sources(config.data))
+    settings = run.settings
+    sources = tuple(source.name for source in parse_sources(settings.data))
     first, *later = run.stages
     names = ["initialize", *training_programs(first)]
-    compiled, seconds = compile_programs(run, first, config, names)
+    compiled, seconds = compile_programs(run, first, names)
     totals = {name: program_bytes(program) for name, program in compiled.items()}
     initialize = totals.pop("initialize")
     total = max(totals.values())
     later_totals, gemms = [], [_gemms(first, compiled["step"])]
     for stage in later:
-        programs, more = compile_programs(run, stage, config, training_programs(stage))
+        programs, more = compile_programs(run, stage, training_programs(stage))
         most = max(map(program_bytes, programs.values()))
         later_totals.append((stage.begins, stage.policy.name, most))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more
-    batch = abstract_batch(run, config.batch_size, config.seq_len)
+    batch = abstract_batch(run, settings.batch_size)
     parts = [first.state.params, first.state.opt_state, first.state.histories, batch]
     weights, optimizer, histories, inputs = map(device_bytes, parts)
     gradients = weights  # float32 and sharded alike
     rest = total - (weights + optimizer + histories + inputs + gradients)
     return Plan(
-        model=config.model, policy=config.precision, later=tuple(later_totals), sources=sources,
+        model=settings.model, policy=settings.precision, later=tuple(later_totals), sources=sources,
         backends=_backends(run),
         device_kind=run.mesh.devices.flat[0].device_kind, devices=run.mesh.devices.size,
         mesh=dict(run.mesh.shape), parameters=count_params(first.model.config),
-        flops_per_token=flops_per_token(first.model.config, config.seq_len),
-        rows_per_step=config.batch_size, seq_len=config.seq_len, steps=config.num_steps,
+        flops_per_token=flops_per_token(first.model.config, settings.seq_len),
+        rows_per_step=settings.batch_size, seq_len=settings.seq_len, steps=settings.num_steps,
         checkpoint_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize
                              for leaf in jax.tree.leaves(first.state)),
         weights_bytes=weights, optimizer_bytes=optimizer, histories_bytes=histories,

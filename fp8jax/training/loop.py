@@ -85,32 +85,33 @@ def train_and_evaluate(
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
     run = build(config)
+    settings = run.settings
     corpus = build_corpus(
-        config.data, run.tokenizer, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
-        cache_dir=config.cache_dir,
+        settings.data, run.tokenizer, seq_len=settings.seq_len,
+        valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
     )  # fmt: skip
-    _log_start(run, corpus, config)
+    _log_start(run, corpus)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
             Checkpointer(
-                Path(workdir, "checkpoints"), every=config.checkpoint_every,
-                keep=config.checkpoint_keep, keep_best=config.checkpoint_keep_best,
+                Path(workdir, "checkpoints"), every=settings.checkpoint_every,
+                keep=settings.checkpoint_keep, keep_best=settings.checkpoint_keep_best,
             )
         )  # fmt: skip
-        loop = _Loop(config, workdir, run, corpus, checkpointer, stop, profile, faults, stack)
+        loop = _Loop(workdir, run, corpus, checkpointer, stop, profile, faults, stack)
         return loop.train()
 
 
-def _log_start(run: Run, corpus: Corpus, config: ConfigDict) -> None:
-    devices = run.mesh.devices
+def _log_start(run: Run, corpus: Corpus) -> None:
+    settings, devices = run.settings, run.mesh.devices
     logging.info("data:\n%s", corpus.summary())
     logging.info(
         "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
-        config.model, f"{count_params(run.stages[0].model.config):,}", run.policies, devices.size,
+        settings.model, f"{count_params(run.stages[0].model.config):,}", run.policies, devices.size,
         hardware.device_kind(), dict(run.mesh.shape),
-        f"{config.batch_size * config.seq_len:,}", len(corpus.train), config.seq_len,
+        f"{settings.tokens_per_step:,}", len(corpus.train), settings.seq_len,
     )  # fmt: skip
     for stage in run.stages:
         if stage.gains and is_measured_here():
@@ -137,7 +138,6 @@ class _Loop:
 
     def __init__(
         self,
-        config: ConfigDict,
         workdir: str,
         run: Run,
         corpus: Corpus,
@@ -148,23 +148,23 @@ class _Loop:
         stack: contextlib.ExitStack,
     ):
         """Reads the checkpoint, if there is one, and opens the run's files on `stack`."""
-        self.config, self.run, self.corpus = config, run, corpus
+        self.run, self.settings, self.corpus = run, run.settings, corpus
         self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
-        self.settings = json.loads(config.to_json())
-        restored, changes = read_checkpoint(checkpointer, run, self.settings, corpus)
+        num_steps = run.settings.num_steps
+        restored, changes = read_checkpoint(checkpointer, run, corpus)
         self.start = 0 if restored is None else restored.step
         # The rows read so far say where the data goes on, also if batch size or mixture changed.
         self.data_position = corpus.train.start(
             None if restored is None else restored.meta["position"]
         )
         self.profile = Profile(profile, workdir)
-        self.profile.require_within(self.start, config.num_steps)
+        self.profile.require_within(self.start, num_steps)
         stack.callback(self.profile.stop)
         self.metrics = stack.enter_context(
-            Metrics(workdir, num_steps=max(config.num_steps, self.start), start_step=self.start)
+            Metrics(workdir, num_steps=max(num_steps, self.start), start_step=self.start)
         )
         with open(os.path.join(workdir, "config.json"), "w") as file:
-            json.dump(self.settings, file, indent=2, sort_keys=True)
+            json.dump(run.settings.record, file, indent=2, sort_keys=True)
         self.position = initial_position(run, restored)
         self._restore_counts(restored)
         self._write_start_events(restored, changes)
@@ -172,7 +172,7 @@ class _Loop:
         self.checkpoints = Path(workdir, "checkpoints")
         # Stages whose compiled step is still to be checked for FP8 GEMMs.
         self.unchecked = [run.at(self.start + 1)]
-        if config.require_fp8_gemms:
+        if run.settings.require_fp8_gemms:
             self.unchecked += [stage for stage in run.stages if stage.begins > self.start]
         self.clock = time.perf_counter()
 
@@ -180,7 +180,7 @@ class _Loop:
         spent, amaxes = ({}, []) if restored is None else (
             restored.meta["recovery"], restored.meta["amaxes"]
         )  # fmt: skip
-        self.recovery = Recovery(self.run, self.config, self.checkpointer, self.metrics, spent)
+        self.recovery = Recovery(self.run, self.checkpointer, self.metrics, spent)
         self.watch = LayerWatch(self.metrics, amaxes)
 
     def _write_start_events(self, restored: Restored | None, changes: list[str]) -> None:
@@ -189,26 +189,27 @@ class _Loop:
         if restored is not None:
             seeding = self.position.seeding
             self.metrics.event(self.start, Event.RESUME, seeding=seeding, changes=changes)
-        if self.start >= self.config.num_steps:
-            self.metrics.event(self.start, Event.ALREADY_FINISHED, num_steps=self.config.num_steps)
+        num_steps = self.settings.num_steps
+        if self.start >= num_steps:
+            self.metrics.event(self.start, Event.ALREADY_FINISHED, num_steps=num_steps)
 
     def _read_ahead(self, stack: contextlib.ExitStack) -> Iterator[Row]:
         """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
         batches = train_batches(
-            self.corpus.train, seed=self.config.seed, batch_size=self.config.batch_size,
+            self.corpus.train, seed=self.settings.seed, batch_size=self.settings.batch_size,
             position=self.data_position, process_index=jax.process_index(),
             process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
         rows = self.faults.batches(batches, self.start + 1)
-        return TimedIterator(rows, self.config.data_timeout)
+        return TimedIterator(rows, self.settings.data_timeout)
 
     # One step -------------------------------------------------------------------------------------
 
     def train(self) -> Scalars:
         """Train to the last step, or until a signal asks to stop."""
-        config, pending, written = self.config, None, {}
-        for step in range(self.start + 1, config.num_steps + 1):
+        settings, pending, written = self.settings, None, {}
+        for step in range(self.start + 1, settings.num_steps + 1):
             batch = self._next_batch(step, pending)
             self.profile.start_if_due(step, self.position.state)
             self._enter_stage(step)
@@ -218,10 +219,11 @@ class _Loop:
                 self.metrics.write(pending.step, self._read(pending))
             pending = dispatched
             stopping = self.stop.signal is not None
-            valid_due = step % config.valid_every == 0 or step == config.num_steps
-            save_due = self.checkpointer.should_save(step) or stopping or step == config.num_steps
-            samples = self.position.stage.programs.sample is not None
-            sample_due = samples and step % config.sample_every == 0
+            last = step == settings.num_steps
+            valid_due = step % settings.valid_every == 0 or last
+            save_due = self.checkpointer.should_save(step) or stopping or last
+            sample_every = settings.sample_every
+            sample_due = sample_every is not None and step % sample_every == 0
             if self.profile.ends_with(step):
                 self.profile.stop(self.position.state)
                 self.metrics.event(step, Event.PROFILED, directory=self.profile.directory)
@@ -267,7 +269,7 @@ class _Loop:
         self.position = Position(stage=following, state=state, seeding=following.seeds)
         names = {"from": before.policy.name, "to": following.policy.name}
         self.metrics.event(step - 1, Event.PRECISION_SWITCH, **names, seeding=following.seeds)
-        if not self.config.require_fp8_gemms:
+        if not self.settings.require_fp8_gemms:
             self.unchecked = [following]
 
     def _check_gemms(self, step: int, batch: Batch) -> None:
@@ -278,7 +280,7 @@ class _Loop:
             lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
             log_gemms(
                 lowered.compile().as_text(), stage.policy, stage.model.config.linears,
-                self.config.backend, high=stage.high, require=self.config.require_fp8_gemms,
+                stage.model.backend, high=stage.high, require=self.settings.require_fp8_gemms,
             )  # fmt: skip
 
     def _dispatch(self, step: int, batch: Batch) -> _Dispatched:
@@ -306,24 +308,23 @@ class _Loop:
 
     def _speed(self, step_s: float) -> Scalars:
         """step_s (seconds), tokens_per_s (all devices), mfu (a fraction of 1, None if unknown)."""
-        config, devices = self.config, self.run.mesh.devices.size
-        tokens = config.batch_size * config.seq_len
-        flops = tokens * flops_per_token(self.run.stages[0].model.config, config.seq_len) / devices
+        tokens, seq_len = self.settings.tokens_per_step, self.settings.seq_len
+        flops = tokens * flops_per_token(self.run.stages[0].model.config, seq_len)
         peak = hardware.peak_flops(hardware.device_kind())
-        mfu = None if peak is None else flops / step_s / peak
+        mfu = None if peak is None else flops / step_s / (peak * self.run.mesh.devices.size)
         return {"step_s": step_s, "tokens_per_s": tokens / step_s, "mfu": mfu}
 
     # What is written ------------------------------------------------------------------------------
 
     def _rows_read(self, step: int) -> int:
         """Rows that this process's run has read since it began, in all processes together."""
-        return (step - self.start) * self.config.batch_size
+        return (step - self.start) * self.settings.batch_size
 
     def _validate(self, step: int) -> Scalars:
         """Validation scalars, and how many rows each source has given."""
         stage, state = self.position.stage, self.position.state
-        scalars, amaxes = validate(self.run, stage, state, self.corpus, self.config)
-        if step > self.config.warmup_steps:
+        scalars, amaxes = validate(self.run, stage, state, self.corpus)
+        if step > self.settings.warmup_steps:
             self.watch.validated(step, amaxes)
         counts = self.corpus.train.counts(self.data_position, self._rows_read(step))
         return {**scalars, **{f"rows/{name}": count for name, count in counts.items()}}
@@ -331,7 +332,7 @@ class _Loop:
     def _save(self, step: int, valid_loss: float | None) -> None:
         data_position: DataPosition = self.data_position.advanced(self._rows_read(step))
         meta = {
-            "version": CHECKPOINT_VERSION, "config": self.settings,
+            "version": CHECKPOINT_VERSION, "config": self.settings.record,
             "data": self.corpus.fingerprint, "recovery": self.recovery.spent,
             "amaxes": self.watch.amaxes, "position": data_position.to_json(),
         }  # fmt: skip
@@ -339,5 +340,5 @@ class _Loop:
         self.checkpointer.save(step, items, meta, valid_loss)
 
     def _report_best(self) -> None:
-        if self.config.checkpoint_keep_best and (best := self.checkpointer.best()) is not None:
+        if self.settings.checkpoint_keep_best and (best := self.checkpointer.best()) is not None:
             self.metrics.event(best[0], Event.BEST_CHECKPOINT, valid_loss=best[1])

@@ -16,7 +16,7 @@ from typing import Any
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
 
-Settings = Mapping[str, Any]  # a config as JSON has it
+Record = Mapping[str, Any]  # a config as JSON has it: `Settings.record`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,28 +31,28 @@ class OptionalState:
     """
 
     field: str
-    key: Callable[[Settings, int], Any]
+    key: Callable[[Record, int], Any]
     fresh: Callable[[], Any] | None
 
 
-def histories_key(config: Settings, step: int) -> Any:
+def histories_key(config: Record, step: int) -> Any:
     """The policy that trained step `step`. Under the size gate a policy also depends on the sizes
     of model and batch: then the key is the whole config."""
     gated = dict(config) | {"resume_with_changes": None} if config["size_gate"] else None
     return _policy_at(config, step), gated
 
 
-def spikes_key(config: Settings, step: int) -> Any:
+def spikes_key(config: Record, step: int) -> Any:
     """The window has as many entries as `spike_window` says."""
     return config["spike_window"]
 
 
-def gnmr_key(config: Settings, step: int) -> Any:
+def gnmr_key(config: Record, step: int) -> Any:
     """Every setting of GNMR: its means and locks were made under them."""
     return {name: value for name, value in config.items() if name.startswith("gnmr_")}
 
 
-def _policy_at(config: Settings, step: int) -> Policy | str:
+def _policy_at(config: Record, step: int) -> Policy | str:
     """The policy that trains step `step`; the error's text where a checkpoint names a policy that
     this version does not have, which equals no policy."""
     try:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from fp8jax.training.run import Run, Stage
 
@@ -32,11 +31,12 @@ def program_bytes(program: Any) -> int:
     return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def abstract_batch(run: Run, rows: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch of data/loader.py, with the run's sharding."""
+def abstract_batch(run: Run, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch of data/loader.py with that many rows, and the run's sharding."""
 
     def array(dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, seq_len), dtype, sharding=run.batch_sharding)
+        shape = rows, run.settings.seq_len
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=run.batch_sharding)
 
     ids = ("tokens", "targets", "segments", "positions")
     return {name: array(jnp.int32) for name in ids} | {"weights": array(jnp.float32)}
@@ -47,32 +47,29 @@ def training_programs(stage: Stage) -> list[str]:
     return ["seed_step", "step"] if stage.seeds else ["step"]
 
 
-def lower_program(run: Run, stage: Stage, config: ConfigDict, name: str) -> Any:
+def lower_program(run: Run, stage: Stage, name: str) -> Any:
     """The program `name`, a field of `Programs`, lowered for the shapes that the loop passes."""
     program: Any = getattr(stage.programs, name)
     if name == "initialize":
         return program.lower()
-    micro = config.batch_size // config.grad_accum
-    rows = micro if name == "eval_step" else config.batch_size
+    settings = run.settings
+    rows = settings.microbatch if name == "eval_step" else settings.batch_size
     with jax.set_mesh(run.mesh):
-        return program.lower(stage.state, abstract_batch(run, rows, config.seq_len))
+        return program.lower(stage.state, abstract_batch(run, rows))
 
 
-def compile_programs(
-    run: Run, stage: Stage, config: ConfigDict, names: list[str]
-) -> tuple[dict[str, Any], float]:
+def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
     """The compiled programs by name, and the seconds that tracing and compiling took."""
     begin = time.perf_counter()
-    compiled = {name: lower_program(run, stage, config, name).compile() for name in names}
+    compiled = {name: lower_program(run, stage, name).compile() for name in names}
     return compiled, time.perf_counter() - begin
 
 
-def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) -> list[Path]:
+def dump_hlo(run: Run, directory: str | os.PathLike[str]) -> list[Path]:
     """Write every program of training and validation as text, before and after XLA.
 
     Args:
       run: from `build(config)`.
-      config: all keys of configs/base.py.
       directory: made if missing. Files of the same names are replaced.
 
     Returns:
@@ -86,7 +83,7 @@ def dump_hlo(run: Run, config: ConfigDict, directory: str | os.PathLike[str]) ->
     for number, stage in enumerate(run.stages, start=1):
         prefix = "" if number == 1 else f"stage{number}_"
         for name in [*training_programs(stage), "eval_step"]:
-            lowered = lower_program(run, stage, config, name)
+            lowered = lower_program(run, stage, name)
             texts = {"stablehlo": lowered.as_text(), "hlo": lowered.compile().as_text()}
             for kind, text in texts.items():
                 written.append(folder / f"{prefix}{name}.{kind}.txt")

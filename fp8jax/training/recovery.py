@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from fp8jax.data.loader import Batch
 from fp8jax.records.checkpoint import Checkpointer
@@ -38,13 +37,11 @@ class Recovery:
     def __init__(
         self,
         run: Run,
-        config: ConfigDict,
         checkpointer: Checkpointer,
         metrics: Metrics,
         spent: dict[str, int],
     ):
-        self._run, self._config = run, config
-        self._checkpointer, self._metrics = checkpointer, metrics
+        self._run, self._checkpointer, self._metrics = run, checkpointer, metrics
         self.spent = {name: 0 for name, _ in run.ladder.rungs} | spent
 
     def settle(
@@ -97,8 +94,9 @@ class Recovery:
         what = "a spike" if cause == Cause.SPIKE else f"not finite; first: {first}"
         raise kind(
             f"step {step}: {said} is {what}. The update was not applied and nothing of it was"
-            " saved: the checkpoints of this run hold finite steps. No rung of recovery="
-            f"{self._config.recovery!r} is left. A lower learning rate or precision=bf16 may help."
+            " saved: the checkpoints of this run hold finite steps. No rung of"
+            f" recovery={self._run.settings.recovery!r} is left. A lower learning rate or"
+            " precision=bf16 may help."
         )
 
     def _first_bad(self, position: Position, batch: Batch) -> str:
@@ -106,9 +104,8 @@ class Recovery:
         stage = position.stage
         seeding = int(position.state.step) == 0
         model = stage.model.clone(policy=stage.policy.seeding()) if seeding else stage.model
-        find = jax.jit(
-            lambda s, b: find_bad(model, s, b, self._config.grad_accum, inject=inject_gradient)
-        )
+        parts = self._run.settings.grad_accum
+        find = jax.jit(lambda s, b: find_bad(model, s, b, parts, inject=inject_gradient))
         flags = jax.device_get(find(position.state, batch))
         return first_bad(flags) or "nothing, when computed again"
 

@@ -37,12 +37,9 @@ class Position:
 
 
 def read_checkpoint(
-    checkpointer: Checkpointer, run: Run, config: dict[str, Any], corpus: Corpus
+    checkpointer: Checkpointer, run: Run, corpus: Corpus
 ) -> tuple[Restored | None, list[str]]:
     """Read the newest sound checkpoint of this config; also list what has changed since.
-
-    Args:
-      config: the run's, as JSON has it.
 
     Returns:
       None without a checkpoint. Optional parts whose keys differ are not read.
@@ -56,12 +53,12 @@ def read_checkpoint(
         return None, []
     step, meta = newest
     _require_version(step, meta)
-    before = meta["config"]
-    changes = config_difference(before, config)
+    before, now = meta["config"], run.settings.record
+    changes = config_difference(before, now)
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:
         changes.append(f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}")
-    if changes and not config["resume_with_changes"]:
+    if changes and not run.settings.resume_with_changes:
         raise ValueError(
             f"the checkpoint of step {step} in this workdir comes from another config:\n  "
             + "\n  ".join(changes)
@@ -71,7 +68,7 @@ def read_checkpoint(
         logging.warning("resuming with a change: %s", line)
     items = checkpoint_items(run, run.at(step).state)
     for part in run.optional_state:
-        if part.key(before, step) != part.key(config, step):
+        if part.key(before, step) != part.key(now, step):
             items.pop(part.field)
     return checkpointer.restore(items), changes
 

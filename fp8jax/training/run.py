@@ -2,7 +2,7 @@
 
 A precision schedule gives a run one `Stage` for each of its policies. All stages are built at the
 start, so that a later one that cannot run is refused before anything is trained. `build.py` makes
-a `Run` from a config; the config's names go no further.
+a `Run` from a config, and nothing after it reads the config.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from fp8jax.numerics.policy_options import as_policy
 from fp8jax.stability.ladder import Ladder
 from fp8jax.training.optional_state import OptionalState
 from fp8jax.training.policy_switch import leaves_by_path
+from fp8jax.training.settings import Settings
 from fp8jax.training.step import TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
@@ -85,6 +86,7 @@ class Run:
     """All stages of a run, and what they share.
 
     Attributes:
+      settings: the config's numbers.
       stages: in the order of the precision schedule, at least one.
       mesh: of all devices.
       tokenizer: of the run's text.
@@ -93,6 +95,7 @@ class Run:
       optional_state: the parts of the train state that only some configs have.
     """
 
+    settings: Settings
     stages: tuple[Stage, ...]
     mesh: Mesh
     tokenizer: Tokenizer

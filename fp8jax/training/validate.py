@@ -4,7 +4,6 @@ import math
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from fp8jax.data.corpus import Corpus
 from fp8jax.data.loader import to_devices, valid_batches
@@ -13,7 +12,7 @@ from fp8jax.training.step import TrainState
 
 
 def validate(
-    run: Run, stage: Stage, state: TrainState, corpus: Corpus, config: ConfigDict
+    run: Run, stage: Stage, state: TrainState, corpus: Corpus
 ) -> tuple[dict[str, float], list[float]]:
     """Validation scalars, and the largest SwiGLU output of each layer.
 
@@ -25,8 +24,8 @@ def validate(
     hidden: list[np.ndarray] = []
     for source, rows in corpus.valid.items():
         batches = valid_batches(
-            rows, batch_size=config.batch_size // config.grad_accum,
-            max_batches=config.valid_batches, process_index=jax.process_index(),
+            rows, batch_size=run.settings.microbatch,
+            max_batches=run.settings.valid_batches, process_index=jax.process_index(),
             process_count=jax.process_count(),
         )  # fmt: skip
         eval_step = stage.programs.eval_step

@@ -39,7 +39,7 @@ def planned(devices, **changes):
     """(plan, run) on that many devices, along fsdp."""
     config = tiny(mesh="fsdp", **changes)
     run = build(config, jax.devices()[:devices])
-    return dry_run.make_plan(run, config), run
+    return dry_run.make_plan(run), run
 
 
 @pytest.mark.parametrize(("devices", "precision"), [(1, "bf16"), (8, "fp8_delayed")])
@@ -72,9 +72,8 @@ def test_lines_add_up_to_what_the_larger_program_allocates():
     assert made.activations_bytes > 0
     assert made.total_bytes == sum(size for _, size in made._memory())
     # Results take the arguments' place, but for three scalars of metrics.
-    config = tiny(precision="fp8_delayed", mesh="fsdp")
     memories = [
-        programs.lower_program(run, run.stages[0], config, name).compile().memory_analysis()
+        programs.lower_program(run, run.stages[0], name).compile().memory_analysis()
         for name in ("seed_step", "step")
     ]
     totals = [m.argument_size_in_bytes + m.temp_size_in_bytes for m in memories]
@@ -93,7 +92,7 @@ def test_nothing_is_allocated():
     config = tiny()
     run = build(config, jax.devices()[:1])
     before = sum(array.nbytes for array in jax.live_arrays())
-    dry_run.make_plan(run, config)
+    dry_run.make_plan(run)
     parameter_table.parameter_table(run)
     # Tracing makes a few keys of eight bytes.
     assert sum(array.nbytes for array in jax.live_arrays()) <= before + 64
@@ -110,13 +109,13 @@ def test_programs_are_those_that_training_runs(tmp_path):
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
-        jax.typeof, programs.abstract_batch(run, 16, 64)
+        jax.typeof, programs.abstract_batch(run, 16)
     )
     with jax.set_mesh(run.mesh):
         real = (
             run.stages[0].programs.step.lower(run.stages[0].programs.initialize(), batch).as_text()
         )
-    assert programs.lower_program(run, run.stages[0], config, "step").as_text() == real
+    assert programs.lower_program(run, run.stages[0], "step").as_text() == real
 
 
 def test_report_says_what_limits():
@@ -149,7 +148,7 @@ def test_dump_hlo_writes_every_program(tmp_path):
     config = tiny(precision="fp8_delayed")
     run = build(config, jax.devices()[:1])
     names = ["seed_step", "step", "eval_step"]
-    files = programs.dump_hlo(run, config, tmp_path / "new" / "hlo")
+    files = programs.dump_hlo(run, tmp_path / "new" / "hlo")
     kinds = ("stablehlo", "hlo")
     assert [file.name for file in files] == [f"{n}.{kind}.txt" for n in names for kind in kinds]
     assert sorted(files) == sorted((tmp_path / "new" / "hlo").iterdir())

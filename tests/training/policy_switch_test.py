@@ -396,9 +396,9 @@ def test_a_backend_that_cannot_run_a_later_stage_says_so_at_start(data, tmp_path
 def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     config = short(data, precision_schedule=SCHEDULE[:1])
     run = one_device(config)
-    made = dry_run.make_plan(run, config)
+    made = dry_run.make_plan(run)
     delayed = run.stages[1]
-    compiled, _ = programs.compile_programs(run, delayed, config, ["seed_step", "step"])
+    compiled, _ = programs.compile_programs(run, delayed, ["seed_step", "step"])
     size = max(map(programs.program_bytes, compiled.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
     assert made.peak_bytes == max(size, made.total_bytes, made.initialize_bytes)
@@ -407,7 +407,7 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     assert line in made.text().splitlines()
 
     names = ["step", "eval_step", "stage2_seed_step", "stage2_step", "stage2_eval_step"]
-    files = programs.dump_hlo(run, config, tmp_path)
+    files = programs.dump_hlo(run, tmp_path)
     assert [f.name for f in files] == [f"{n}.{k}.txt" for n in names for k in ("stablehlo", "hlo")]
     quantized = ["f8E4M3FN" in file.read_text() for file in files[::2]]
     assert quantized == [False, False, True, True, True]
