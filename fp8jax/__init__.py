@@ -9,6 +9,17 @@ from fp8jax import nn
 from fp8jax.device import xla
 from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.dot import dot_general, einsum
+from fp8jax.linear.updates import (
+    init_update,
+    join,
+    merge,
+    merge_devices,
+    merge_stacked,
+    raise_if,
+    seed,
+    split,
+    update,
+)
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
@@ -33,7 +44,8 @@ __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
     "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES", "ROW", "Recipe",
     "TENSOR", "TILE128", "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum",
-    "init_state", "nn", "quantize", "train_and_evaluate",
+    "init_state", "init_update", "join", "merge", "merge_devices", "merge_stacked", "nn",
+    "quantize", "raise_if", "seed", "split", "train_and_evaluate", "update",
 ]  # fmt: skip
 
 _ON_FIRST_USE = {

@@ -7,6 +7,24 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class UnknownNameError(KeyError, ValueError):
+    """A name that a `Table` does not have."""
+
+    def __str__(self) -> str:  # KeyError's own would put quotes around the message
+        return str(self.args[0])
+
+
+class Table(dict[str, T]):
+    """A dict of named objects, whose error for an unknown name suggests similar names."""
+
+    def __init__(self, kind: str, entries: Iterable[tuple[str, T]] | Mapping[str, T]):
+        super().__init__(entries)
+        self.kind = kind
+
+    def __missing__(self, name: str) -> T:
+        raise UnknownNameError(str(unknown(self.kind, name, self)))
+
+
 def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     """Returns `table[name]`.
 

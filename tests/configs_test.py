@@ -20,6 +20,7 @@ from fp8jax.device.mesh import MeshAxes
 from fp8jax.model.config import ModelConfig
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.training.build import build
+from fp8jax.training.settings import Settings
 from tests.support import ROOT
 from tests.support.commands import command_line
 from tests.support.text import write_generated_text
@@ -167,7 +168,10 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
     read = set().union(*map(keys_read, readers))
     # Handed over as a whole, field by field.
     whole = {field.name for field in dataclasses.fields(OptimizerConfig)} - {"name"}
-    assert set(config) == read | whole
+    settings = {field.name for field in dataclasses.fields(Settings)} - {"record"}
+    assert set(config) == read | whole | settings
+    used = set(re.findall(r"settings\.(\w+)", "".join(readers)))
+    assert settings <= used, settings - used
     assert keys_read('config.a + config["b"] + config.method() + other.c') == {"a", "b"}
     for group, fields in (("model_overrides", ModelConfig), ("mesh_axes", MeshAxes)):
         assert set(config[group]) == {field.name for field in dataclasses.fields(fields)}

@@ -12,8 +12,8 @@ from configs import base
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.models import MODELS
 from fp8jax.model.transformer import count_params
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
-from fp8jax.numerics.policy_options import as_policy
 from tests.support import ROOT
 from tests.support.layers import LAYERS
 

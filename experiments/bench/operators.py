@@ -43,7 +43,7 @@ from fp8jax.linear.dot import dot_general
 from fp8jax.linear.operands import CastRequest
 from fp8jax.model.attention import dot_product_attention
 from fp8jax.numerics.formats import FORMATS, cast
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipes import RECIPES
 
 MATMUL = (((1,), (0,)), ((), ()))

@@ -46,7 +46,7 @@ from fp8jax.device import xla
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig, flops_per_token
 from fp8jax.model.transformer import Transformer, abstract_variables
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.stability.bad_steps import is_finite, select_if

@@ -22,7 +22,7 @@ from fp8jax.data.corpus import Corpus, build_corpus
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.model.transformer import count_params
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.training.build import build
 from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.run import Run

@@ -23,8 +23,8 @@ from collections.abc import Mapping
 
 from fp8jax.lookup import unknown
 from fp8jax.model.config import MODULES, ModelConfig
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipe import GemmCasts, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION
 

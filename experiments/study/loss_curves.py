@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.records.events import Cause, Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.loop import train_and_evaluate

@@ -20,8 +20,8 @@ from fp8jax.linear.backends import BACKENDS, choose_backend
 from fp8jax.linear.dot import dot_general
 from fp8jax.linear.vjp import KEY_ORDER
 from fp8jax.model.models import MODELS
+from fp8jax.numerics.cast_options import OPTIONS, Option
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.policy_options import OPTIONS, Option
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.scales import SCALES, Constant

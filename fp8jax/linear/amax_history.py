@@ -38,14 +38,18 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.recipes import as_recipe
 from fp8jax.numerics.tiles import tensor_amax
 
 Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 
 # The collection of amax histories, by flax's name for it.
 HISTORIES = OVERWRITE_WITH_GRADIENT
+
+# `seed` (updates.py) runs a model with histories that are longer by this many entries. To modules
+# that skip self-seeding (`seeded=True`) the length says that these histories are empty.
+SEED_ENTRIES = 1
 
 
 # Created ------------------------------------------------------------------------------------------
@@ -57,13 +61,28 @@ def init_state(recipe: str | Recipe) -> Histories:
 
 
 def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
-    """Return the module's histories, operand -> [H]; creates them, empty, if they do not exist."""
+    """Return the module's histories, operand -> [H]; creates them, empty, in `init`.
+
+    Raises ValueError in `apply` if the variables have no histories for this module.
+    """
+    names = {operand: f"{operand}_amax_history" for operand in recipe.histories}
+    if not module.is_mutable_collection(HISTORIES):
+        missing = [name for name in names.values() if not module.has_variable(HISTORIES, name)]
+        if missing:
+            raise ValueError(_no_histories("/".join(module.path), recipe.name, missing))
     return {
-        operand: module.variable(
-            HISTORIES, f"{operand}_amax_history", jnp.zeros, (length,), jnp.float32
-        ).value
+        operand: module.variable(HISTORIES, names[operand], jnp.zeros, (length,), jnp.float32).value
         for operand, length in recipe.histories.items()
     }
+
+
+def _no_histories(path: str, recipe: str, missing: list[str]) -> str:
+    return (
+        f"module {path or '(the outermost)'!r} runs {recipe!r} and has no {', '.join(missing)} in"
+        f" the variables: pass the collection {HISTORIES!r} of `init` to `apply` next to 'params',"
+        " also with parameters from a BF16 checkpoint; under nn.scan or nn.vmap, name the"
+        " collection in variable_axes or variable_broadcast"
+    )
 
 
 # Read ---------------------------------------------------------------------------------------------
@@ -77,6 +96,22 @@ def to_float32(histories: Histories) -> Histories:
 def stored_amax(history: Float[Array, " H"], cast: Cast) -> Float[Array, ""]:
     """Return the amax that sets the scale of a delayed cast: the history's maximum or newest."""
     return largest_amax(history) if cast.amax == "max" else history[0]
+
+
+def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> Histories:
+    """Return the histories to read scales from if the operand's own may be empty.
+
+    An empty history is read as if it were full of `amax`, the operand's own in this step. A history
+    with a negative or NaN entry is read as NaN, which makes the result of the GEMM NaN: something
+    other than the update of histories has changed it, such as an optimizer.
+
+    Costs a pass over the operand before its cast; without it, cast and amax share one pass.
+    """
+    if operand not in histories:
+        return histories
+    history = histories[operand]
+    filled = jnp.where(jnp.any(history > 0), history, amax)
+    return histories | {operand: jnp.where(jnp.all(history >= 0), filled, jnp.nan)}
 
 
 def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:

@@ -7,35 +7,43 @@ Any `dot_general` is brought to the form
 with at most one leading batch axis, which vjp.py computes and differentiates.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.linear.amax_history import Histories
+from fp8jax.linear.amax_history import SEED_ENTRIES, Histories
+from fp8jax.linear.arguments import check_lax_arguments, check_operands
 from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.shared_leaf import combining_by_max
 from fp8jax.linear.vjp import VjpContext, quantized_matmuls
-from fp8jax.numerics.recipe import Recipe
-from fp8jax.numerics.recipes import as_recipe
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.recipe import Cast, Recipe
 
 
 def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
     dimension_numbers,
-    *,
+    *positional: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
     recipe: str | Recipe,
     state: Histories | None = None,
     key: Shaped[Array, "..."] | None = None,
     backend: str | None = None,
-    preferred_element_type=None,
+    seeded: bool = False,
 ) -> Float[Array, "..."]:
     """`lax.dot_general` with quantized operands, in the forward and in both gradients.
 
-    The function is pure: with delayed scaling, the cotangent of `state` is the new state
-    (amax_history.py). Apart from the quantization it equals::
+    Takes the arguments of `lax.dot_general`, so that `functools.partial(dot_general, recipe=...)`
+    can stand for it in other libraries. The function is pure: with delayed scaling, the cotangent
+    of `state` is the new state (amax_history.py). Apart from the quantization it equals::
 
         lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers,
@@ -46,24 +54,35 @@ def dot_general(
       lhs: the activations, x of the recipe.
       rhs: the weights, w of the recipe, in any float dtype; the gradient has the same dtype.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
-      recipe: a key of `RECIPES` or a `Recipe`.
+      positional: precision and preferred_element_type, as positions of `lax.dot_general`.
+      precision: only None or the default: the recipe decides how a GEMM is computed.
+      preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
+        rounded to lhs's dtype.
+      out_sharding: only None; constrain the result instead.
+      recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
       state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
         `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
-      preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
-        rounded to lhs's dtype.
+      seeded: whether no history is empty. By default an empty history seeds itself: the scale comes
+        from the operand's own amax, at the cost of a pass over the operand in every step.
 
     Returns:
       An array with the batch, lhs free and rhs free dimensions, in this order.
 
     Raises:
-      ValueError: for unknown names, a state that does not fit the recipe, and a missing key.
+      TypeError: for operands or results that are not real floating-point arrays of 16 or more bits.
+      ValueError: for unknown names, arguments of `lax.dot_general` that cannot be honored, a state
+        that does not fit the recipe, and a missing key.
       NotImplementedError: if the named backend cannot run the recipe; the message says why.
     """
+    recipe = as_recipe(recipe)
+    result_dtype = check_lax_arguments(
+        recipe, positional, precision, preferred_element_type, out_sharding
+    )
     (y,) = dot_general_shared(
         lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
-        backend=backend, preferred_element_type=preferred_element_type,
+        backend=backend, preferred_element_type=result_dtype, seeded=seeded,
     )  # fmt: skip
     return y
 
@@ -79,6 +98,7 @@ def dot_general_shared(
     backend: str | None = None,
     preferred_element_type=None,
     scopes: Sequence[str] | None = None,
+    seeded: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
     """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
 
@@ -93,10 +113,12 @@ def dot_general_shared(
     Returns:
       One result per weight. Other arguments and errors are those of `dot_general`.
     """
+    for w in rhs:
+        check_operands(lhs, w, dimension_numbers, preferred_element_type)
     context = make_context(
         recipe, states, keys, lhs.dtype, backend=backend,
         whole=_is_whole(lhs, rhs, dimension_numbers),
-        preferred_element_type=preferred_element_type, scopes=scopes,
+        preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
     )  # fmt: skip
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
@@ -105,7 +127,9 @@ def dot_general_shared(
     ws = tuple(
         _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
     )
-    all_histories = tuple(histories or {} for histories in states)
+    all_histories = tuple(
+        {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
+    )
     ys = quantized_matmuls(context, x, ws, all_histories, tuple(keys))
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(
@@ -116,7 +140,7 @@ def dot_general_shared(
 
 def make_context(
     recipe: str | Recipe, states, keys, dtype, *, backend, whole: bool, preferred_element_type=None,
-    scopes=None,
+    scopes=None, seeded: bool = True,
 ) -> VjpContext:  # fmt: skip
     """Return the settings of GEMMs that share one x, after checking states and keys.
 
@@ -125,17 +149,33 @@ def make_context(
     recipe = as_recipe(recipe)
     out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=whole)
-    for histories, key in zip(states, keys, strict=True):
-        given = {} if histories is None else {k: v.shape[-1] for k, v in histories.items()}
-        if given != recipe.histories:
+    given = [_history_lengths(histories) for histories in states]
+    if recipe.histories and all(one == _with_seed_entries(recipe).histories for one in given):
+        recipe, seeded = _with_seed_entries(recipe), False
+    for lengths, key in zip(given, keys, strict=True):
+        if lengths != recipe.histories:
             raise ValueError(
                 f"recipe {recipe.name!r} needs amax histories {recipe.histories} (operand: length),"
-                f" got {given}"
+                f" got {lengths}"
             )
         if recipe.stochastic and key is None:
             raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
     names = ("",) * len(states) if scopes is None else tuple(scopes)
-    return VjpContext(recipe, chosen, dtype, out_dtype, names)
+    return VjpContext(recipe, chosen, dtype, out_dtype, names, seeded)
+
+
+def _history_lengths(histories: Histories | None) -> dict[str, int]:
+    return {} if histories is None else {k: v.shape[-1] for k, v in histories.items()}
+
+
+def _with_seed_entries(recipe: Recipe) -> Recipe:
+    """Return the recipe with the longer histories by which `seed` asks for self-seeding."""
+
+    def longer(_, cast: Cast) -> Cast:
+        history = cast.history + SEED_ENTRIES if cast.delayed else 0
+        return dataclasses.replace(cast, history=history)
+
+    return recipe.map(longer)
 
 
 def _is_whole(lhs, rhs, dimension_numbers) -> bool:
@@ -165,12 +205,14 @@ def einsum(
     state: Histories | None = None,
     key: Shaped[Array, "..."] | None = None,
     backend: str | None = None,
+    preferred_element_type: Any = None,
+    seeded: bool = False,
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of two operands through `dot_general`.
 
     Args:
       equation: letters only, with the result, such as "bsd,dhk->bshk".
-      lhs, rhs, recipe, state, key, backend: as in `dot_general`.
+      lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded: as in `dot_general`.
 
     Raises:
       ValueError: for an equation that is not one GEMM of two arrays, and as `dot_general` does.
@@ -196,6 +238,7 @@ def einsum(
         ([a.index(c) for c in batch], [b.index(c) for c in batch]),
     )
     y = dot_general(
-        lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend
-    )
+        lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend,
+        preferred_element_type=preferred_element_type, seeded=seeded,
+    )  # fmt: skip
     return y.transpose([result.index(c) for c in out])

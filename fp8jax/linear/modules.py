@@ -5,51 +5,106 @@ quantizes modules that are not part of this library, such as::
 
     flax.linen.Dense(64, dot_general_cls=functools.partial(Fp8DotGeneral, "fp8_delayed"))
 
-Each module stores its amax histories in the collection `HISTORIES` (amax_history.py). A model that
-calls a module more than once in a step must be wrapped in `max_combining`.
+Each module stores its amax histories in the collection `HISTORIES` (amax_history.py); updates.py
+carries them from step to step. A module may be called more than once in a step, or in a loop with
+shared weights (shared_leaf.py); only under `nn.remat` or `nn.jit` does a model that does so need
+`max_combining`.
+
+Recipes that round stochastically take a key: the argument `key`, else the RNG stream `RNG` of
+`apply(..., rngs={RNG: key})`.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.linear.amax_history import Histories, module_histories
 from fp8jax.linear.dot import dot_general, dot_general_shared, einsum
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.numerics.recipes import as_recipe
 
 _INIT = nn.initializers.lecun_normal()
+
+RNG = "fp8"  # the linen RNG stream of stochastic rounding
+
+
+def rounding_key(module: nn.Module, recipe: Recipe, key: Any) -> Any:
+    """Return the key for stochastic rounding: the given one, else one of the module's stream `RNG`.
+
+    Raises ValueError if the recipe needs a key and there is none; `init` needs none.
+    """
+    if key is not None or not recipe.stochastic:
+        return key
+    if module.has_rng(RNG):
+        return module.make_rng(RNG)
+    if module.is_initializing():  # the results of `init` are thrown away
+        return jax.random.key(0)
+    raise ValueError(
+        f"recipe {recipe.name!r} rounds stochastically and needs a key: pass the RNG stream"
+        f" {RNG!r}, as in model.apply(variables, x, rngs={{{RNG!r}: key}}), a new key every step"
+    )
+
+
+def keep_master(inputs, kernel, bias, *, dtype=None) -> tuple[Any, Any, Any]:
+    """Return inputs and bias in `dtype` and the kernel as it is: a `promote_dtype=` for flax.
+
+    Flax's own function rounds the kernel to `dtype` before the GEMM, and so the kernel's gradient
+    to `dtype` on its way back. A quantized GEMM takes a float32 kernel as it is, and returns its
+    gradient in float32. Use it with `dot_general_cls=` or `dot_general=`.
+
+    Args:
+      dtype: None for the inputs' own.
+    """
+    dtype = jnp.asarray(inputs).dtype if dtype is None else dtype
+    return (
+        jnp.asarray(inputs, dtype), kernel, None if bias is None else jnp.asarray(bias, dtype)
+    )  # fmt: skip
 
 
 class Fp8DotGeneral(nn.Module):
     """`fp8jax.dot_general` as the `dot_general_cls` of flax's modules.
 
     Attributes:
-      recipe: a key of `RECIPES` or a `Recipe`. Run the first step of a delayed recipe with
-        `recipe.seeding()`; otherwise most gradients of that step are flushed to zero.
+      recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
       backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
+      seeded: whether no history is empty. By default empty ones seed themselves, which costs a pass
+        over each operand in every step: as much as current scaling. With True they are read as they
+        are; fill them with `fp8jax.seed` before the first step, since empty ones flush most
+        gradients to zero.
     """
 
     recipe: str | Recipe = "fp8_delayed"
     backend: str | None = None
+    seeded: bool = False
 
     @nn.compact
     def __call__(
-        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, key=None
+        self,
+        lhs,
+        rhs,
+        dimension_numbers,
+        *positional,
+        precision=None,
+        preferred_element_type=None,
+        out_sharding=None,
+        key=None,
     ) -> Array:
         """Return `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
 
-        `key` is needed by recipes that round stochastically. Raises ValueError for a `precision`.
+        Arguments and errors are those of `fp8jax.dot_general`; recipes that round stochastically
+        need `key` or the RNG stream `RNG`.
         """
-        if precision is not None:
-            raise ValueError(f"the recipe decides how a GEMM is computed: drop {precision=}")
         recipe = as_recipe(self.recipe)
         histories = module_histories(self, recipe)
         return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, state=histories, key=key,
-            backend=self.backend, preferred_element_type=preferred_element_type,
+            lhs, rhs, dimension_numbers, *positional, precision=precision,
+            preferred_element_type=preferred_element_type, out_sharding=out_sharding, recipe=recipe,
+            state=histories, key=rounding_key(self, recipe, key), backend=self.backend,
+            seeded=self.seeded,
         )  # fmt: skip
 
 
@@ -58,7 +113,7 @@ class Dense(nn.Module):
 
     Attributes:
       features: N.
-      recipe, backend: as in `Fp8DotGeneral`.
+      recipe, backend, seeded: as in `Fp8DotGeneral`.
       use_bias: whether to add a bias, in y's dtype.
       kernel_init: initializer of the float32 kernel.
       kernel_axes: logical axis names of the kernel, for sharding; () for none.
@@ -72,6 +127,7 @@ class Dense(nn.Module):
     kernel_init: Callable[..., Any] = _INIT
     kernel_axes: tuple[str | None, ...] = ()
     preferred_element_type: Any = None
+    seeded: bool = False
 
     @nn.compact
     def variables_for(self, size: int) -> tuple[Any, Any, Histories]:
@@ -97,11 +153,12 @@ class Dense(nn.Module):
 
         Args:
           x: the activations.
-          key: a PRNG key, for recipes that round stochastically.
+          key: a PRNG key, for recipes that round stochastically; None for the RNG stream `RNG`.
           input_scale: powers of two. Before quantization, x is divided by them and the kernel's
             rows are multiplied by them, which moves range from x to the kernel. The scaled float32
             kernel is saved for the backward.
         """
+        key = rounding_key(self, as_recipe(self.recipe), key)
         return apply_together((self,), ("",), x, (key,), input_scale)[0]
 
 
@@ -123,6 +180,10 @@ def together(
       input_scale: as in `Dense`.
     """
     scopes = [str(layer.name) for layer in layers]
+    keys = [
+        rounding_key(layer, as_recipe(layer.recipe), key)
+        for layer, key in zip(layers, keys, strict=True)
+    ]
     same_settings = all(_settings(layer) == _settings(layers[0]) for layer in layers)
     if same_settings and as_recipe(layers[0].recipe).same_x:
         return apply_together(layers, scopes, x, keys, input_scale)
@@ -134,7 +195,7 @@ def together(
 
 def _settings(layer: Dense) -> tuple[Any, ...]:
     """Return the settings that must be equal for layers to share a quantized x."""
-    return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type
+    return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type, layer.seeded
 
 
 def apply_together(
@@ -154,7 +215,7 @@ def apply_together(
     ys = dot_general_shared(
         x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=histories,
         keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
-        scopes=scopes,
+        scopes=scopes, seeded=first.seeded,
     )  # fmt: skip
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 
@@ -172,7 +233,7 @@ class Einsum(nn.Module):
     Attributes:
       equation: two operands, such as "bsd,dhk->bshk".
       shape: the kernel's shape.
-      recipe, backend, kernel_init, kernel_axes: as in `Dense`.
+      recipe, backend, kernel_init, kernel_axes, seeded: as in `Dense`.
     """
 
     equation: str
@@ -181,17 +242,19 @@ class Einsum(nn.Module):
     backend: str | None = None
     kernel_init: Callable[..., Any] = _INIT
     kernel_axes: tuple[str | None, ...] = ()
+    seeded: bool = False
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "..."], key: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
-        """Return the result in x's dtype; recipes that round stochastically need `key`."""
+        """Return the result in x's dtype; recipes that round stochastically need `key` or `RNG`."""
         kernel = self.param("kernel", _named(self.kernel_init, self.kernel_axes), tuple(self.shape))
         recipe = as_recipe(self.recipe)
         return einsum(
             self.equation, x, kernel,
-            recipe=recipe, state=module_histories(self, recipe), key=key, backend=self.backend,
+            recipe=recipe, state=module_histories(self, recipe),
+            key=rounding_key(self, recipe, key), backend=self.backend, seeded=self.seeded,
         )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ from fp8jax.linear.amax_history import (
     as_cotangent,
     largest_of,
     record,
+    self_seeded,
     stored_amax,
     to_float32,
 )
@@ -51,6 +52,7 @@ from fp8jax.linear.operands import (
     plain_matmul,
 )
 from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.tiles import tensor_amax
 
 # Names for jax.checkpoint_policies.save_only_these_names.
 GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
@@ -72,6 +74,7 @@ class VjpContext:
       dtype: of x and dx.
       out_dtype: of y.
       scopes: the name of each weight's module in the compiled program; "" adds no name.
+      seeded: whether no history is empty; if False, empty ones seed themselves (amax_history.py).
     """
 
     recipe: Recipe
@@ -79,6 +82,7 @@ class VjpContext:
     dtype: jnp.dtype
     out_dtype: jnp.dtype
     scopes: tuple[str, ...]
+    seeded: bool
 
 
 class _Residuals(NamedTuple):
@@ -126,6 +130,9 @@ def quantize_operand(
     Arguments as in `cast_requests`. The operands are returned by the names of their casts; those
     without a cast are `PlainOperand`.
     """
+    if histories and not context.seeded:
+        (operand,) = {name[-1] for name in cast_axes}
+        histories = self_seeded(histories, operand, tensor_amax(x))
     requests = cast_requests(context.recipe, cast_axes, histories, key)
     operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
     if not requests:

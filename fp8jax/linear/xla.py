@@ -23,7 +23,8 @@ def matmul_xla(a: Operand, b: Operand, dtype) -> jax.Array:
     assert isinstance(b, QuantizedOperand)
     if is_block_scaled(a.cast, b.cast):
         return scaled_matmul(a.q, b.q, a.axis, b.axis).astype(dtype)
-    y = plain_matmul(codes_of(a), codes_of(b), dtype)
+    # Without the scales, products of codes overflow float16.
+    y = plain_matmul(codes_of(a), codes_of(b), jnp.float32 if dtype == jnp.float16 else dtype)
     scale = result_scale(a, b)
     if scale.size == 1 and xla.folds_scales():
         # XLA folds only this expression into the GEMM's epilogue, which saves a pass over y. There

@@ -24,8 +24,8 @@ from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.model.norms import RMSNorm, norm_layer
 from fp8jax.model.rope import rotate
 from fp8jax.numerics.formats import power_of_two_below
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.recipes import as_recipe
 
 # A collection: float32 [n_layers] amaxes, one leaf for each output inside a layer.
 AMAXES = "amaxes"
@@ -93,7 +93,7 @@ class Linears:
             linear.features, self.policy.recipe(path), self.backend,
             path in BIASES[self.config.biases],
             kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=linear.axes,
-            name=linear.name,
+            seeded=True, name=linear.name,
         )  # fmt: skip
 
     def keys(self, names: Iterable[str]) -> list[Any]:

@@ -34,8 +34,8 @@ from fp8jax.model.config import MODULES, ModelConfig
 from fp8jax.model.embedding import look_up
 from fp8jax.model.layer import AMAXES, Block, fold_in
 from fp8jax.model.norms import norm_layer
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipes import HIGH_PRECISION
 from fp8jax.numerics.tiles import tensor_amax
 
@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         """Returns float32 logits. The head has its own kernel, or uses the embedding if tied."""
         recipe = policy.recipe("lm_head")
         if self.config.tie_embeddings:
-            head = Fp8DotGeneral(recipe, self.backend, name="lm_head")
+            head = Fp8DotGeneral(recipe, self.backend, seeded=True, name="lm_head")
             return head(
                 x_BLD, table_VD, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32,
                 key=key,
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         return Dense(
             self.config.vocab_size, recipe, self.backend,
             kernel_init=nn.initializers.normal(0.02), kernel_axes=("embed", "vocab"),
-            preferred_element_type=jnp.float32, name="lm_head",
+            preferred_element_type=jnp.float32, seeded=True, name="lm_head",
         )(x_BLD, key)  # fmt: skip
 
     def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key, promoted):

@@ -105,8 +105,23 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def as_format(fmt: str | Format) -> Format:
-    """Return `fmt`, or the format of that name. Raises ValueError for an unknown name."""
-    return fmt if isinstance(fmt, Format) else lookup("format", fmt, FORMATS)
+    """Return `fmt`, or the format of that name.
+
+    Raises ValueError for an unknown name, TypeError for what is neither a format nor a name.
+    """
+    if isinstance(fmt, Format):
+        return fmt
+    if not isinstance(fmt, str):
+        raise TypeError(f"expected a format or its name ({', '.join(FORMATS)}), got {fmt!r}")
+    return lookup("format", fmt, FORMATS)
+
+
+def check_float(name: str, x) -> None:
+    """Raises TypeError unless `x` is an array of a real float dtype of 16 or more bits."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
 
 
 def cast(
@@ -130,9 +145,11 @@ def cast(
       sign nor zero, zero and negative numbers become NaN.
 
     Raises:
+      TypeError: for an x that is not an array of a float dtype of 16 or more bits.
       ValueError: for an unknown format or rounding, a missing or an unused key, and for
         stochastic rounding to e8m0.
     """
+    check_float("x", x)
     fmt = as_format(fmt)
     if rounding not in ROUNDINGS:
         raise unknown("rounding", rounding, ROUNDINGS)

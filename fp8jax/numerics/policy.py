@@ -5,7 +5,7 @@ first pattern that matches a path decides, and modules that no pattern matches s
 precision. The first and last layers can be exempt. Patterns are shell-style (`layers/mlp/*`) and
 contain no layer index, because the layers are one stack.
 
-`POLICIES` holds the named policies; policy_options.py adds options to a name. The FP4 paper (arXiv
+`POLICIES` holds the named policies; names.py adds options to a name. The FP4 paper (arXiv
 2502.11458) compares FP4 and FP8 for the attention's forward and for the backward of all linears,
 with FP4 in the forward of the MLPs. All four combinations are here:
 
@@ -19,6 +19,7 @@ import fnmatch
 import math
 from collections.abc import Iterable
 
+from fp8jax.lookup import Table
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 
@@ -106,19 +107,25 @@ class Policy:
 
 
 # No pattern matches the embedding, LM head, norms and attention core: they stay in BF16.
-POLICIES: dict[str, Policy] = {
-    **{name: Policy((("layers/*", recipe),), name=name) for name, recipe in RECIPES.items()},
-    "fp4_mixed": Policy(
-        (("layers/mlp/*", RECIPES["fp4_block"]), ("layers/attention/*", RECIPES["fp8_block"])),
-        name="fp4_mixed",
-    ),
-    "fp4_backward": Policy(
-        (
-            ("layers/mlp/*", RECIPES["fp4_naive"]),
-            ("layers/attention/*", RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])),
+POLICIES: Table[Policy] = Table(
+    "policy",
+    {
+        **{name: Policy((("layers/*", recipe),), name=name) for name, recipe in RECIPES.items()},
+        "fp4_mixed": Policy(
+            (("layers/mlp/*", RECIPES["fp4_block"]), ("layers/attention/*", RECIPES["fp8_block"])),
+            name="fp4_mixed",
         ),
-        name="fp4_backward",
-    ),
-    # NVIDIA's 12B leaves 16% of the linears in BF16, most of them at the end (arXiv 2509.25149).
-    "nvfp4_mixed": Policy((("layers/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nvfp4_mixed"),
-}
+        "fp4_backward": Policy(
+            (
+                ("layers/mlp/*", RECIPES["fp4_naive"]),
+                ("layers/attention/*", RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])),
+            ),
+            name="fp4_backward",
+        ),
+        # NVIDIA's 12B leaves 16% of the linears in BF16, most of them at the end
+        # (arXiv 2509.25149).
+        "nvfp4_mixed": Policy(
+            (("layers/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nvfp4_mixed"
+        ),
+    },
+)

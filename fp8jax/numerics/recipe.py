@@ -32,10 +32,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8jax.lookup import unknown
-from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format
+from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
-from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule
-from fp8jax.numerics.tiles import TENSOR, Tile
+from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule, as_scale_rule
+from fp8jax.numerics.tiles import TENSOR, Tile, as_tile
 
 TIMINGS = ("current", "delayed", "seeding", "constant")
 AMAXES = ("max", "newest")
@@ -46,9 +46,9 @@ class Cast:
     """How one operand of one GEMM is quantized.
 
     Attributes:
-      format: a value of `FORMATS`.
-      tile: which elements share a scale.
-      scale: a value of `SCALES`, `Pow2(margin)` or `Constant(value)`.
+      format: a value of `FORMATS`, or its key.
+      tile: which elements share a scale: a `Tile`, a key of `TILES`, or (free, contract).
+      scale: a value of `SCALES` or its key, `Pow2(margin)` or `Constant(value)`.
       timing: where the amax comes from, one of `TIMINGS`.
       history: the length of a delayed cast's amax history; 0 for other casts.
       amax: which amax of the history sets the scale: "max" or "newest".
@@ -57,6 +57,7 @@ class Cast:
         before the cast (hadamard.py); 1 for no transform. The two operands of a GEMM must agree.
 
     Raises:
+      TypeError: for fields of another type.
       ValueError: for unknown names, and for settings that contradict each other.
     """
 
@@ -70,6 +71,8 @@ class Cast:
     hadamard: int = 1
 
     def __post_init__(self):
+        for field, resolve in (("format", as_format), ("tile", as_tile), ("scale", as_scale_rule)):
+            object.__setattr__(self, field, resolve(getattr(self, field)))
         if self.timing not in TIMINGS:
             raise unknown("timing", self.timing, TIMINGS)
         if self.rounding not in ROUNDINGS:
@@ -153,6 +156,10 @@ class Recipe:
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            cast = getattr(self, field.name)
+            if field.name != "name" and not isinstance(cast, Cast | None):
+                raise TypeError(f"{field.name} must be a Cast, or None, got {cast!r}")
         for operand, casts in self._operands().items():
             lengths = {cast.history for cast in casts if cast.delayed}
             if len(lengths) > 1:

@@ -1,7 +1,7 @@
 """The named recipes, `RECIPES`.
 
 Each follows a paper or a library. Where the source leaves a choice open, the other choices are
-options of the recipe's name (policy_options.py), given in parentheses:
+options of the recipe's name (cast_options.py), given in parentheses:
 
     fp8_amax    Graphcore, arXiv 2309.17224: a power-of-two bias from the current amax, with margin
                 0. The paper is said to use margin 3 (`margin=3`), which a re-implementation found
@@ -32,7 +32,7 @@ options of the recipe's name (policy_options.py), given in parentheses:
 
 import dataclasses
 
-from fp8jax.lookup import lookup
+from fp8jax.lookup import Table
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import SCALES, Constant, Pow2, ScaleRule
@@ -101,10 +101,5 @@ def _all_recipes() -> tuple[Recipe, ...]:
     )  # fmt: skip
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _all_recipes()}
+RECIPES: Table[Recipe] = Table("recipe", {recipe.name: recipe for recipe in _all_recipes()})
 HIGH_PRECISION = RECIPES["bf16"]
-
-
-def as_recipe(recipe: str | Recipe) -> Recipe:
-    """Return `recipe`, or the recipe of that name. Raises ValueError for an unknown name."""
-    return recipe if isinstance(recipe, Recipe) else lookup("recipe", recipe, RECIPES)

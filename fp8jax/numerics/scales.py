@@ -141,9 +141,16 @@ SCALES: dict[str, ScaleRule] = {
 
 
 def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
-    """Return `rule`, or the scale rule of that name. Raises ValueError for an unknown name."""
-    if not isinstance(rule, str):
+    """Return `rule`, or the scale rule of that name.
+
+    Raises ValueError for an unknown name, TypeError for what is neither a rule nor a name.
+    """
+    if isinstance(rule, ScaleRule):
         return rule
+    if not isinstance(rule, str):
+        raise TypeError(
+            f"expected a scale rule or its name, got {rule!r}: a fixed scale is Constant(value)"
+        )
     if rule not in SCALES:
         raise unknown("scale rule", rule, [*SCALES, "Pow2(margin)", "Constant(value)"])
     return SCALES[rule]

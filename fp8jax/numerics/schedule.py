@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.policy_options import as_policy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,13 @@ axis. Tiles at the edge are padded with zeros, which never raise an amax.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
+
+from fp8jax.lookup import lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,26 @@ BLOCK128 = Tile(128, 128)
 MX32 = Tile(1, 32)
 NV16 = Tile(1, 16)
 NV16x16 = Tile(16, 16)
+
+TILES = {
+    "tensor": TENSOR, "row": ROW, "tile128": TILE128, "block128": BLOCK128, "mx32": MX32,
+    "nv16": NV16, "nv16x16": NV16x16,
+}  # fmt: skip
+
+
+def as_tile(tile: "str | Tile | Sequence[int | None]") -> Tile:
+    """Return `tile`, or the tile of that name, or of (free, contract).
+
+    Raises ValueError for an unknown name, TypeError for anything else.
+    """
+    if isinstance(tile, Tile):
+        return tile
+    if isinstance(tile, str):
+        return lookup("tile", tile, TILES)
+    sizes = tuple(tile) if isinstance(tile, tuple | list) else ()
+    if len(sizes) != 2 or not all(s is None or type(s) is int for s in sizes):
+        raise TypeError(f"expected a Tile, its name or (free, contract), got {tile!r}")
+    return Tile(*sizes)
 
 
 def tile_grid(shape: tuple[int, ...], tile: tuple[int | None, ...]) -> list[tuple[int, int]]:

@@ -27,8 +27,8 @@ from fp8jax.model.attention import choose_attention
 from fp8jax.model.generate import generate
 from fp8jax.model.models import model_config
 from fp8jax.model.transformer import Transformer
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer

@@ -22,7 +22,7 @@ from jaxtyping import Array
 from fp8jax.data.loader import Batch
 from fp8jax.model.layer import AMAXES
 from fp8jax.model.transformer import Transformer
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.training.policy_switch import leaves_by_path
 from fp8jax.training.step import TrainState, accumulate, as_variables
 

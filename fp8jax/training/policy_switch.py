@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fp8jax.model.transformer import Transformer
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.training.step import TrainState
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import Batch
 from fp8jax.model.transformer import Transformer
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.stability.ladder import Ladder
 from fp8jax.training.optional_state import OptionalState
 from fp8jax.training.policy_switch import leaves_by_path

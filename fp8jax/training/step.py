@@ -20,10 +20,11 @@ from jaxtyping import Array, Float
 
 from fp8jax.data.loader import Batch
 from fp8jax.device.mesh import constrain
-from fp8jax.linear.amax_history import HISTORIES, combine_max, empty_max, merge_history
+from fp8jax.linear.amax_history import HISTORIES, combine_max, empty_max
+from fp8jax.linear.updates import next_histories
 from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
 from fp8jax.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.stability.spikes import SpikeDetector, judge
@@ -154,7 +155,7 @@ def train_step(
     new = TrainState(
         step=state.step + 1,
         params=optax.apply_updates(state.params, updates),
-        histories=jax.tree.map(merge_history, state.histories, histories),
+        histories=next_histories(state.histories, histories),
         opt_state=opt_state,
         key=state.key,
         spikes=state.spikes,

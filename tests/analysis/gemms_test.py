@@ -21,8 +21,8 @@ from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.modules import Dense
 from fp8jax.model.config import MODULES
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training import loop

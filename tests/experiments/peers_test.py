@@ -17,11 +17,10 @@ from flax.linen import fp8_ops
 
 from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.dot import dot_general
-from fp8jax.numerics.policy_options import TILES
 from fp8jax.numerics.quantization import quantize
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.tiles import MX32, NV16
+from fp8jax.numerics.tiles import MX32, NV16, TILES
 from tests.support import reference
 
 pytestmark = pytest.mark.extended

@@ -58,10 +58,12 @@ def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "backend"))
-def run(x, w, g, state, *, recipe: Recipe, backend: str):
+def run(x, w, g, state, *, recipe: Recipe, backend: str, seeded: bool = True):
     """y, dx, dw, the new state; of batches of matrices if there are three axes."""
     numbers = MATMUL if x.ndim == 2 else (((2,), (1,)), ((0,), (0,)))
-    f = functools.partial(dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend)
+    f = functools.partial(
+        dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend, seeded=seeded
+    )
     y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=KEY), x, w, state)
     return y, *vjp(g)
 

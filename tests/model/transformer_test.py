@@ -26,10 +26,10 @@ from fp8jax.model.config import MODULES, ModelConfig
 from fp8jax.model.layer import Block, FeedForward, Linears
 from fp8jax.model.norms import RMSNorm
 from fp8jax.model.transformer import REMAT, Transformer, abstract_variables
+from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.numerics.recipes import RECIPES, as_recipe
+from fp8jax.numerics.recipes import RECIPES
 from fp8jax.training import step
 from tests.support.products import equations, float8_products
 

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from fp8jax.model.config import MODULES
+from fp8jax.numerics.cast_options import OPTIONS
 from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.policy_options import OPTIONS, as_policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 from fp8jax.numerics.scales import Constant, Fp32, Pow2
@@ -193,10 +194,18 @@ def test_every_option_is_tested_above():
 
 def test_options_add_up_and_reach_head_and_layers():
     policy = as_policy("fp8_delayed:history=4,head=fp8_current,bf16_first=1,bf16_last=0.25")
-    assert policy.recipe("lm_head") is RECIPES["fp8_current"]
+    assert policy.recipe("lm_head") == RECIPES["fp8_current"]
     assert policy.recipe("layers/mlp/up").histories == {"x": 4, "w": 4, "g": 4}
     assert policy.exempt(8) == (1, 2)
     assert policy == as_policy("fp8_delayed:bf16_last=0.25,bf16_first=1,head=fp8_current,history=4")
+
+
+def test_the_order_of_options_does_not_matter():
+    one, other = (
+        as_policy(f"fp8_delayed:{options}")
+        for options in ("history=4,head=fp8_delayed", "head=fp8_delayed,history=4")
+    )
+    assert one == other and one.recipe("lm_head").histories == {"x": 4, "w": 4, "g": 4}
 
 
 @pytest.mark.parametrize(

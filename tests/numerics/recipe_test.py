@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.recipes import CSCALE_BIAS, HIGH_PRECISION, HISTORY, RECIPES, as_recipe
+from fp8jax.numerics.recipes import CSCALE_BIAS, HIGH_PRECISION, HISTORY, RECIPES
 from fp8jax.numerics.scales import SCALES, Constant, Pow2
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16
 from tests.support import ROOT

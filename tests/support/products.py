@@ -3,7 +3,7 @@
 import jax
 from jax import lax
 
-from fp8jax.numerics.policy_options import as_policy
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipe import Recipe
 
 MATMUL = (((1,), (0,)), ((), ()))

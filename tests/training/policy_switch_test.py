@@ -19,8 +19,8 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import base, fp4
 from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.policy_options import as_policy
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.records.checkpoint import Checkpointer, Restored
@@ -293,12 +293,15 @@ def test_a_checkpoint_hands_on_its_histories_to_the_policy_that_made_them(
     data, old, new, step, stage, kept
 ):
     config = tiny(data, resume_with_changes=True, **new)
-    settings = json.loads(config.to_json())
-    before = settings | {"precision_schedule": [], "num_steps": 20} | json.loads(json.dumps(old))
+    before = (
+        json.loads(config.to_json())
+        | {"precision_schedule": [], "num_steps": 20}
+        | json.loads(json.dumps(old))
+    )
     rows = corpus(*data)
     run = one_device(config)
     found = Found(step, before, rows.fingerprint)
-    restored, changes = resume.read_checkpoint(found, run, settings, rows)
+    restored, changes = resume.read_checkpoint(found, run, rows)
     assert ("histories" in restored.arrays) == kept
     assert bool(changes) == (old != new)
     position = resume.initial_position(run, restored)

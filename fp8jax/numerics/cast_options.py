@@ -1,38 +1,29 @@
-"""Options behind a policy's name, and `as_policy`, which resolves a name with options.
+"""Options behind the name of a recipe or policy that change its casts.
 
-Options follow a colon:
+Options follow a colon (names.py parses them):
 
-    fp8_delayed:history=1024,margin=1      fp4_mixed:gradients=e5m2      nvfp4:head=fp8_current
+    fp8_delayed:history=1024,margin=1        fp4_mixed:gradients=e5m2
 
-Options in `OPTIONS` change the casts that they apply to. `head` sets the recipe of the LM head,
-`bf16_first` and `bf16_last` set the exempt layers. The options cover what the papers leave open. In
-the FP4 paper (arXiv 2502.11458), weights and activations may share scales along 128 elements or
-along a whole token or channel (`fp4_tile=row`), and the FP8 gradients may be E4M3 or E5M2
-(`gradients=e5m2`). An option that applies to no cast of the policy raises: the policy's name would
-otherwise claim a change that did not happen.
+They cover what the papers leave open. In the FP4 paper (arXiv 2502.11458), weights and activations
+may share scales along 128 elements or along a whole token or channel (`fp4_tile=row`), and the FP8
+gradients may be E4M3 or E5M2 (`gradients=e5m2`). An option that applies to no cast raises: the name
+would otherwise claim a change that did not happen.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fp8jax.lookup import lookup, unknown
+from fp8jax.lookup import lookup
 from fp8jax.numerics.formats import FORMATS, Format
-from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.recipe import Cast
-from fp8jax.numerics.recipes import as_recipe
+from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import Constant, Fp32, NvFp4, Pow2, as_scale_rule
-from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
-
-TILES = {
-    "tensor": TENSOR, "row": ROW, "tile128": TILE128, "block128": BLOCK128, "mx32": MX32,
-    "nv16": NV16, "nv16x16": NV16x16,
-}  # fmt: skip
+from fp8jax.numerics.tiles import TILES, Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """NAME=VALUE behind a policy's name.
+    """NAME=VALUE behind the name of a recipe or policy.
 
     Attributes:
       parse: text -> value; raises ValueError.
@@ -170,56 +161,29 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-# Options that change the policy itself, not its casts.
-_POLICY_OPTIONS = ("head", "bf16_first", "bf16_last")
 
+def change_casts(
+    owner: str, recipes: Sequence[Recipe], name: str, value: str
+) -> tuple[Recipe, ...]:
+    """Return the recipes with the option `name`, a key of `OPTIONS`, applied to their casts.
 
-def as_policy(policy: str | Policy) -> Policy:
-    """Return `policy`, or the policy of that name with the options behind a colon applied.
+    `owner` is whose recipes they are, for error messages: "policy 'fp8_block'".
 
-    Raises ValueError for an unknown name or option, a value that does not parse, and an option that
-    applies to no cast of the policy.
+    Raises ValueError for a value that does not parse, and if the option applies to no cast.
     """
-    if isinstance(policy, Policy):
-        return policy
-    name, _, options = policy.partition(":")
-    resolved = lookup("policy", name, POLICIES)
-    for option in options.split(",") if options else ():
-        key, equals, value = option.partition("=")
-        if key not in OPTIONS and key not in _POLICY_OPTIONS:
-            raise unknown("option", key, [*OPTIONS, *_POLICY_OPTIONS])
-        if not equals:
-            raise ValueError(f"policy {policy!r}: expected {key}=VALUE, got {option!r}")
-        resolved = _apply_option(resolved, key, value)
-    return dataclasses.replace(resolved, name=policy)
-
-
-def _apply_option(policy: Policy, name: str, value: str) -> Policy:
-    if name == "head":
-        return dataclasses.replace(policy, rules=(("lm_head", as_recipe(value)), *policy.rules))
+    option, changed = OPTIONS[name], []
     try:
-        if name == "bf16_first":
-            return dataclasses.replace(policy, bf16_first=float(value))
-        if name == "bf16_last":
-            return dataclasses.replace(policy, bf16_last=float(value))
-        parsed = OPTIONS[name].parse(value)
+        parsed = option.parse(value)
     except ValueError as error:
         raise ValueError(f"{name}={value}: {error}") from None
-    changed = _change_casts(policy, OPTIONS[name], parsed)
-    if changed is None:
-        raise ValueError(f"{name}={value}: no cast of policy {policy.name!r} uses this option")
-    return changed
 
-
-def _change_casts(policy: Policy, option: Option, value: Any) -> Policy | None:
-    """Return the policy with the option's casts changed; None if it applies to no cast."""
-    changed: list[str] = []
-
-    def change(name: str, cast: Cast) -> Cast:
-        if not option.applies(name, cast):
+    def change(cast_name: str, cast: Cast) -> Cast:
+        if not option.applies(cast_name, cast):
             return cast
-        changed.append(name)
-        return option.change(cast, value)
+        changed.append(cast_name)
+        return option.change(cast, parsed)
 
-    rules = tuple((pattern, recipe.map(change)) for pattern, recipe in policy.rules)
-    return dataclasses.replace(policy, rules=rules) if changed else None
+    results = tuple(recipe.map(change) for recipe in recipes)
+    if not changed:
+        raise ValueError(f"{name}={value}: no cast of {owner} uses this option")
+    return results

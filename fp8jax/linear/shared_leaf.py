@@ -1,0 +1,96 @@
+"""Histories that several calls read: their cotangents combine by maximum, without a wrapper.
+
+JAX adds the cotangents of an array that is used more than once. For histories that sum is wrong
+(amax_history.py), so each history is converted to flax's max-combining dtype, whose addition is the
+maximum. The conversion must happen once, before the uses: converted in each call, the cotangents
+would be float32 again when they are added. So a history's first use converts it *in the trace that
+it comes from*, and later uses find the converted array:
+
+    module called twice       both calls get one tracer as their history, and share its conversion
+    nn.scan, shared weights   the body gets the tracer from outside the scan; so the conversion is
+                              outside, and the scan's backward adds with the maximum
+
+Out of reach is a transformation that hands each call a tracer of its own: a module called more than
+once, each time under `nn.remat` or `nn.jit`. `max_combining` is for those; without it the histories
+add up, which `update` reports (updates.py).
+
+Entering the trace of an array uses functions of JAX that are not public; tests run them on every
+supported version.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax.linen.fp8_ops import fm32
+from jax import lax
+from jax._src import core
+from jax._src.interpreters import partial_eval
+from jaxtyping import Array
+
+
+class _Conversion(NamedTuple):
+    """The conversion of one history.
+
+    Attributes:
+      history: () -> a tracer, None once it is gone; its identity is the key.
+      converted: () -> the same in the max-combining dtype, None once it is gone.
+      direct: whether a call in the history's own trace has used it.
+    """
+
+    history: Callable[[], Array | None]
+    converted: Callable[[], Array | None]
+    direct: bool
+
+
+_CONVERSIONS: dict[int, _Conversion] = {}  # by id of the history, as long as that lives
+
+
+def combining_by_max(history: Array) -> Array:
+    """Return a history whose cotangents combine by maximum; other arrays are returned as they are.
+
+    Raises ValueError for the second use of a history outside `jax.jit`, where JAX cannot take the
+    maximum.
+    """
+    if not isinstance(history, core.Tracer) or history.dtype != jnp.float32:
+        return history
+    key, direct = id(history), core.trace_ctx.trace is history._trace
+    known = _CONVERSIONS[key] if key in _CONVERSIONS else None
+    converted = None
+    if known is not None and known.history() is history:
+        converted = known.converted()
+        if direct and known.direct and _is_eager(history):
+            raise ValueError(
+                "a module with amax histories is called more than once outside jax.jit, where JAX"
+                " can only add histories: put jax.jit around jax.grad"
+            )
+        direct = direct or known.direct
+    if converted is None:
+        with core.set_current_trace(history._trace):
+            converted = lax.convert_element_type(history, fm32)
+    forget = functools.partial(_forget, _CONVERSIONS, key)
+    _CONVERSIONS[key] = _Conversion(weakref.ref(history, forget), _held(converted), direct)
+    return converted
+
+
+def _held(converted) -> Callable[[], Array | None]:
+    """Return how to get a converted history again.
+
+    The tracer of a jaxpr refers to the history that it comes from: held here, neither would ever be
+    freed. It lives as long as an equation uses it, and no longer is needed: an unused one has no
+    cotangent. Other tracers refer to no history, and nothing else holds them.
+    """
+    if isinstance(converted, partial_eval.DynamicJaxprTracer):
+        return weakref.ref(converted)
+    return lambda: converted
+
+
+def _forget(conversions: dict[int, _Conversion], key: int, _: weakref.ref) -> None:
+    conversions.pop(key, None)
+
+
+def _is_eager(tracer) -> bool:
+    """Whether operations on the tracer run at once, because no `jit` is around it."""
+    return hasattr(tracer, "primal") and not isinstance(tracer.primal, core.Tracer)

@@ -1,0 +1,282 @@
+"""From one step to the next: parameters through an optimizer, histories by their own rule.
+
+The gradient of a history is its next value (amax_history.py). So a step has to treat two kinds of
+leaves differently. Whatever else is done to a tree of gradients is wrong for histories: clipping,
+weight decay, averaging, unscaling a loss. `update` separates them::
+
+    state = fp8jax.init_update(optimizer, variables)
+
+    @jax.jit
+    def step(variables, state, batch):
+        loss, gradients = jax.value_and_grad(loss_of)(variables, batch)
+        variables, state, faults = fp8jax.update(optimizer, variables, state, gradients)
+        return variables, state, loss, faults
+
+    variables, state, loss, faults = step(variables, state, batch)
+    fp8jax.raise_if(faults)
+
+A tree is one of flax's variables, {"params": ..., HISTORIES: ...}, or holds such trees in dicts.
+
+The next value of a history must be the old one, shifted by one entry. Entries that are a multiple
+of the old ones were added by JAX; others were changed on the way. An amax that was averaged cannot
+be told from a right one (docs/your_model.md lists what cannot be detected).
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from fp8jax.linear.amax_history import HISTORIES, SEED_ENTRIES, combine_max, merge_history
+
+Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+
+EMPTY_FOR = 3  # updates after which a history that is still empty is worth a warning
+
+# What may be wrong with the next value of a history.
+SOUND, EMPTY, CHANGED, SUMMED, NOT_AN_AMAX = range(5)
+
+_FAULTS = {
+    CHANGED: (
+        "was changed between gradient and update: clip, scale, decay and average gradients of"
+        " parameters only (fp8jax.split takes histories out)"
+    ),
+    SUMMED: (
+        "was added up by JAX: the module is called more than once under nn.remat or nn.jit (wrap"
+        " the model in fp8jax.nn.max_combining), or gradients of microbatches were added (use"
+        " fp8jax.merge)"
+    ),
+    NOT_AN_AMAX: "has a negative entry or NaN: an optimizer has changed it; use fp8jax.update",
+}
+
+
+# Taking apart and putting together ----------------------------------------------------------------
+
+
+def split(tree: Any) -> tuple[Any, Any]:
+    """Return a tree without its histories, and its histories alone; trees are dicts of dicts."""
+    if not isinstance(tree, Mapping):
+        return tree, {}
+    rest, histories = {}, {}
+    for name, branch in tree.items():
+        if name == HISTORIES:
+            histories[name] = branch
+            continue
+        rest[name], inside = split(branch)
+        if inside:
+            histories[name] = inside
+    return rest, histories
+
+
+def join(rest: Any, histories: Any) -> Any:
+    """Return the tree that `split` has taken apart."""
+    if not histories:
+        return rest
+    joined = dict(rest)
+    for name, branch in histories.items():
+        joined[name] = branch if name == HISTORIES else join(rest[name], branch)
+    return joined
+
+
+# One tree from several ----------------------------------------------------------------------------
+
+
+def merge(gradients: Any, *more: Any) -> Any:
+    """Return the gradients of several microbatches as one: sums, and maxima of histories."""
+    for other in more:
+        (rest, histories), (more_rest, more_histories) = split(gradients), split(other)
+        gradients = join(
+            jax.tree.map(jnp.add, rest, more_rest), combine_max(histories, more_histories)
+        )
+    return gradients
+
+
+def merge_stacked(gradients: Any) -> Any:
+    """Return gradients with a leading axis as one: means over it, and maxima of histories."""
+    rest, histories = split(gradients)
+    return join(
+        jax.tree.map(lambda g: jnp.mean(g, axis=0), rest),
+        jax.tree.map(lambda h: jnp.max(h, axis=0), histories),
+    )
+
+
+def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
+    """Return means over mapped axes, and maxima of histories; for `pmap` and `shard_map`."""
+    rest, histories = split(gradients)
+    return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
+
+
+# A step -------------------------------------------------------------------------------------------
+
+
+def next_histories(histories: Any, gradients: Any) -> Any:
+    """Return the histories of the next step, given the gradients with respect to them.
+
+    A history that recorded nothing, as in a branch not taken, keeps its value.
+    """
+    return jax.tree.map(merge_history, histories, gradients)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What `update` has found; `raise_if` reads it.
+
+    Attributes:
+      kinds: a tree like the histories, int32 without their last axis: SOUND, EMPTY and so on.
+      updates: int32, the updates made so far.
+    """
+
+    kinds: Any
+    updates: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UpdateState:
+    """What `update` carries from step to step.
+
+    Attributes:
+      optimizer: the optimizer's state, of the parameters alone.
+      updates: int32, the updates made so far.
+    """
+
+    optimizer: Any
+    updates: Int[Array, ""]
+
+
+def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
+    """Return the state of `update` before the first step."""
+    return UpdateState(optimizer.init(split(variables)[0]), jnp.zeros((), jnp.int32))
+
+
+def update(
+    optimizer: Optimizer, variables: Any, state: UpdateState, gradients: Any
+) -> tuple[Any, UpdateState, Faults]:
+    """Apply one step of the optimizer to the parameters, and give histories their next values.
+
+    Args:
+      optimizer: sees parameters only.
+      variables: parameters and histories.
+      state: from `init_update`, or from the last step.
+      gradients: a tree like `variables`, from `jax.grad` with respect to all of them.
+
+    Returns:
+      The next variables and state, and what is wrong with the histories, for `raise_if`.
+
+    Raises:
+      ValueError: the gradients have no histories, or others than the variables.
+    """
+    (params, histories), (grads, new) = split(variables), split(gradients)
+    _require_same_histories(histories, new)
+    updates, inner = optimizer.update(grads, state.optimizer, params)
+    count = state.updates + 1
+    faults = Faults(jax.tree.map(_kind, histories, new), count)
+    following = join(optax.apply_updates(params, updates), next_histories(histories, new))
+    return following, UpdateState(inner, count), faults
+
+
+def _require_same_histories(histories: Any, gradients: Any) -> None:
+    ours, theirs = set(_paths(histories)), set(_paths(gradients))
+    if missing := sorted(ours - theirs):
+        raise ValueError(
+            f"the gradients lack {_named(missing)}: differentiate with respect to all variables,"
+            " not to the parameters alone"
+        )
+    if unknown := sorted(theirs - ours):
+        raise ValueError(f"the gradients have {_named(unknown)}, which the variables lack")
+
+
+def _kind(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[Array, "*L"]:
+    """Return what is wrong with the next value of each history, SOUND if nothing is."""
+    nothing = jnp.all((new == 0) | (new == -jnp.inf), axis=-1)  # a GEMM that did not run
+    before, after = old[..., :-1], new[..., 1:]
+    moved = jnp.any(before != after, axis=-1)
+    bad = ~jnp.all(old >= 0, axis=-1) | ~(nothing | jnp.all(new >= 0, axis=-1))
+    # The last one that holds counts.
+    kind = jnp.where(nothing & jnp.all(old == 0, axis=-1), EMPTY, SOUND)
+    kind = jnp.where(~nothing & moved, CHANGED, kind)
+    kind = jnp.where(~nothing & moved & _is_multiple(before, after), SUMMED, kind)
+    return jnp.where(bad, NOT_AN_AMAX, kind).astype(jnp.int32)
+
+
+def _is_multiple(before: Float[Array, "*L H"], after: Float[Array, "*L H"]) -> Array:
+    """Return whether `after` is `before` times a whole number above 1, to rounding."""
+    largest = jnp.max(before, axis=-1, keepdims=True)
+    factor = jnp.round(jnp.max(after, axis=-1, keepdims=True) / jnp.where(largest > 0, largest, 1))
+    return jnp.all((factor > 1) & (jnp.abs(after - factor * before) <= 1e-5 * after), axis=-1)
+
+
+class HistoryError(ValueError):
+    """Amax histories are not the amaxes of their operands."""
+
+
+def raise_if(faults: Faults) -> None:
+    """Read the faults of an update on the host; waits for its step.
+
+    Raises HistoryError for histories that are wrong, with their modules. Warns once, after the
+    third update, of those that are still empty: a layer of zeros has such histories, and so has a
+    layer that no gradient reaches.
+    """
+    kinds, updates = jax.device_get((faults.kinds, faults.updates))
+    paths = _paths(kinds)
+    leaves = [set(np.unique(kind).tolist()) for kind in jax.tree.leaves(kinds)]
+
+    def with_kind(kind: int) -> list[str]:
+        return [path for path, present in zip(paths, leaves, strict=True) if kind in present]
+
+    lines = [f"{_named(with_kind(k))} {text}" for k, text in _FAULTS.items() if with_kind(k)]
+    if lines:
+        raise HistoryError("; ".join(lines))
+    if updates == EMPTY_FOR and (empty := with_kind(EMPTY)):
+        warnings.warn(
+            f"{_named(empty)} is still empty after {EMPTY_FOR} updates: its operand is all zeros,"
+            " or no gradient reaches it",
+            stacklevel=2,
+        )
+
+
+def _paths(histories: Any) -> list[str]:
+    """Return the path of each history, such as "mlp/Dense_0/x_amax_history"."""
+    return [
+        "/".join(str(key.key) for key in path if key.key != HISTORIES)
+        for path, _ in jax.tree.leaves_with_path(histories)
+    ]
+
+
+def _named(paths: list[str]) -> str:
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"amax history {', '.join(paths[:3])}{more}"
+
+
+# Before the first step ----------------------------------------------------------------------------
+
+
+def seed(loss: Callable[..., Any], variables: Any, *args: Any, has_aux: bool = False) -> Any:
+    """Return the variables with new histories, which hold the amaxes of one evaluation of the loss.
+
+    Each cast of that evaluation takes its scale from its operand's own amax, also in modules that
+    are `seeded`. Call it before the first step.
+
+    Args:
+      loss: (variables, *args) -> a scalar, or (scalar, anything) with `has_aux`.
+      args: what else the loss takes, such as a first batch.
+    """
+    rest, histories = split(variables)
+    empty = jax.tree.map(
+        lambda h: jnp.zeros((*h.shape[:-1], h.shape[-1] + SEED_ENTRIES), h.dtype), histories
+    )
+
+    def loss_of(histories):
+        result = loss(join(rest, histories), *args)
+        return result[0] if has_aux else result
+
+    filled = next_histories(empty, jax.jit(jax.grad(loss_of))(empty))
+    return join(rest, jax.tree.map(lambda h: h[..., :-SEED_ENTRIES], filled))

@@ -1,0 +1,103 @@
+"""What the name of a recipe or of a policy means, with the options behind it.
+
+    fp8_delayed:history=1024,margin=1      fp4_mixed:gradients=e5m2      nvfp4:head=fp8_current
+
+Options follow a colon. Those of cast_options.py change casts. A policy has three more: `head` sets
+the recipe of the LM head, `bf16_first` and `bf16_last` set the exempt layers. The order of options
+does not matter: `head` comes first, so that options that change casts apply to the head, too.
+"""
+
+import dataclasses
+from typing import Any
+
+from fp8jax.lookup import lookup, unknown
+from fp8jax.numerics.cast_options import OPTIONS, change_casts
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipes import RECIPES
+
+# Options that change the policy itself, not its casts.
+POLICY_OPTIONS = ("head", "bf16_first", "bf16_last")
+
+
+def as_recipe(recipe: str | Recipe) -> Recipe:
+    """Return `recipe`, or the recipe of that name with the options behind a colon applied.
+
+    Raises:
+      TypeError: if it is neither a recipe nor a name.
+      ValueError: for an unknown name or option, the name of a policy that is no recipe, a value
+        that does not parse, and an option that applies to no cast.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Policy):
+        raise TypeError(
+            f"policy {recipe.name!r} says which module runs which recipe: give one of its recipes,"
+            " such as policy.recipe('layers/mlp/up')"
+        )
+    if not isinstance(recipe, str):
+        raise TypeError(f"expected a recipe or its name, got {recipe!r}")
+    name, options = _split(recipe, "recipe", tuple(OPTIONS))
+    if name in POLICIES and name not in RECIPES:
+        raise ValueError(
+            f"{name!r} is a policy, which says which module of a model runs which recipe; recipes"
+            f" are {', '.join(RECIPES)}"
+        )
+    resolved = lookup("recipe", name, RECIPES)
+    if not options:
+        return resolved
+    for key, value in options:
+        (resolved,) = change_casts(f"recipe {name!r}", (resolved,), key, value)
+    return dataclasses.replace(resolved, name=recipe)
+
+
+def as_policy(policy: str | Policy) -> Policy:
+    """Return `policy`, or the policy of that name with the options behind a colon applied.
+
+    Raises:
+      TypeError: if it is neither a policy nor a name.
+      ValueError: for an unknown name or option, a value that does not parse, and an option that
+        applies to no cast of the policy.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"expected a policy or its name, got {policy!r}")
+    name, options = _split(policy, "policy", (*OPTIONS, *POLICY_OPTIONS))
+    resolved = lookup("policy", name, POLICIES)
+    for key, value in sorted(options, key=lambda option: option[0] not in POLICY_OPTIONS):
+        resolved = _apply(resolved, key, value)
+    return dataclasses.replace(resolved, name=policy)
+
+
+def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name, and (option, value) of each option; `known` are the names of options."""
+    name, _, behind = text.partition(":")
+    options: dict[str, str] = {}
+    for option in behind.split(",") if behind else ():
+        key, equals, value = option.partition("=")
+        if key not in known:
+            raise unknown("option", key, known)
+        if not equals:
+            raise ValueError(f"{kind} {text!r}: expected {key}=VALUE, got {option!r}")
+        if key in options:
+            raise ValueError(f"{kind} {text!r} sets {key} twice")
+        options[key] = value
+    return name, list(options.items())
+
+
+def _apply(policy: Policy, name: str, value: str) -> Policy:
+    if name == "head":
+        return dataclasses.replace(policy, rules=(("lm_head", as_recipe(value)), *policy.rules))
+    if name in POLICY_OPTIONS:
+        return dataclasses.replace(policy, **{name: _number(name, value)})
+    patterns, recipes = zip(*policy.rules, strict=True)
+    changed = change_casts(f"policy {policy.name!r}", recipes, name, value)
+    return dataclasses.replace(policy, rules=tuple(zip(patterns, changed, strict=True)))
+
+
+def _number(name: str, value: str) -> Any:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={value}: {error}") from None
