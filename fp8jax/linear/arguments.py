@@ -1,7 +1,7 @@
 """Arguments of `lax.dot_general` that a quantized GEMM takes, and those that it must refuse.
 
-Libraries call the function that they are given as they would call `lax.dot_general`. Whatever cannot
-be honored raises; nothing is ignored.
+Libraries call the function that they are given as they would call `lax.dot_general`. Whatever
+cannot be honored raises; nothing is ignored.
 """
 
 from typing import Any
