@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Shaped
 from fp8jax.linear.amax_history import SEED_ENTRIES, Histories
 from fp8jax.linear.arguments import check_lax_arguments, check_operands
 from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.manual_axes import check_manual, pooled_axes, varying
 from fp8jax.linear.shared_leaf import combining_by_max
 from fp8jax.linear.vjp import VjpContext, quantized_matmuls
 from fp8jax.numerics.names import as_recipe
@@ -120,6 +121,8 @@ def dot_general_shared(
         whole=_is_whole(lhs, rhs, dimension_numbers),
         preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
     )  # fmt: skip
+    check_manual(context.recipe)
+    context = dataclasses.replace(context, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
     frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]

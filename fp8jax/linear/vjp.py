@@ -44,6 +44,14 @@ from fp8jax.linear.amax_history import (
     to_float32,
 )
 from fp8jax.linear.backends import Backend
+from fp8jax.linear.manual_axes import (
+    Axes,
+    PooledAxes,
+    largest_like,
+    largest_over,
+    summed_like,
+    varying,
+)
 from fp8jax.linear.operands import (
     CastRequest,
     Operand,
@@ -52,7 +60,7 @@ from fp8jax.linear.operands import (
     plain_matmul,
 )
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.tiles import tensor_amax
+from fp8jax.numerics.tiles import TENSOR, tensor_amax
 
 # Names for jax.checkpoint_policies.save_only_these_names.
 GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
@@ -75,6 +83,8 @@ class VjpContext:
       out_dtype: of y.
       scopes: the name of each weight's module in the compiled program; "" adds no name.
       seeded: whether no history is empty; if False, empty ones seed themselves (amax_history.py).
+      x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
+      pooled: mesh axes whose devices share the scale of an operand.
     """
 
     recipe: Recipe
@@ -83,6 +93,8 @@ class VjpContext:
     out_dtype: jnp.dtype
     scopes: tuple[str, ...]
     seeded: bool
+    x_axes: Axes = frozenset()
+    pooled: PooledAxes = PooledAxes()
 
 
 class _Residuals(NamedTuple):
@@ -130,15 +142,28 @@ def quantize_operand(
     Arguments as in `cast_requests`. The operands are returned by the names of their casts; those
     without a cast are `PlainOperand`.
     """
+    (operand,) = {name[-1] for name in cast_axes}
+    pooled = getattr(context.pooled, operand) & varying(x)
     if histories and not context.seeded:
-        (operand,) = {name[-1] for name in cast_axes}
-        histories = self_seeded(histories, operand, tensor_amax(x))
+        histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
     requests = cast_requests(context.recipe, cast_axes, histories, key)
+    if pooled:
+        requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
     operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
     if not requests:
         return operands, None
     quantized, amax = context.backend.quantize(x, tuple(requests.values()))
     return operands | dict(zip(requests, quantized, strict=True)), amax
+
+
+def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, CastRequest]:
+    """Return the requests, with `amax` for the casts that take the amax of the whole tensor."""
+    return {
+        name: request._replace(amax=amax)
+        if request.cast.tile == TENSOR and request.cast.timing in ("current", "seeding")
+        else request
+        for name, request in requests.items()
+    }
 
 
 def named_matmul(
@@ -236,7 +261,7 @@ def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ..
         dxs.append(dx)
         dws.append(dw)
         histories.append(cotangent)
-    return sum_cotangents(dxs), tuple(dws), tuple(histories), None
+    return summed_like(sum_cotangents(dxs), context.x_axes), tuple(dws), tuple(histories), None
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
@@ -267,7 +292,11 @@ def backward(
     dx = input_gradient(context, scope, w, histories, key, qg)
     dw = weight_gradient(context, x, scope, w, qg)
     of_g = record(to_float32(histories), "g", g, amax)
-    return dx, dw, as_cotangent(histories, new_histories | of_g)
+    following = {
+        operand: largest_like(history, varying(histories[operand]))
+        for operand, history in (new_histories | of_g).items()
+    }
+    return dx, summed_like(dw, varying(w)), as_cotangent(histories, following)
 
 
 def input_gradient(
