@@ -35,6 +35,8 @@ import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
+    from fp8jax import nnx
+    from fp8jax.analysis.any_program import assert_fp8, gemm_table, gemms
     from fp8jax.model.config import ModelConfig
     from fp8jax.model.models import MODELS
     from fp8jax.model.transformer import Transformer
@@ -43,15 +45,19 @@ if TYPE_CHECKING:
 __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
     "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES", "ROW", "Recipe",
-    "TENSOR", "TILE128", "Tile", "Transformer", "cast", "dequantize", "dot_general", "einsum",
-    "init_state", "init_update", "join", "merge", "merge_devices", "merge_stacked", "nn",
-    "quantize", "raise_if", "seed", "split", "train_and_evaluate", "update",
+    "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize", "dot_general",
+    "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge", "merge_devices", "merge_stacked", "nn",
+    "nnx", "quantize", "raise_if", "seed", "split", "train_and_evaluate", "update",
 ]  # fmt: skip
 
 _ON_FIRST_USE = {
+    "assert_fp8": "fp8jax.analysis.any_program",
+    "gemm_table": "fp8jax.analysis.any_program",
+    "gemms": "fp8jax.analysis.any_program",
     "MODELS": "fp8jax.model.models",
     "ModelConfig": "fp8jax.model.config",
     "Transformer": "fp8jax.model.transformer",
+    "nnx": "fp8jax.nnx",  # flax.nnx takes a fifth of a second to import
     "train_and_evaluate": "fp8jax.training.loop",
 }
 
@@ -59,7 +65,9 @@ _ON_FIRST_USE = {
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    module = importlib.import_module(_ON_FIRST_USE[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
     return value
 
 

@@ -64,23 +64,28 @@ def find_gemms(
     sizes = dict(paths) if isinstance(paths, Mapping) else {}
     gemms = []
     for gemm in _with_merged(list(parse_gemms(text)), sizes):
-        narrow = all(dtype.startswith(("f8", "f4")) for dtype in gemm.operands)
-        fp8 = narrow and device.fp8 and gemm.kernel not in BARE
-        reason = None if fp8 else _reason(gemm, policy, backend, device)
-        gemms.append(dataclasses.replace(gemm, fp8=fp8, reason=reason))
+        recipe: Recipe = policy.recipe(gemm.module)
+        if recipe.name != gemm.recipe and gemm.recipe in RECIPES:  # it is exempt or promoted
+            recipe = RECIPES[gemm.recipe]
+        gemms.append(judged(gemm, recipe, backend, device))
     if high is None or not any(policy.recipe(path).casts for path in MODULES):
         return [*gemms, *_missing(gemms, policy, list(paths), {})]
     missing = [gemm for each in (policy, high) for gemm in _missing(gemms, each, [*paths], sizes)]
     return [*gemms, *missing]
 
 
-def _reason(gemm: Gemm, policy: Policy, backend: str | None, device: Device) -> str | None:
+def judged(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> Gemm:
+    """Returns the GEMM of a linear that runs `recipe`, with `fp8` and `reason` filled in."""
+    narrow = all(dtype.startswith(("f8", "f4")) for dtype in gemm.operands)
+    fp8 = narrow and device.fp8 and gemm.kernel not in BARE
+    reason = None if fp8 else _reason(gemm, recipe, backend, device)
+    return dataclasses.replace(gemm, fp8=fp8, reason=reason)
+
+
+def _reason(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> str | None:
     """Returns why a GEMM that should be FP8 is not, or None if it need not be FP8."""
     if gemm.recipe is None or gemm.role is None:
         return None
-    recipe: Recipe = policy.recipe(gemm.module)
-    if recipe.name != gemm.recipe and gemm.recipe in RECIPES:  # the layer is exempt or promoted
-        recipe = RECIPES[gemm.recipe]
     lhs, rhs = recipe.gemms[gemm.role]
     if lhs is None or rhs is None:
         return None
@@ -231,7 +236,7 @@ def format_table(gemms: Iterable[Gemm]) -> str:
     Totals follow, and one line for each reason why GEMMs that should be FP8 are not.
     """
     groups = _group(gemms)
-    rows = [("module", "product", "GEMMs", "operands", "M x K x N", "kernel")]
+    rows = [("module", "recipe and role", "GEMMs", "operands", "M x K x N", "kernel")]
     for g, count in groups.items():
         role = f"{g.recipe}.{g.role}" if g.role else "-"
         loops = "" if g.trips == 1 else f" ({g.trips or '?'} turns)"
@@ -288,7 +293,7 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
     groups = _group(gemm for gemm in gemms if gemm.reason is not None)
     if groups:
         raise Fp8FallbackError(
-            f"{sum(groups.values())} GEMMs of a training step should run in FP8 and do not:\n  "
+            f"{sum(groups.values())} GEMMs of the program should run in FP8 and do not:\n  "
             + "\n  ".join(_fallbacks(groups))
         )
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 from jax import lax
 from jax._src import core
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import batching, partial_eval
 from jaxtyping import Array
 
 
@@ -73,6 +73,24 @@ def combining_by_max(history: Array) -> Array:
     forget = functools.partial(_forget, _CONVERSIONS, key)
     _CONVERSIONS[key] = _Conversion(weakref.ref(history, forget), _held(converted), direct)
     return converted
+
+
+def check_vmap(x: Array, history: Array) -> None:
+    """Raises ValueError if `jax.vmap`, inside of `jax.grad`, maps x and not the history.
+
+    Neither a sum nor a maximum over the mapped axis is possible there: JAX only adds.
+    """
+    if not (isinstance(x, batching.BatchTracer) and isinstance(history, core.Tracer)):
+        return
+    trace = x._trace
+    while hasattr(trace, "parent_trace"):
+        trace = trace.parent_trace
+        if trace is history._trace and not isinstance(trace, partial_eval.DynamicJaxprTrace):
+            raise ValueError(
+                "jax.vmap maps the input of a module and not its amax histories, whose gradient"
+                " would be a sum: give each instance its own histories (nn.vmap with"
+                " variable_axes={fp8jax.nn.HISTORIES: 0}), or call the module on the whole batch"
+            )
 
 
 def _held(converted) -> Callable[[], Array | None]:

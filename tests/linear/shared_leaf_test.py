@@ -147,6 +147,20 @@ def test_outside_jit_a_second_call_is_refused():
     assert jnp.isfinite(loss_of(Twice())(variables))  # the forward alone
 
 
+def test_vmap_over_a_shared_history_is_refused_and_over_own_ones_is_right():
+    """Also nn.vmap; the forward alone and gradients of each example need no maximum."""
+    model, x = stock(), data()
+    variables = model.init(jax.random.key(0), x)
+    mapped = jax.vmap(model.apply, in_axes=(None, 0))
+    with pytest.raises(ValueError, match="jax.vmap maps the input .* call the module on the whole"):
+        jax.jit(jax.grad(lambda v: jnp.sum(mapped(v, x[None]))))(variables)
+    np.testing.assert_array_equal(mapped(variables, x[None])[0], model.apply(variables, x))
+    examples = jnp.stack([x, 10 * x])
+    each = jax.jit(jax.vmap(jax.grad(lambda v, x: jnp.sum(model.apply(v, x))), in_axes=(None, 0)))
+    new = each(variables, examples)[HISTORIES]["Fp8DotGeneral_0"]["x_amax_history"]
+    np.testing.assert_array_equal(new[:, 0], jnp.abs(examples).max((1, 2)))
+
+
 def test_a_branch_not_taken_keeps_the_history():
     class Branches(nn.Module):
         @nn.compact
