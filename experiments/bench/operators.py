@@ -153,19 +153,25 @@ def measure_limits(timed: Timer, size: int = 8192) -> Limits:
 # GEMMs and linears --------------------------------------------------------------------------------
 
 
-def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Array]]]:
+def linear(
+    policy: str, *, seeded: bool = True
+) -> tuple[Callable[..., Any], Callable[..., dict[str, Array]]]:
     """Returns two functions of a linear under a policy, with x [M, K], w [K, N] and g [M, N].
 
     The first runs the linear forward and backward: (x, w, g, histories) -> y, dx, dw and the new
     histories. The second returns histories that are filled with the operands' amaxes: (x, w, g).
+
+    Args:
+      seeded: as for `dot_general`.
     """
     name, backend = policy_and_backend(policy)
     recipe, key = as_policy(name).recipe("layers/mlp/up"), jax.random.key(0)
 
     def products(x, w, g, state):
         dot = functools.partial(
-            dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend
-        )
+            dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend,
+            seeded=seeded,
+        )  # fmt: skip
         y, vjp = jax.vjp(lambda x, w, state: dot(x, w, state=state), x, w, state)
         return y, *vjp(g)
 
@@ -177,11 +183,11 @@ def linear(policy: str) -> tuple[Callable[..., Any], Callable[..., dict[str, Arr
     return products, histories
 
 
-def _linear(policy: str, x, w, g) -> Callable[[], Program]:
+def _linear(policy: str, x, w, g, *, seeded: bool = True) -> Callable[[], Program]:
     """Returns a function that prepares a linear under a policy, forward and backward."""
 
     def prepare() -> Program:
-        products, histories = linear(policy)
+        products, histories = linear(policy, seeded=seeded)
         return compiled(products, x, w, g, histories(x, w, g))()
 
     return prepare
@@ -228,6 +234,11 @@ def _gemm_contestants(m: int, k: int, n: int, policies: Sequence[str], peers: bo
     if peers:
         found |= torch_peers.gemms(m, k, n)
     found |= {f"linear {policy}": _linear(policy, x, w, g) for policy in policies}
+    found |= {
+        f"linear {policy}, seeding itself": _linear(policy, x, w, g, seeded=False)
+        for policy in policies
+        if as_policy(policy_and_backend(policy)[0]).delayed
+    }
     if peers:
         for operator in (fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8DirectDotGeneralOp):
             found[f"linear flax {operator.__name__}"] = _flax_linear(operator, x, w, g)
