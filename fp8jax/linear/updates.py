@@ -50,8 +50,9 @@ _FAULTS = {
     ),
     SUMMED: (
         "was added up by JAX: the module is called more than once under nn.remat or nn.jit (wrap"
-        " the model in fp8jax.nn.max_combining), or gradients of microbatches were added (use"
-        " fp8jax.merge)"
+        " the model in fp8jax.nn.max_combining; in NNX, use fp8jax.nnx.value_and_grad"
+        " inside nnx.jit), or gradients of microbatches were added (use fp8jax.merge or"
+        " fp8jax.nnx.merge)"
     ),
     NOT_AN_AMAX: "has a negative entry or NaN: an optimizer has changed it; use fp8jax.update",
 }
@@ -175,26 +176,32 @@ def update(
       ValueError: the gradients have no histories, or others than the variables.
     """
     (params, histories), (grads, new) = split(variables), split(gradients)
-    _require_same_histories(histories, new)
+    require_same_histories(histories, new)
     updates, inner = optimizer.update(grads, state.optimizer, params)
     count = state.updates + 1
-    faults = Faults(jax.tree.map(_kind, histories, new), count)
+    faults = Faults(jax.tree.map(history_fault, histories, new), count)
     following = join(optax.apply_updates(params, updates), next_histories(histories, new))
     return following, UpdateState(inner, count), faults
 
 
-def _require_same_histories(histories: Any, gradients: Any) -> None:
+def require_same_histories(
+    histories: Any,
+    gradients: Any,
+    remedy: str = "differentiate with respect to all variables, not to the parameters alone",
+) -> None:
+    """Raise ValueError if two trees of dicts do not hold the same histories.
+
+    Args:
+      remedy: what to do if the gradients lack histories.
+    """
     ours, theirs = set(_paths(histories)), set(_paths(gradients))
     if missing := sorted(ours - theirs):
-        raise ValueError(
-            f"the gradients lack {_named(missing)}: differentiate with respect to all variables,"
-            " not to the parameters alone"
-        )
+        raise ValueError(f"the gradients lack {_named(missing)}: {remedy}")
     if unknown := sorted(theirs - ours):
         raise ValueError(f"the gradients have {_named(unknown)}, which the variables lack")
 
 
-def _kind(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[Array, "*L"]:
+def history_fault(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[Array, "*L"]:
     """Return what is wrong with the next value of each history, SOUND if nothing is."""
     nothing = jnp.all((new == 0) | (new == -jnp.inf), axis=-1)  # a GEMM that did not run
     before, after = old[..., :-1], new[..., 1:]

@@ -5,6 +5,7 @@ README.md shows them in its picture of the layers, which readme_test.py compares
 
 LAYERS = (
     "nn",
+    "nnx",
     "training",
     "analysis",
     "model",

@@ -1,0 +1,392 @@
+"""Flax NNX modules with quantized GEMMs, and a training step for them.
+
+A complete program::
+
+    import fp8jax, jax.numpy as jnp, optax
+    from flax import nnx
+
+    class MLP(nnx.Module):
+        def __init__(self, rngs):
+            self.up = fp8jax.nnx.Linear(64, 256, "fp8_delayed", rngs=rngs)
+            self.down = fp8jax.nnx.Linear(256, 64, "fp8_delayed", rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    def loss_of(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        loss, gradients = fp8jax.nnx.value_and_grad(loss_of)(model, x, y)
+        return loss, fp8jax.nnx.update(model, optimizer, gradients)
+
+    model = MLP(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    for x, y in batches:
+        loss, faults = step(model, optimizer, x, y)
+        fp8jax.raise_if(faults)
+
+Flax's own modules take an instance: `nnx.Linear(64, 256, dot_general=Fp8DotGeneral("fp8_delayed"),
+promote_dtype=keep_master, rngs=rngs)`. One instance has one set of histories. So give each layer
+its own, also in modules that pass one instance to several layers::
+
+    attention = nnx.MultiHeadAttention(8, 64, decode=False, rngs=rngs)
+    for layer in (attention.query, attention.key, attention.value, attention.out):
+        layer.dot_general = nnx.data(fp8jax.nnx.Fp8DotGeneral("fp8_delayed"))
+
+Flax calls a `dot_general_cls=` again in each forward pass, so its instances cannot store anything.
+`functools.partial(Fp8DotGeneral, recipe)` works there for recipes without histories that do not
+round stochastically; `update` refuses it for recipes with histories.
+
+Histories are variables of type `AmaxHistory`, next to the `nnx.Param` of the model. The gradient of
+a history is its next value (linear/amax_history.py), so it must be differentiated, but not
+optimized:
+
+nnx.grad                  differentiates `nnx.Param` only: its gradients lack histories, and
+                          `update` refuses them
+value_and_grad, grad      of this module differentiate both
+nnx.Optimizer.update      alone moves parameters only: histories stay as they are
+update                    moves both, and refuses an optimizer that has histories in its `wrt`
+
+A module may be called more than once in a step, in any way: directly, in `nnx.scan`,
+`nnx.fori_loop` or `nnx.cond`, and under `nnx.remat` or `nnx.jit`. Its history becomes the largest
+of the calls: `value_and_grad` converts histories once, where they enter the loss, to the dtype in
+which addition is the maximum. NNX splits and merges modules at each of these transformations, so
+that each call has arrays of its own; they keep that dtype. With flax's
+`nnx.value_and_grad(argnums=nnx.DiffState(0, (nnx.Param, AmaxHistory)))` instead, histories of
+modules that are called more than once by way of such a transformation add up, which `raise_if`
+reports after the second step.
+
+Out of reach:
+
+outside nnx.jit           a module that is called twice is refused, or its histories add up, which
+                          `raise_if` reports: call `value_and_grad` inside `nnx.jit`
+nnx.vmap of the input     and not of the module, inside the loss, is refused: its histories would
+                          add up; call the module on the whole batch
+pmean of gradients        inside `nnx.pmap` or `nnx.shard_map` averages histories, which nothing
+                          reports; under `nnx.jit` with sharded arrays there is nothing to do
+nnx.set_graph_mode(False) cannot differentiate a part of a module's variables
+nnx.Einsum                takes no `dot_general`: use `nnx.LinearGeneral`
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.linear import modules, shared_leaf, updates
+from fp8jax.linear.amax_history import HISTORIES, Histories, init_state, to_max_combining
+from fp8jax.linear.dot import dot_general
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.recipe import Recipe
+
+__all__ = [
+    "AmaxHistory", "Fp8DotGeneral", "Linear", "grad", "keep_master", "merge", "seed", "update",
+    "value_and_grad",
+]  # fmt: skip
+
+
+Gradients: TypeAlias = Any  # an nnx.State of `nnx.Param` and `AmaxHistory`
+
+
+class AmaxHistory(nnx.Variable[Any]):
+    """The amax history of one operand, float32 [H]; its gradient is its next value."""
+
+
+# In linen models that contain NNX modules (`nnx.bridge.ToLinen`), the collection is linen's own.
+nnx.register_variable_name(HISTORIES, AmaxHistory, overwrite=True)
+
+
+# Modules ------------------------------------------------------------------------------------------
+
+
+class Fp8DotGeneral(nnx.Module):
+    """`fp8jax.dot_general` with its histories, as the `dot_general=` of flax's modules.
+
+    Attributes:
+      recipe, backend, seeded: as in `fp8jax.nn.Fp8DotGeneral`.
+      x_amax_history, w_amax_history, g_amax_history: those that the recipe has.
+      stream: the stream of keys, if the recipe rounds stochastically and `rngs` has one, else None.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe = "fp8_delayed",
+        *,
+        backend: str | None = None,
+        seeded: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ):
+        """Create empty histories.
+
+        Args:
+          rngs: for recipes that round stochastically: the stream "fp8" (`fp8jax.nn.RNG`), or the
+            default stream.
+        """
+        self.recipe = as_recipe(recipe)
+        self.backend = backend
+        self.seeded = seeded
+        for operand, history in init_state(self.recipe).items():
+            setattr(self, f"{operand}_amax_history", AmaxHistory(history))
+        self.stream = nnx.data(None)
+        if rngs is not None and self.recipe.stochastic:
+            if modules.RNG in rngs or "default" in rngs:
+                self.stream = rngs[modules.RNG].fork()
+
+    def histories(self) -> Histories:
+        """Return the histories, operand -> [H]."""
+        return {k: getattr(self, f"{k}_amax_history")[...] for k in self.recipe.histories}
+
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers,
+        *positional: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+        key: Shaped[Array, "..."] | None = None,
+    ) -> Float[Array, "..."]:
+        """Return `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
+
+        Arguments and errors are those of `fp8jax.dot_general`; recipes that round stochastically
+        need `key` or a stream.
+        """
+        if self.recipe.stochastic and key is None:
+            key = self._next_key()
+        return dot_general(
+            lhs, rhs, dimension_numbers, *positional, precision=precision,
+            preferred_element_type=preferred_element_type, out_sharding=out_sharding,
+            recipe=self.recipe, state=self.histories(), key=key, backend=self.backend,
+            seeded=self.seeded,
+        )  # fmt: skip
+
+    def _next_key(self) -> Array:
+        if self.stream is None:
+            raise ValueError(
+                f"recipe {self.recipe.name!r} rounds stochastically and needs a key: create the"
+                f" module with the RNG stream {modules.RNG!r}, as in rngs=nnx.Rngs(params=0,"
+                f" {modules.RNG}=1)"
+            )
+        return self.stream()
+
+
+def keep_master(arrays: Any, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """Return (inputs, kernel, bias), the kernel as it is: a `promote_dtype=` for flax's modules.
+
+    See `fp8jax.nn.keep_master`.
+    """
+    return modules.keep_master(*arrays, dtype=dtype)
+
+
+class Linear(nnx.Linear):
+    """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantized by a recipe.
+
+    The float32 kernel is not cast to the activations' dtype, and so neither is its gradient.
+
+    Attributes:
+      dot_general: an `Fp8DotGeneral`.
+      kernel, bias and others: as in `nnx.Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str | Recipe = "fp8_delayed",
+        *,
+        backend: str | None = None,
+        seeded: bool = False,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        """Create the parameters and empty histories.
+
+        Args:
+          recipe, backend, seeded: as in `Fp8DotGeneral`.
+          rngs: with the stream "fp8", for recipes that round stochastically.
+          options: others of `nnx.Linear`; without `dot_general` and `promote_dtype`.
+        """
+        dot = Fp8DotGeneral(recipe, backend=backend, seeded=seeded, rngs=rngs)
+        super().__init__(
+            in_features, out_features, dot_general=dot, promote_dtype=keep_master, rngs=rngs,
+            **options,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        inputs: Float[Array, "... K"],
+        out_sharding: Any = None,
+        *,
+        key: Shaped[Array, "..."] | None = None,
+    ) -> Float[Array, "... N"]:
+        """Return y in the dtype of the activations, or in `preferred_element_type`.
+
+        Args:
+          inputs: the activations; cast to `dtype` if the layer has one.
+          out_sharding: only None.
+          key: a PRNG key, for recipes that round stochastically; None for the module's stream.
+        """
+        x = inputs if self.dtype is None else inputs.astype(self.dtype)
+        y = self.dot_general(
+            x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision,
+            preferred_element_type=self.preferred_element_type, out_sharding=out_sharding, key=key,
+        )  # fmt: skip
+        return modules.add_bias(y, None if self.bias is None else self.bias[...])
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` with respect to a model's `nnx.Param` and `AmaxHistory`.
+
+    Args:
+      f: (model, ...) -> a scalar, or (scalar, anything) with `has_aux`.
+      argnums: the positions of models.
+
+    Returns:
+      A function that returns the value and an `nnx.State` of gradients and next histories, for
+      `update`; one state for each position if `argnums` is a sequence.
+    """
+    return _differentiate(nnx.value_and_grad, f, argnums, has_aux)
+
+
+def grad(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`nnx.grad` with respect to a model's `nnx.Param` and `AmaxHistory`; see `value_and_grad`."""
+    return _differentiate(nnx.grad, f, argnums, has_aux)
+
+
+def _differentiate(
+    transform: Callable[..., Any],
+    f: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+) -> Callable[..., Any]:
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    wanted = tuple(nnx.DiffState(i, (nnx.Param, AmaxHistory)) for i in positions)
+
+    @functools.wraps(f)
+    def combining_by_max(*args: Any) -> Any:
+        variables = [v for i in positions for _, v in _nodes(args[i], AmaxHistory)]
+        histories = [v.get_value() for v in variables]
+        for variable, history in zip(variables, histories, strict=True):
+            # Outside of jit, JAX cannot take the maximum: shared_leaf.py refuses a second call.
+            if not shared_leaf._is_eager(history):
+                variable.set_value(to_max_combining(history))
+        result = f(*args)
+        for variable, history in zip(variables, histories, strict=True):
+            variable.set_value(history)
+        return result
+
+    return transform(
+        combining_by_max, argnums=wanted[0] if isinstance(argnums, int) else wanted, has_aux=has_aux
+    )
+
+
+def _nodes(model: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    """Yield (path, node) of the modules or variables of a kind, each once."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, kind):
+            yield "/".join(map(str, path)), node
+
+
+def merge(gradients: Gradients, *more: Gradients) -> Gradients:
+    """Return the gradients of several microbatches as one: sums, and maxima of histories."""
+
+    def combine(variable: nnx.Variable, *others: nnx.Variable) -> nnx.Variable:
+        combined = jnp.maximum if isinstance(variable, AmaxHistory) else jnp.add
+        values = [v.get_value() for v in (variable, *others)]
+        return variable.replace(functools.reduce(combined, values))
+
+    return jax.tree.map(
+        combine, gradients, *more, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+
+
+# A step -------------------------------------------------------------------------------------------
+
+
+def update(
+    model: nnx.Module, optimizer: nnx.Optimizer, gradients: Gradients, **options: Any
+) -> updates.Faults:
+    """Apply one step of the optimizer to the parameters, and give histories their next values.
+
+    Changes the model and the optimizer in place. The optimizer's `step` counts the updates.
+
+    Args:
+      optimizer: of parameters only, as `nnx.Optimizer(model, tx, wrt=nnx.Param)`.
+      gradients: from this module's `value_and_grad` or `grad`.
+      options: what else `optimizer.update` takes.
+
+    Returns:
+      What is wrong with the histories, for `fp8jax.raise_if`.
+
+    Raises:
+      ValueError: the gradients have no histories, or others than the model; the optimizer has
+        histories; a `dot_general_cls` of the model cannot store its histories.
+    """
+    _refuse_classes_with_histories(model)
+    if _histories(nnx.state(model, optimizer.wrt)):
+        raise ValueError(
+            f"the optimizer's wrt={optimizer.wrt} has amax histories, whose gradients are their"
+            " next values: use nnx.Optimizer(model, tx, wrt=nnx.Param)"
+        )
+    histories, new = _histories(nnx.state(model)), _histories(gradients)
+    updates.require_same_histories(
+        histories, new, remedy="use fp8jax.nnx.value_and_grad or fp8jax.nnx.grad"
+    )
+    optimizer.update(model, gradients, **options)
+    nnx.update(model, updates.next_histories(histories, new))
+    return updates.Faults(
+        jax.tree.map(updates.history_fault, histories, new),
+        jnp.asarray(optimizer.step[...], jnp.int32),
+    )
+
+
+def _histories(state: Any) -> dict[Any, Any]:
+    """Return the histories of a state as dicts of arrays, as the functions of updates.py take."""
+    return nnx.to_pure_dict(nnx.filter_state(state, AmaxHistory))
+
+
+def _refuse_classes_with_histories(model: nnx.Module) -> None:
+    for path, layer in _nodes(model, nnx.LinearGeneral):
+        given = layer.dot_general_cls
+        made = given.func if isinstance(given, functools.partial) else given
+        if made is Fp8DotGeneral and given().recipe.histories:
+            raise ValueError(
+                f"module {path!r} has a dot_general_cls with amax histories, and flax creates it"
+                " again in each forward pass: leave it out, and set each layer.dot_general ="
+                " nnx.data(Fp8DotGeneral(...))"
+            )
+
+
+# Before the first step ----------------------------------------------------------------------------
+
+
+def seed(loss: Callable[..., Any], model: nnx.Module, *args: Any, has_aux: bool = False) -> None:
+    """Give a model new histories, which hold the amaxes of one evaluation of the loss.
+
+    See `fp8jax.seed`. Nothing else of the model changes.
+
+    Args:
+      loss: (model, *args) -> a scalar, or (scalar, anything) with `has_aux`.
+    """
+
+    def loss_of(variables: Any) -> Any:
+        copy = nnx.clone(model)
+        nnx.update(copy, variables[HISTORIES])
+        return loss(copy, *args)
+
+    filled = updates.seed(loss_of, {HISTORIES: _histories(nnx.state(model))}, has_aux=has_aux)
+    nnx.update(model, filled[HISTORIES])
