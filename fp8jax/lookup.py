@@ -34,7 +34,7 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     Raises:
       ValueError: the table has no such name. The message suggests similar names and lists all.
     """
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise unknown(kind, name, table)
     return table[name]
 
@@ -44,4 +44,16 @@ def unknown(kind: str, name: object, known: Iterable[object]) -> ValueError:
     names = [str(k) for k in known]
     similar = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "."
-    return ValueError(f"unknown {kind} {name!r}{hint} There are: {', '.join(names)}")
+    return ValueError(f"unknown {kind} {brief(name)}{hint} There are: {', '.join(names)}")
+
+
+def brief(value: object) -> str:
+    """Returns a value on one line of at most 60 characters, for error messages.
+
+    Of an array it shows dtype and shape alone: its values may be on another host.
+    """
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -17,10 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.linear.amax_history import SEED_ENTRIES, Histories
-from fp8jax.linear.arguments import check_lax_arguments, check_operands
+from fp8jax.linear.arguments import (
+    check_lax_arguments,
+    check_operands,
+    check_rounding_key,
+    history_lengths,
+    parse_equation,
+)
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.manual_axes import check_manual, pooled_axes, varying
-from fp8jax.linear.shared_leaf import combining_by_max
+from fp8jax.linear.shared_leaf import check_vmap, combining_by_max
 from fp8jax.linear.vjp import VjpContext, quantized_matmuls
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
@@ -130,6 +136,8 @@ def dot_general_shared(
     ws = tuple(
         _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
     )
+    for history in jax.tree.leaves(states):
+        check_vmap(lhs, history)
     all_histories = tuple(
         {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
     )
@@ -152,23 +160,18 @@ def make_context(
     recipe = as_recipe(recipe)
     out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=whole)
-    given = [_history_lengths(histories) for histories in states]
+    given = [history_lengths(recipe, histories) for histories in states]
     if recipe.histories and all(one == _with_seed_entries(recipe).histories for one in given):
         recipe, seeded = _with_seed_entries(recipe), False
     for lengths, key in zip(given, keys, strict=True):
         if lengths != recipe.histories:
             raise ValueError(
                 f"recipe {recipe.name!r} needs amax histories {recipe.histories} (operand: length),"
-                f" got {lengths}"
+                f" got {lengths}: fp8jax.init_state(recipe), or a module's init, creates them"
             )
-        if recipe.stochastic and key is None:
-            raise ValueError(f"recipe {recipe.name!r} rounds stochastically and needs a key")
+        check_rounding_key(recipe, key)
     names = ("",) * len(states) if scopes is None else tuple(scopes)
     return VjpContext(recipe, chosen, dtype, out_dtype, names, seeded)
-
-
-def _history_lengths(histories: Histories | None) -> dict[str, int]:
-    return {} if histories is None else {k: v.shape[-1] for k, v in histories.items()}
 
 
 def _with_seed_entries(recipe: Recipe) -> Recipe:
@@ -218,24 +221,15 @@ def einsum(
       lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded: as in `dot_general`.
 
     Raises:
-      ValueError: for an equation that is not one GEMM of two arrays, and as `dot_general` does.
+      TypeError: for an equation that is not a string, and as `dot_general` does.
+      ValueError: for an equation that is not one GEMM of two arrays or does not fit their shapes,
+        and as `dot_general` does.
       NotImplementedError: as `dot_general` does.
     """
-    operands, arrow, out = equation.replace(" ", "").partition("->")
-    terms = operands.split(",")
-    letters = [set(term) for term in terms]
-    if not arrow or len(terms) != 2 or not (operands + out).replace(",", "").isalpha():
-        raise ValueError(f"expected an equation such as 'bsd,dhk->bshk', got {equation!r}")
-    a, b = terms
-    contract = [c for c in a if c in letters[1] and c not in out]
-    batch = [c for c in a if c in letters[1] and c in out]
+    a, b, out = parse_equation(equation, lhs, rhs)
+    contract = [c for c in a if c in b and c not in out]
+    batch = [c for c in a if c in b and c in out]
     result = batch + [c for c in a if c not in b] + [c for c in b if c not in a]
-    distinct = all(len(set(term)) == len(term) for term in (a, b, out))
-    if not distinct or sorted(result) != sorted(out):
-        raise ValueError(
-            f"equation {equation!r}: each letter must appear in two or all three of the terms, at"
-            " most once in each"
-        )
     dimension_numbers = (
         ([a.index(c) for c in contract], [b.index(c) for c in contract]),
         ([a.index(c) for c in batch], [b.index(c) for c in batch]),

@@ -18,7 +18,7 @@ from fp8jax.linear.operands import (
     plain_matmul,
 )
 from fp8jax.numerics.hadamard import hadamard
-from fp8jax.numerics.quantization import dequantize, quantize
+from fp8jax.numerics.quantization import dequantize, quantize_unchecked
 from fp8jax.numerics.tiles import TENSOR
 
 
@@ -43,7 +43,7 @@ def _quantize_one(x: jax.Array, request: CastRequest) -> QuantizedOperand:
     cast = request.cast
     if cast.hadamard > 1:
         x = hadamard(x, cast.hadamard, axis=request.axis)
-    q = quantize(
+    q = quantize_unchecked(
         x, cast.format, cast.tile, contract_axis=request.axis, scale=cast.scale,
         amax=request.amax, rounding=cast.rounding, key=request.key,
     )  # fmt: skip

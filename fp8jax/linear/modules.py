@@ -23,7 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.linear.amax_history import Histories, module_histories
+from fp8jax.linear.arguments import check_sizes
 from fp8jax.linear.dot import dot_general, dot_general_shared, einsum
+from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
@@ -45,7 +47,8 @@ def rounding_key(module: nn.Module, recipe: Recipe, key: Any) -> Any:
         return jax.random.key(0)
     raise ValueError(
         f"recipe {recipe.name!r} rounds stochastically and needs a key: pass the RNG stream"
-        f" {RNG!r}, as in model.apply(variables, x, rngs={{{RNG!r}: key}}), a new key every step"
+        f" {RNG!r}, as in model.apply(variables, x, rngs={{{RNG!r}: key}}), a new key every step;"
+        f" under nn.scan or nn.vmap, name it in split_rngs={{{RNG!r}: True}}"
     )
 
 
@@ -135,8 +138,9 @@ class Dense(nn.Module):
 
         Variables that do not exist yet are created.
         """
+        check_sizes("features", (self.features,), self.features)
         init = _named(self.kernel_init, self.kernel_axes)
-        kernel = self.param("kernel", init, (size, self.features))
+        kernel = _kernel(self, init, (size, self.features))
         histories = module_histories(self, as_recipe(self.recipe))
         if not self.use_bias:
             return kernel, None, histories
@@ -179,6 +183,11 @@ def together(
       keys: one PRNG key per layer, or None for recipes that do not round stochastically.
       input_scale: as in `Dense`.
     """
+    if not layers or len(keys) != len(layers):
+        raise ValueError(
+            f"together needs layers and one key (or None) for each, got {len(layers)} layers and"
+            f" {len(keys)} keys"
+        )
     scopes = [str(layer.name) for layer in layers]
     keys = [
         rounding_key(layer, as_recipe(layer.recipe), key)
@@ -206,6 +215,9 @@ def apply_together(
     `scopes` are the layers' names in the compiled program.
     """
     first = layers[0]
+    check_float("x", x)
+    if x.ndim == 0:
+        raise ValueError("x is a scalar: a Dense layer takes [..., features]")
     kernels, biases, histories = zip(
         *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
     )
@@ -249,13 +261,28 @@ class Einsum(nn.Module):
         self, x: Float[Array, "..."], key: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
         """Return the result in x's dtype; recipes that round stochastically need `key` or `RNG`."""
-        kernel = self.param("kernel", _named(self.kernel_init, self.kernel_axes), tuple(self.shape))
+        check_sizes("shape", self.shape, self.shape)
         recipe = as_recipe(self.recipe)
+        init = _named(self.kernel_init, self.kernel_axes)
+        kernel = _kernel(self, init, tuple(self.shape))
         return einsum(
             self.equation, x, kernel,
             recipe=recipe, state=module_histories(self, recipe),
             key=rounding_key(self, recipe, key), backend=self.backend, seeded=self.seeded,
         )  # fmt: skip
+
+
+def _kernel(module: nn.Module, init: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+    """Return the module's kernel; raises ValueError if the variables hold one of another shape."""
+    if module.has_variable("params", "kernel"):
+        # Not nn.meta.unbox: it adds a sharding constraint to the program.
+        (given,) = map(jnp.shape, jax.tree.leaves(module.get_variable("params", "kernel")))
+        if given != shape:
+            raise ValueError(
+                f"module {'/'.join(module.path) or '(the outermost)'!r}: these inputs need a kernel"
+                f" of shape {shape}, but the variables hold {given}"
+            )
+    return module.param("kernel", init, shape)
 
 
 def _named(init: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:

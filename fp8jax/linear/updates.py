@@ -35,6 +35,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from fp8jax.linear.amax_history import HISTORIES, SEED_ENTRIES, combine_max, merge_history
+from fp8jax.linear.trees import (
+    check_branch,
+    check_leading_axis,
+    check_loss,
+    check_no_histories_inside,
+    check_optimizer,
+    check_same_leaves,
+)
+from fp8jax.lookup import brief
 
 Optimizer: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
@@ -64,6 +73,7 @@ _FAULTS = {
 def split(tree: Any) -> tuple[Any, Any]:
     """Return a tree without its histories, and its histories alone; trees are dicts of dicts."""
     if not isinstance(tree, Mapping):
+        check_no_histories_inside(tree)
         return tree, {}
     rest, histories = {}, {}
     for name, branch in tree.items():
@@ -82,6 +92,8 @@ def join(rest: Any, histories: Any) -> Any:
         return rest
     joined = dict(rest)
     for name, branch in histories.items():
+        if name != HISTORIES:
+            check_branch(rest, name)
         joined[name] = branch if name == HISTORIES else join(rest[name], branch)
     return joined
 
@@ -92,6 +104,7 @@ def join(rest: Any, histories: Any) -> Any:
 def merge(gradients: Any, *more: Any) -> Any:
     """Return the gradients of several microbatches as one: sums, and maxima of histories."""
     for other in more:
+        check_same_leaves("gradients to merge", gradients, other, "take both from one model")
         (rest, histories), (more_rest, more_histories) = split(gradients), split(other)
         gradients = join(
             jax.tree.map(jnp.add, rest, more_rest), combine_max(histories, more_histories)
@@ -102,6 +115,8 @@ def merge(gradients: Any, *more: Any) -> Any:
 def merge_stacked(gradients: Any) -> Any:
     """Return gradients with a leading axis as one: means over it, and maxima of histories."""
     rest, histories = split(gradients)
+    check_leading_axis(rest, axes=1)
+    check_leading_axis(histories, axes=2)
     return join(
         jax.tree.map(lambda g: jnp.mean(g, axis=0), rest),
         jax.tree.map(lambda h: jnp.max(h, axis=0), histories),
@@ -111,7 +126,13 @@ def merge_stacked(gradients: Any) -> Any:
 def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
     """Return means over mapped axes, and maxima of histories; for `pmap` and `shard_map`."""
     rest, histories = split(gradients)
-    return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
+    try:
+        return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
+    except NameError:  # JAX: unbound axis name
+        raise ValueError(
+            f"{axis_name=} is no mapped axis here: call merge_devices inside jax.shard_map or"
+            " jax.pmap over that axis"
+        ) from None
 
 
 # A step -------------------------------------------------------------------------------------------
@@ -155,6 +176,7 @@ class UpdateState:
 
 def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
     """Return the state of `update` before the first step."""
+    check_optimizer(optimizer)
     return UpdateState(optimizer.init(split(variables)[0]), jnp.zeros((), jnp.int32))
 
 
@@ -177,6 +199,13 @@ def update(
     """
     (params, histories), (grads, new) = split(variables), split(gradients)
     require_same_histories(histories, new)
+    check_optimizer(optimizer)
+    if not isinstance(state, UpdateState):
+        raise TypeError(f"state must come from fp8jax.init_update or update, got {brief(state)}")
+    check_same_leaves(
+        "variables and gradients", params, grads, "differentiate with respect to all variables"
+    )
+    check_same_leaves("histories and their gradients", histories, new, "use one recipe for both")
     updates, inner = optimizer.update(grads, state.optimizer, params)
     count = state.updates + 1
     faults = Faults(jax.tree.map(history_fault, histories, new), count)
@@ -232,6 +261,10 @@ def raise_if(faults: Faults) -> None:
     third update, of those that are still empty: a layer of zeros has such histories, and so has a
     layer that no gradient reaches.
     """
+    if not isinstance(faults, Faults):
+        raise TypeError(f"raise_if takes the faults that update returns, got {brief(faults)}")
+    if isinstance(faults.updates, jax.core.Tracer):
+        raise TypeError("raise_if reads the faults on the host: return them from jit, then call it")
     kinds, updates = jax.device_get((faults.kinds, faults.updates))
     paths = _paths(kinds)
     leaves = [set(np.unique(kind).tolist()) for kind in jax.tree.leaves(kinds)]
@@ -283,7 +316,7 @@ def seed(loss: Callable[..., Any], variables: Any, *args: Any, has_aux: bool = F
 
     def loss_of(histories):
         result = loss(join(rest, histories), *args)
-        return result[0] if has_aux else result
+        return check_loss(result, has_aux)
 
     filled = next_histories(empty, jax.jit(jax.grad(loss_of))(empty))
     return join(rest, jax.tree.map(lambda h: h[..., :-SEED_ENTRIES], filled))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from fp8jax.lookup import lookup
+from fp8jax.lookup import Table, lookup
 from fp8jax.model.config import ModelConfig
 
 
@@ -57,7 +57,7 @@ _gpt2 = functools.partial(_gpt, learned_positions=1024, mlp="gelu_tanh")
 _llama3 = functools.partial(_llama, vocab_size=128_256, rope_theta=5e5)
 
 
-MODELS: dict[str, ModelConfig] = {
+_ALL: dict[str, ModelConfig] = {
     # Tiny models with a vocabulary of bytes, for tests and for a laptop.
     "llama_tiny": _llama(128, 4, 4, 384, n_kv_heads=2, vocab_size=BYTES),
     "gpt2_tiny": _gpt2(128, 4, 4, vocab_size=BYTES),
@@ -94,3 +94,4 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "qwen3_8b": _qwen(4096, 36, 32, 12_288, n_kv_heads=8, head_dim=128, qk_norm=True),
 }
+MODELS: Table[ModelConfig] = Table("model", _ALL)

@@ -41,6 +41,20 @@ class Option:
 # What options parse -------------------------------------------------------------------------------
 
 
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected an int, got {text!r}") from None
+
+
+def _parse_bias(text: str) -> int:
+    bias = _parse_int(text)
+    if abs(bias) > 126:
+        raise ValueError(f"the scale 2^-bias must be between 2^-126 and 2^126, got {bias=}")
+    return bias
+
+
 def _parse_format(text: str) -> Format:
     return lookup("format", text, FORMATS)
 
@@ -106,7 +120,7 @@ def _set_bias(cast: Cast, bias: int) -> Cast:
 
 OPTIONS: dict[str, Option] = {
     "history": Option(
-        parse=int,
+        parse=_parse_int,
         applies=_is_delayed,
         change=_set("history"),
         help="number of amaxes in the history of a delayed cast",
@@ -118,13 +132,13 @@ OPTIONS: dict[str, Option] = {
         help="which amax of the history sets the scale: `max` or `newest`",
     ),
     "margin": Option(
-        parse=int,
+        parse=_parse_int,
         applies=_has_margin,
         change=_set_margin,
         help="binades left free above the amax (scales in float32)",
     ),
     "bias": Option(
-        parse=int,
+        parse=_parse_bias,
         applies=_is_constant,
         change=_set_bias,
         help="exponent b of a constant scale 2^-b",
@@ -148,7 +162,7 @@ OPTIONS: dict[str, Option] = {
         help="elements that share a scale in FP4: `row`, `tile128`, `mx32`, …",
     ),
     "hadamard": Option(
-        parse=int,
+        parse=_parse_int,
         applies=_is_rotated,
         change=_set("hadamard"),
         help="size of the Hadamard transform, 1 for none",

@@ -31,13 +31,15 @@ Only `cast` and the kernels convert arrays to these dtypes.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.lookup import lookup, unknown
+from fp8jax.lookup import Table, brief, lookup, unknown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,55 +80,91 @@ class Format:
 
 # np.dtype objects, not scalar types: `jnp.float8_e4m3fn` equals its dtype but has another hash, so
 # two equal recipes would compile twice.
-FORMATS = {
-    f.name: f
-    for f in (
-        Format(
-            name="e4m3", dtype=jnp.dtype(jnp.float8_e4m3fn), bits=8, mantissa=3, min_exponent=-6,
-            max=448.0,
-        ),
-        Format(
-            name="e5m2", dtype=jnp.dtype(jnp.float8_e5m2), bits=8, mantissa=2, min_exponent=-14,
-            max=57344.0,
-        ),
-        Format(
-            name="e2m1", dtype=jnp.dtype(jnp.float4_e2m1fn), bits=4, mantissa=1, min_exponent=0,
-            max=6.0, has_nan=False,
-        ),
-        Format(
-            name="e8m0", dtype=jnp.dtype(jnp.float8_e8m0fnu), bits=8, mantissa=0,
-            min_exponent=-127, max=2.0**127, signed=False,
-        ),
-    )
-}  # fmt: skip
+_ALL = (
+    Format(
+        name="e4m3", dtype=jnp.dtype(jnp.float8_e4m3fn), bits=8, mantissa=3, min_exponent=-6,
+        max=448.0,
+    ),
+    Format(
+        name="e5m2", dtype=jnp.dtype(jnp.float8_e5m2), bits=8, mantissa=2, min_exponent=-14,
+        max=57344.0,
+    ),
+    Format(
+        name="e2m1", dtype=jnp.dtype(jnp.float4_e2m1fn), bits=4, mantissa=1, min_exponent=0,
+        max=6.0, has_nan=False,
+    ),
+    Format(
+        name="e8m0", dtype=jnp.dtype(jnp.float8_e8m0fnu), bits=8, mantissa=0,
+        min_exponent=-127, max=2.0**127, signed=False,
+    ),
+)  # fmt: skip
+FORMATS: Table[Format] = Table("format", {fmt.name: fmt for fmt in _ALL})
 
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
-def as_format(fmt: str | Format) -> Format:
-    """Return `fmt`, or the format of that name.
+FormatLike = str | Format | np.dtype | type  # a name, a format, or its dtype
 
-    Raises ValueError for an unknown name, TypeError for what is neither a format nor a name.
+
+def as_format(fmt: FormatLike) -> Format:
+    """Return `fmt`, or the format of that name or dtype (`jnp.float8_e4m3fn`).
+
+    Raises ValueError for an unknown name, TypeError for anything else and for other dtypes.
     """
     if isinstance(fmt, Format):
         return fmt
-    if not isinstance(fmt, str):
-        raise TypeError(f"expected a format or its name ({', '.join(FORMATS)}), got {fmt!r}")
-    return lookup("format", fmt, FORMATS)
+    if isinstance(fmt, str):
+        return lookup("format", fmt, FORMATS)
+    dtypes = {known.dtype: known for known in FORMATS.values()}
+    if isinstance(fmt, np.dtype | type) or hasattr(fmt, "dtype"):
+        try:
+            return dtypes[jnp.dtype(fmt)]
+        except (KeyError, TypeError):
+            pass
+    raise TypeError(
+        f"expected a format, its dtype or its name ({', '.join(FORMATS)}), got {brief(fmt)}"
+    )
 
 
 def check_float(name: str, x) -> None:
     """Raises TypeError unless `x` is an array of a real float dtype of 16 or more bits."""
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(
+            f"{name} must be an array, got {type(x).__name__} {brief(x)}: convert it with"
+            " jnp.asarray"
+        )
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
 
 
+def check_result_dtype(name: str, dtype: Any) -> None:
+    """Raises TypeError unless `dtype` is a real float dtype of 16 or more bits."""
+    try:
+        resolved = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {brief(dtype)}"
+        ) from None
+    check_float(name, jax.ShapeDtypeStruct((), resolved))
+
+
+def check_key(key: Any) -> None:
+    """Raises TypeError unless `key` is one PRNG key: of `jax.random.key`, or raw uint32 [n]."""
+    if hasattr(key, "dtype") and hasattr(key, "shape"):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+            return
+        if key.dtype == jnp.uint32 and len(key.shape) == 1:
+            return
+        got = f"an array of {key.dtype}{list(key.shape)}"
+    else:
+        got = f"{type(key).__name__} {brief(key)}"
+    raise TypeError(f"key must be one PRNG key, such as jax.random.key(0), got {got}")
+
+
 def cast(
     x: Float[Array, "..."],
-    fmt: str | Format,
+    fmt: FormatLike,
     *,
     rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
@@ -135,7 +173,7 @@ def cast(
 
     Args:
       x: an array of any shape in a float dtype. float64 is rounded to float32 first.
-      fmt: a key of `FORMATS` or a `Format`.
+      fmt: a key of `FORMATS`, a `Format` or its dtype.
       rounding: "nearest" (ties to even) or "stochastic" (unbiased; needs `key`).
       key: a PRNG key, for stochastic rounding only.
 
@@ -154,7 +192,10 @@ def cast(
     if rounding not in ROUNDINGS:
         raise unknown("rounding", rounding, ROUNDINGS)
     if (key is not None) != (rounding == "stochastic"):
-        raise ValueError(f"{rounding=} takes {'a' if key is None else 'no'} key, got {key=}")
+        takes = "a key, such as jax.random.key(0)" if key is None else "no key"
+        raise ValueError(f"{rounding=} takes {takes}, got key={brief(key)}")
+    if key is not None:
+        check_key(key)
     # float32 contains every format exactly, so converting from float32 rounds once, not twice.
     x = x.astype(jnp.float32)
     if not fmt.signed:

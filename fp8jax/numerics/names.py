@@ -10,7 +10,7 @@ does not matter: `head` comes first, so that options that change casts apply to 
 import dataclasses
 from typing import Any
 
-from fp8jax.lookup import lookup, unknown
+from fp8jax.lookup import brief, lookup, unknown
 from fp8jax.numerics.cast_options import OPTIONS, change_casts
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Recipe
@@ -36,7 +36,9 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
             " such as policy.recipe('layers/mlp/up')"
         )
     if not isinstance(recipe, str):
-        raise TypeError(f"expected a recipe or its name, got {recipe!r}")
+        raise TypeError(
+            f"expected a recipe or its name, a key of fp8jax.RECIPES, got {brief(recipe)}"
+        )
     name, options = _split(recipe, "recipe", tuple(OPTIONS))
     if name in POLICIES and name not in RECIPES:
         raise ValueError(
@@ -61,8 +63,15 @@ def as_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, Recipe):
+        raise TypeError(
+            f"recipe {policy.name!r} is not a policy, which says which module runs which recipe:"
+            ' use fp8jax.Policy((("layers/*", recipe),))'
+        )
     if not isinstance(policy, str):
-        raise TypeError(f"expected a policy or its name, got {policy!r}")
+        raise TypeError(
+            f"expected a policy or its name, a key of fp8jax.POLICIES, got {brief(policy)}"
+        )
     name, options = _split(policy, "policy", (*OPTIONS, *POLICY_OPTIONS))
     resolved = lookup("policy", name, POLICIES)
     for key, value in sorted(options, key=lambda option: option[0] not in POLICY_OPTIONS):
@@ -72,10 +81,16 @@ def as_policy(policy: str | Policy) -> Policy:
 
 def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
     """Return the name, and (option, value) of each option; `known` are the names of options."""
-    name, _, behind = text.partition(":")
+    name, colon, behind = text.partition(":")
+    if colon and not behind:
+        raise ValueError(
+            f"{kind} {text!r} has a colon and no option: drop it, or give OPTION=VALUE"
+        )
     options: dict[str, str] = {}
     for option in behind.split(",") if behind else ():
         key, equals, value = option.partition("=")
+        if kind == "recipe" and key in POLICY_OPTIONS:
+            raise ValueError(f"{text!r} names a recipe: {key} is an option of policies only")
         if key not in known:
             raise unknown("option", key, known)
         if not equals:
@@ -99,5 +114,7 @@ def _apply(policy: Policy, name: str, value: str) -> Policy:
 def _number(name: str, value: str) -> Any:
     try:
         return float(value)
-    except ValueError as error:
-        raise ValueError(f"{name}={value}: {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"{name}={value}: expected a number of layers, such as 2 or 0.15"
+        ) from None

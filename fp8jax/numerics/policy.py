@@ -18,8 +18,9 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable
+from typing import Any
 
-from fp8jax.lookup import Table
+from fp8jax.lookup import Table, brief
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 
@@ -33,6 +34,10 @@ class Policy:
       bf16_first, bf16_last: how many layers at the start and at the end run in high precision: a
         number, or a fraction of all layers (a float below 1), rounded up.
       name: for logs and error messages; ignored by == and hash.
+
+    Raises:
+      TypeError: for rules that are not such pairs, and for numbers of layers of another type.
+      ValueError: for numbers of layers that are negative, or neither whole nor a fraction.
     """
 
     rules: tuple[tuple[str, Recipe], ...]
@@ -41,9 +46,20 @@ class Policy:
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self):
+        if not isinstance(self.rules, tuple | list):
+            raise TypeError(
+                "the rules of a policy are pairs (pattern, recipe), such as"
+                f' (("layers/*", RECIPES["fp8_block"]),), got {brief(self.rules)}'
+            )
+        for rule in self.rules:
+            _check_rule(rule)
+        object.__setattr__(self, "rules", tuple(map(tuple, self.rules)))
         for end in ("bf16_first", "bf16_last"):
             value = getattr(self, end)
-            if value < 0 or (value != int(value) and value > 1):
+            if not isinstance(value, int | float):
+                raise TypeError(f"{end} must be a number of layers, got {brief(value)}")
+            # `not >=` also rejects NaN.
+            if not value >= 0 or value == math.inf or (value != int(value) and value > 1):
                 raise ValueError(
                     f"{end}={value} is neither a number of layers nor a fraction below 1 of them"
                 )
@@ -104,6 +120,22 @@ class Policy:
     def without_exemptions(self) -> "Policy":
         """Return the policy of the layers that are not exempt."""
         return dataclasses.replace(self, bf16_first=0, bf16_last=0)
+
+
+def _check_rule(rule: Any) -> None:
+    """Raises TypeError unless `rule` is (pattern, recipe)."""
+    if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
+        raise TypeError(
+            "a rule of a policy is a pair (pattern, recipe), such as"
+            f' ("layers/*", RECIPES["fp8_block"]), got {brief(rule)}'
+        )
+    pattern, recipe = rule
+    if not isinstance(recipe, Recipe):
+        known = f"RECIPES[{recipe!r}]" if recipe in list(RECIPES) else "RECIPES[name]"
+        raise TypeError(
+            f"rule {brief(pattern)} of a policy needs a Recipe, got {brief(recipe)}: use"
+            f" fp8jax.{known}"
+        )
 
 
 # No pattern matches the embedding, LM head, norms and attention core: they stay in BF16.

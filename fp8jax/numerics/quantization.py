@@ -13,15 +13,24 @@ amax is not finite. The result of the GEMM is then NaN, and the training step is
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.numerics.formats import Format, as_format, cast
+from fp8jax.lookup import brief
+from fp8jax.numerics.formats import (
+    FormatLike,
+    as_format,
+    cast,
+    check_float,
+    check_result_dtype,
+)
 from fp8jax.numerics.scales import ScaleRule, as_scale_rule
-from fp8jax.numerics.tiles import Tile, spread, tile_amax
+from fp8jax.numerics.tiles import TileLike, as_tile, spread, tile_amax, tile_grid
 
 
 @jax.tree_util.register_dataclass
@@ -50,8 +59,8 @@ class Quantized:
 
 def quantize(
     x: Float[Array, "..."],
-    fmt: str | Format,
-    tile: Tile,
+    fmt: FormatLike,
+    tile: TileLike,
     *,
     contract_axis: int = -1,
     scale: str | ScaleRule = "fp32",
@@ -63,8 +72,8 @@ def quantize(
 
     Args:
       x: an array of any shape with at least one axis, in a float dtype.
-      fmt: a key of `FORMATS`, or a `Format`, for the values.
-      tile: how many elements share a scale.
+      fmt: a key of `FORMATS`, a `Format` or its dtype, for the values.
+      tile: how many elements share a scale: a `Tile`, a key of `TILES`, or (free, contract).
       contract_axis: the axis that the GEMM will contract.
       scale: a key of `SCALES`, `Pow2(margin)` or `Constant(value)`.
       amax: the amax to compute the scale from instead of x's own, broadcast to the scale's shape
@@ -72,13 +81,63 @@ def quantize(
       rounding, key: as in `cast`.
 
     Returns:
-      A `Quantized`. A scale is NaN where the tile's own amax or the given amax is not finite.
+      A `Quantized`. A scale is NaN where the tile's own amax or the given amax is not finite, and
+      where a traced amax is negative.
 
     Raises:
-      ValueError: for an unknown name, an axis out of range, a missing or an unused key.
+      TypeError: for arguments of other types, and arrays that are not of a float dtype of 16 or
+        more bits.
+      ValueError: for an unknown name, an axis out of range, a missing or an unused key, and an amax
+        that is negative or does not broadcast to the scales.
     """
+    check_float("x", x)
+    if amax is not None:
+        axes = as_tile(tile).per_axis(x.ndim, contract_axis)
+        grid = tuple(n for n, _ in tile_grid(x.shape, axes))
+        amax = _checked_amax(amax, grid)
+    return quantize_unchecked(
+        x, fmt, tile, contract_axis=contract_axis, scale=scale, amax=amax, rounding=rounding,
+        key=key,
+    )  # fmt: skip
+
+
+def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:
+    """Return an amax that broadcasts to `grid`; negative entries raise, NaN replaces traced ones.
+
+    Raises TypeError for an amax that is not an array of floats.
+    """
+    check_float("amax", amax)
+    try:
+        fits = np.broadcast_shapes(amax.shape, grid) == grid
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"amax has shape {amax.shape}, which does not broadcast to the shape {grid} of the"
+            " scales: give one amax per tile, or a scalar"
+        )
+    if isinstance(amax, jax.core.Tracer) or not getattr(amax, "is_fully_addressable", True):
+        return jnp.where(amax >= 0, amax, jnp.nan)
+    values = np.asarray(amax, np.float32)
+    if (values < 0).any():
+        raise ValueError(f"amax must be max|x|, which is not negative, got {values.min()}")
+    return amax
+
+
+def quantize_unchecked(
+    x: Float[Array, "..."],
+    fmt: FormatLike,
+    tile: TileLike,
+    *,
+    contract_axis: int = -1,
+    scale: str | ScaleRule = "fp32",
+    amax: Float[Array, "..."] | None = None,
+    rounding: str = "nearest",
+    key: Shaped[Array, "..."] | None = None,
+) -> Quantized:
+    """`quantize` for callers whose x and amax are right: it adds no operation that checks them."""
     fmt, rule = as_format(fmt), as_scale_rule(scale)
-    axes = tile.per_axis(x.ndim, contract_axis)
+    axes = as_tile(tile).per_axis(x.ndim, contract_axis)
     own = tile_amax(x, axes)
     source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
     clean, tensor_scale = rule(source, fmt)
@@ -98,6 +157,15 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
     The barrier preserves the rounding. Without it XLA may replace float32 -> float8 -> bfloat16 by
     float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and silently skip the
     emulation of the format.
+
+    Raises TypeError for a q that is not `Quantized`, and for a dtype that is not a float of 16 or
+    more bits.
     """
+    if not isinstance(q, Quantized):
+        raise TypeError(
+            f"expected the Quantized that fp8jax.quantize returns, got {type(q).__name__}"
+            f" {brief(q)}"
+        )
+    check_result_dtype("dtype", dtype)
     values = lax.optimization_barrier(q.values).astype(jnp.float32)
     return (values * spread(q.float_scale(), q.tile, q.values.shape)).astype(dtype)

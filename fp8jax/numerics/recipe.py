@@ -31,7 +31,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fp8jax.lookup import unknown
+from fp8jax.lookup import brief, unknown
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
 from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule, as_scale_rule
@@ -79,6 +79,8 @@ class Cast:
             raise unknown("rounding", self.rounding, ROUNDINGS)
         if self.amax not in AMAXES:
             raise unknown("amax of a history", self.amax, AMAXES)
+        if type(self.history) is not int:
+            raise TypeError(f"history must be an int, got {brief(self.history)}")
         check_hadamard(self.hadamard)
         if not self.format.signed:
             raise ValueError(f"{self.format.name} holds scales, not values: use a signed format")
@@ -159,7 +161,9 @@ class Recipe:
         for field in dataclasses.fields(self):
             cast = getattr(self, field.name)
             if field.name != "name" and not isinstance(cast, Cast | None):
-                raise TypeError(f"{field.name} must be a Cast, or None, got {cast!r}")
+                raise TypeError(
+                    f"{field.name} must be a Cast, or None for high precision, got {brief(cast)}"
+                )
         for operand, casts in self._operands().items():
             lengths = {cast.history for cast in casts if cast.delayed}
             if len(lengths) > 1:

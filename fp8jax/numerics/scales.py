@@ -23,13 +23,14 @@ exp2 are off by one binade at exact powers of two on some backends.
 """
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8jax.lookup import unknown
+from fp8jax.lookup import Table, brief, unknown
 from fp8jax.numerics.formats import FORMATS, Format, cast, power_of_two_below
 
 # Scales and their reciprocals must be normal float32 numbers: XLA flushes subnormals to zero on
@@ -52,12 +53,22 @@ def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(amax == 0, 1.0, jnp.maximum(scale, MIN_SCALE))
 
 
+def _check_margin(rule: str, margin: object) -> None:
+    if type(margin) is not int:
+        raise TypeError(f"{rule}(margin) takes an int number of binades, got {brief(margin)}")
+    if abs(margin) > 126:
+        raise ValueError(f"{rule}(margin) takes -126 to 126 binades, got {margin}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Fp32:
     """scale = amax / max * 2^margin; margin 0 uses the whole range of the format."""
 
     margin: int = 0
     power_of_two = False
+
+    def __post_init__(self):
+        _check_margin("Fp32", self.margin)
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
         return _nonzero(amax, _over(amax, fmt.max) * 2.0**self.margin), None
@@ -69,6 +80,9 @@ class Pow2:
 
     margin: int = 0
     power_of_two = True
+
+    def __post_init__(self):
+        _check_margin("Pow2", self.margin)
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
         # As an integer, a float32 bit pattern is 2^23 * exponent + mantissa. The difference of two
@@ -120,6 +134,8 @@ class Constant:
     value: float
 
     def __post_init__(self):
+        if not isinstance(self.value, numbers.Real) or isinstance(self.value, bool):
+            raise TypeError(f"a constant scale must be a number, got {brief(self.value)}")
         if not MIN_SCALE <= self.value <= MAX_SCALE:
             raise ValueError(f"a constant scale must be between 2^-126 and 2^126, got {self.value}")
 
@@ -134,10 +150,11 @@ class Constant:
 ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
 
 
-SCALES: dict[str, ScaleRule] = {
+_ALL: dict[str, ScaleRule] = {
     "fp32": Fp32(), "pow2": Pow2(), "e8m0": E8M0(), "e8m0_floor": E8M0(floor=True),
     "nvfp4": NvFp4(),
 }  # fmt: skip
+SCALES: Table[ScaleRule] = Table("scale rule", _ALL)
 
 
 def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
@@ -149,7 +166,8 @@ def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
         return rule
     if not isinstance(rule, str):
         raise TypeError(
-            f"expected a scale rule or its name, got {rule!r}: a fixed scale is Constant(value)"
+            f"expected a scale rule or its name ({', '.join(SCALES)}), got {brief(rule)}: a fixed"
+            " scale is Constant(value)"
         )
     if rule not in SCALES:
         raise unknown("scale rule", rule, [*SCALES, "Pow2(margin)", "Constant(value)"])

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from fp8jax.lookup import brief
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 
@@ -29,6 +30,13 @@ class PrecisionSchedule:
     stages: tuple[tuple[int | float, str | Policy], ...]
 
     def __post_init__(self):
+        if not isinstance(self.stages, tuple | list):
+            raise TypeError(
+                'a precision schedule is a tuple of stages, such as ((0.0, "fp4_mixed"), (0.9,'
+                f' "bf16")), got {brief(self.stages)}'
+            )
+        for stage in self.stages:
+            _check_stage("a precision schedule", stage)
         stages = tuple((float(begin), as_policy(policy)) for begin, policy in self.stages)
         object.__setattr__(self, "stages", stages)
         begins = [begin for begin, _ in stages]
@@ -64,6 +72,17 @@ class PrecisionSchedule:
         return self.policies[max(sum(begun), 1) - 1]
 
 
+def _check_stage(owner: str, stage: Any) -> None:
+    """Raises ValueError unless `stage` is a pair (fraction of training, policy)."""
+    match stage:
+        case (int() | float(), str() | Policy()):
+            return
+    raise ValueError(
+        f"{owner}: {brief(stage)} is not a pair (fraction of training, policy); write a single"
+        ' stage as ((0.9, "bf16"),)'
+    )
+
+
 def as_schedule(precision: str, schedule: Iterable[Any]) -> PrecisionSchedule:
     """Return the schedule that a config's keys `precision` and `precision_schedule` describe.
 
@@ -77,13 +96,7 @@ def as_schedule(precision: str, schedule: Iterable[Any]) -> PrecisionSchedule:
     """
     schedule = tuple(schedule)
     for stage in schedule:
-        match stage:
-            case (int() | float(), str() | Policy()):
-                continue
-        raise ValueError(
-            f"precision_schedule={schedule}: {stage!r} is not a pair (fraction of training,"
-            ' policy); write a single stage as ((0.9, "bf16"),)'
-        )
+        _check_stage(f"precision_schedule={schedule}", stage)
     stages = tuple((float(begin), policy) for begin, policy in schedule)
     if not stages or stages[0][0] > 0:
         stages = ((0.0, precision), *stages)

@@ -13,13 +13,15 @@ axis. Tiles at the edge are padded with zeros, which never raise an amax.
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.lookup import lookup
+from fp8jax.lookup import Table, brief, lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,18 @@ class Tile:
 
     def __post_init__(self):
         for size in (self.free, self.contract):
-            if size is not None and size < 1:
-                raise ValueError(f"a tile must hold at least one element along an axis, got {self}")
+            if size is None:
+                continue
+            if type(size) is not int:
+                raise TypeError(
+                    "a tile's sizes must be ints, or None for the whole axis, got"
+                    f" ({brief(self.free)}, {brief(self.contract)})"
+                )
+            if size < 1:
+                raise ValueError(
+                    "a tile must hold at least one element along an axis (None: the whole axis),"
+                    f" got {self}"
+                )
 
     def per_axis(self, ndim: int, contract_axis: int) -> tuple[int | None, ...]:
         """Return the tile's size along each of `ndim` axes.
@@ -40,15 +52,25 @@ class Tile:
         The free axis is the last axis that is not contracted. The remaining axes (batch axes) have
         size None if `free` is None, else size 1. Raises ValueError for an axis out of range.
         """
-        if not -ndim <= contract_axis < ndim:
-            raise ValueError(f"{contract_axis=} is out of range for {ndim=}")
-        contract_axis %= ndim
+        contract_axis = check_axis("contract_axis", contract_axis, ndim) % ndim
         sizes = [None if self.free is None else 1] * ndim
         sizes[contract_axis] = self.contract
         others = [axis for axis in range(ndim) if axis != contract_axis]
         if others:
             sizes[others[-1]] = self.free
         return tuple(sizes)
+
+
+def check_axis(name: str, axis: Any, ndim: int) -> int:
+    """Return `axis` as an int; raises TypeError for others, ValueError for one out of range."""
+    try:
+        index = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {brief(axis)}") from None
+    if not -ndim <= index < ndim:
+        allowed = f"allowed are {-ndim} to {ndim - 1}" if ndim else "a scalar has no axis"
+        raise ValueError(f"{name}={index} is out of range for an array with {ndim=}: {allowed}")
+    return index
 
 
 TENSOR = Tile(None, None)
@@ -59,13 +81,19 @@ MX32 = Tile(1, 32)
 NV16 = Tile(1, 16)
 NV16x16 = Tile(16, 16)
 
-TILES = {
-    "tensor": TENSOR, "row": ROW, "tile128": TILE128, "block128": BLOCK128, "mx32": MX32,
-    "nv16": NV16, "nv16x16": NV16x16,
-}  # fmt: skip
+TILES: Table[Tile] = Table(
+    "tile",
+    {
+        "tensor": TENSOR, "row": ROW, "tile128": TILE128, "block128": BLOCK128, "mx32": MX32,
+        "nv16": NV16, "nv16x16": NV16x16,
+    },
+)  # fmt: skip
 
 
-def as_tile(tile: "str | Tile | Sequence[int | None]") -> Tile:
+TileLike = str | Tile | Sequence[int | None]  # a name, a tile, or (free, contract)
+
+
+def as_tile(tile: TileLike) -> Tile:
     """Return `tile`, or the tile of that name, or of (free, contract).
 
     Raises ValueError for an unknown name, TypeError for anything else.
@@ -76,7 +104,10 @@ def as_tile(tile: "str | Tile | Sequence[int | None]") -> Tile:
         return lookup("tile", tile, TILES)
     sizes = tuple(tile) if isinstance(tile, tuple | list) else ()
     if len(sizes) != 2 or not all(s is None or type(s) is int for s in sizes):
-        raise TypeError(f"expected a Tile, its name or (free, contract), got {tile!r}")
+        raise TypeError(
+            "expected a Tile, its name or (free, contract) of ints or None, such as (1, 128), got"
+            f" {brief(tile)}"
+        )
     return Tile(*sizes)
 
 
