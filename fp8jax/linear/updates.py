@@ -29,7 +29,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -153,11 +152,11 @@ class Faults:
 
     Attributes:
       kinds: a tree like the histories, int32 without their last axis: SOUND, EMPTY and so on.
-      updates: int32, the updates made so far.
+      updates: int32, the updates made so far; [S] if `lax.scan` has stacked those of S steps.
     """
 
     kinds: Any
-    updates: Int[Array, ""]
+    updates: Int[Array, "*S"]
 
 
 @jax.tree_util.register_dataclass
@@ -255,7 +254,7 @@ class HistoryError(ValueError):
 
 
 def raise_if(faults: Faults) -> None:
-    """Read the faults of an update on the host; waits for its step.
+    """Read the faults of an update, or of several that `lax.scan` has stacked; waits for them.
 
     Raises HistoryError for histories that are wrong, with their modules. Warns once, after the
     third update, of those that are still empty: a layer of zeros has such histories, and so has a
@@ -267,15 +266,16 @@ def raise_if(faults: Faults) -> None:
         raise TypeError("raise_if reads the faults on the host: return them from jit, then call it")
     kinds, updates = jax.device_get((faults.kinds, faults.updates))
     paths = _paths(kinds)
-    leaves = [set(np.unique(kind).tolist()) for kind in jax.tree.leaves(kinds)]
+    leaves = jax.tree.leaves(kinds)
 
     def with_kind(kind: int) -> list[str]:
-        return [path for path, present in zip(paths, leaves, strict=True) if kind in present]
+        return [path for path, leaf in zip(paths, leaves, strict=True) if kind in leaf]
 
     lines = [f"{_named(with_kind(k))} {text}" for k, text in _FAULTS.items() if with_kind(k)]
     if lines:
         raise HistoryError("; ".join(lines))
-    if updates == EMPTY_FOR and (empty := with_kind(EMPTY)):
+    leaves = [leaf[updates == EMPTY_FOR] for leaf in leaves]  # only the kinds of that update
+    if empty := with_kind(EMPTY):
         warnings.warn(
             f"{_named(empty)} is still empty after {EMPTY_FOR} updates: its operand is all zeros,"
             " or no gradient reaches it",
