@@ -46,8 +46,9 @@ __all__ = [
     "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
     "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES", "ROW", "Recipe",
     "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize", "dot_general",
-    "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge", "merge_devices", "merge_stacked", "nn",
-    "nnx", "quantize", "raise_if", "seed", "split", "train_and_evaluate", "update",
+    "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge", "merge_devices",
+    "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split", "train_and_evaluate",
+    "update",
 ]  # fmt: skip
 
 _ON_FIRST_USE = {

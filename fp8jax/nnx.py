@@ -282,7 +282,7 @@ def _differentiate(
         histories = [v.get_value() for v in variables]
         for variable, history in zip(variables, histories, strict=True):
             # Outside of jit, JAX cannot take the maximum: shared_leaf.py refuses a second call.
-            if not shared_leaf._is_eager(history):
+            if not shared_leaf.is_eager(history):
                 variable.set_value(to_max_combining(history))
         result = f(*args)
         for variable, history in zip(variables, histories, strict=True):

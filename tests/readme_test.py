@@ -4,6 +4,7 @@ import re
 import sys
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,23 +100,25 @@ def execute(source: str, monkeypatch) -> dict:
 
 
 @pytest.mark.slow
-def test_example_of_stock_modules_trains(monkeypatch):
-    source = PYTHON[0]
-    assert sum(bool(line.strip()) for line in source.splitlines()) <= 30
-    assert "nn.Dense(" in source and "flax.training.train_state" in source
-    left = execute(source, monkeypatch)
-    losses = np.asarray(left["losses"])
-    assert losses[-1] < losses[0] / 20
-    histories = left["state"].params[HISTORIES]
+def test_examples_of_linen_and_nnx_train(monkeypatch):
+    """The second goes on from the first one's data. Each fits a screen."""
+    linen, nnx = PYTHON[:2]
+    for source in (linen, nnx):
+        assert sum(bool(line.strip()) for line in source.splitlines()) < 30
+    left = execute(linen, monkeypatch)
+    histories = left["variables"][HISTORIES]
     assert set(histories) == {"Dense_0", "Dense_1"}
-    for layer in histories.values():
-        for history in layer["Fp8DotGeneral_0"].values():
-            assert history.dtype == jnp.float32
-            assert np.all(np.asarray(history) > 0)  # every slot was written
+    for history in jax.tree.leaves(histories):
+        assert history.dtype == jnp.float32
+        assert np.all(np.asarray(history) > 0)  # every slot was written
+    again = execute(linen + nnx, monkeypatch)
+    for losses in (np.asarray(left["losses"]), np.asarray(again["losses"])):
+        assert len(losses) == 300 and losses[-1] < losses[0] / 20
+    assert isinstance(again["losses"][0], jax.Array) and "gelu" in nnx
 
 
 def test_example_of_the_pure_function(monkeypatch):
-    left = execute(PYTHON[1], monkeypatch)
+    left = execute(PYTHON[2], monkeypatch)
     x, w, state = left["x"], left["w"], left["state"]
     assert {operand: history.dtype for operand, history in state.items()} == dict.fromkeys(
         "xwg", jnp.float32
@@ -127,7 +130,7 @@ def test_example_of_the_pure_function(monkeypatch):
     bound = ((1 + 2**-4) ** 3 * (1 + 2**-3) - 1) * 2 * jnp.abs(x).T @ (jnp.abs(x) @ jnp.abs(w))
     error = jnp.abs(left["dw"] - 2 * x.T @ (x @ w))
     assert jnp.all(error <= bound) and jnp.any(error > 0)
-    assert len(PYTHON) == 2, "a new example needs its test"
+    assert len(PYTHON) == 3, "a new example needs its test"
 
 
 # Commands and links -------------------------------------------------------------------------------
@@ -177,8 +180,9 @@ def test_the_index_of_results_names_every_page():
 
 def test_reading_order_starts_at_the_bottom():
     """Each file is linked by its own name, and none imports a file that comes later in the list."""
-    section = README.split("## Where to look first")[1].split("\n## ")[0]
-    links = re.findall(r"\[`(\w+\.py)`\]\((fp8jax/[\w/]+\.py)\)", section)
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    section = design.split("## Where to look first")[1].split("\n## ")[0]
+    links = re.findall(r"\[`(\w+\.py)`\]\(\.\./(fp8jax/[\w/]+\.py)\)", section)
     assert len(links) >= 8 and all(path.endswith("/" + name) for name, path in links)
     modules = [path.removesuffix(".py").replace("/", ".") for _, path in links]
     for i, (_, path) in enumerate(links):

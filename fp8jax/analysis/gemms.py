@@ -65,8 +65,9 @@ def find_gemms(
     gemms = []
     for gemm in _with_merged(list(parse_gemms(text)), sizes):
         recipe: Recipe = policy.recipe(gemm.module)
-        if recipe.name != gemm.recipe and gemm.recipe in RECIPES:  # it is exempt or promoted
-            recipe = RECIPES[gemm.recipe]
+        name = gemm.recipe
+        if name is not None and name != recipe.name and name in RECIPES:  # exempt or promoted
+            recipe = RECIPES[name]
         gemms.append(judged(gemm, recipe, backend, device))
     if high is None or not any(policy.recipe(path).casts for path in MODULES):
         return [*gemms, *_missing(gemms, policy, list(paths), {})]

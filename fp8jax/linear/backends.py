@@ -131,6 +131,9 @@ def choose_backend(
     choice, why = _fastest(recipe, device, whole)
     if device == here:
         _log_choice(recipe.name, choice, why)
+        missing = BACKENDS["pallas"].missing()
+        if choice == "emulated" and missing and pallas_refuses(recipe, device) is None:
+            _warn_slow(recipe.name, device.kind, missing)
     return BACKENDS[choice]
 
 
@@ -153,6 +156,15 @@ def _reason_against(backend: Backend, recipe: Recipe, device: Device, whole: boo
     if reason is None and recipe.casts and not (whole or backend.batches):
         return "its kernels multiply two non-empty matrices and have no batch axis"
     return reason
+
+
+@functools.cache  # one warning per recipe
+def _warn_slow(recipe: str, device: str, missing: str) -> None:
+    logging.warning(
+        "recipe %s runs EMULATED on this %s, slower than BF16, though it has kernels for it: %s."
+        " JAX 0.11 needs Python 3.12 or later.",
+        recipe, device, missing,
+    )  # fmt: skip
 
 
 @functools.cache  # one line per recipe and backend, however many GEMMs use it

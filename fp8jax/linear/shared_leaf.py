@@ -61,7 +61,7 @@ def combining_by_max(history: Array) -> Array:
     converted = None
     if known is not None and known.history() is history:
         converted = known.converted()
-        if direct and known.direct and _is_eager(history):
+        if direct and known.direct and is_eager(history):
             raise ValueError(
                 "a module with amax histories is called more than once outside jax.jit, where JAX"
                 " can only add histories: put jax.jit around jax.grad"
@@ -109,6 +109,6 @@ def _forget(conversions: dict[int, _Conversion], key: int, _: weakref.ref) -> No
     conversions.pop(key, None)
 
 
-def _is_eager(tracer) -> bool:
+def is_eager(tracer) -> bool:
     """Whether operations on the tracer run at once, because no `jit` is around it."""
     return hasattr(tracer, "primal") and not isinstance(tracer.primal, core.Tracer)

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fp8jax.lookup import Table, brief
+from fp8jax.numerics.describe import HEADER, recipe_rows, table
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 
@@ -63,6 +64,19 @@ class Policy:
                 raise ValueError(
                     f"{end}={value} is neither a number of layers nor a fraction below 1 of them"
                 )
+
+    def __repr__(self) -> str:
+        rules = [f"{pattern}: {recipe.name}" for pattern, recipe in self.rules]
+        ends = {"first": self.bf16_first, "last": self.bf16_last}
+        exempt = [f"{end} {value} of the layers: bf16" for end, value in ends.items() if value]
+        return f"Policy({self.name!r}, {'; '.join([*rules, *exempt])})"
+
+    def table(self) -> str:
+        """A text table of the casts of each rule, for people."""
+        rows = []
+        for pattern, recipe in self.rules:
+            rows += [(pattern, recipe.name, *row) for row in recipe_rows(recipe.by_name())]
+        return table(rows, ("modules", "recipe", *HEADER))
 
     def recipe(self, path: str) -> Recipe:
         """Return the recipe of the module at `path`, such as "layers/mlp/down"."""

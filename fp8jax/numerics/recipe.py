@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8jax.lookup import brief, unknown
+from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, table
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
 from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule, as_scale_rule
@@ -117,6 +118,9 @@ class Cast:
         if isinstance(self.scale, NvFp4) and self.format is not FORMATS["e2m1"]:
             raise ValueError(f"scale rule nvfp4 needs format e2m1, got format={self.format.name}")
 
+    def __repr__(self) -> str:
+        return f"Cast({cast_words(self)})"
+
     @property
     def delayed(self) -> bool:
         """Whether the cast writes an amax history."""
@@ -177,6 +181,18 @@ class Recipe:
                     f"{name} rotates its operands by hadamard={sizes[0]} and {sizes[1]}: only equal"
                     " transforms cancel in a GEMM"
                 )
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.name!r}, {recipe_words(self.by_name())})"
+
+    def table(self) -> str:
+        """A text table of the casts, for people."""
+        return table(recipe_rows(self.by_name()))
+
+    def by_name(self) -> dict[str, Cast | None]:
+        """Return each cast by the name of its field."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "name"]
+        return {name: getattr(self, name) for name in names}
 
     def _operands(self) -> dict[str, tuple[Cast, ...]]:
         """Return operand "x", "w" or "g" -> the casts of it that quantize."""

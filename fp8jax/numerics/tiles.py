@@ -43,8 +43,13 @@ class Tile:
             if size < 1:
                 raise ValueError(
                     "a tile must hold at least one element along an axis (None: the whole axis),"
-                    f" got {self}"
+                    f" got ({self.free}, {self.contract})"
                 )
+
+    def __str__(self) -> str:
+        """The tile's key in `TILES`, or its sizes."""
+        sizes = ["all" if size is None else str(size) for size in (self.free, self.contract)]
+        return next((name for name, tile in TILES.items() if tile == self), " x ".join(sizes))
 
     def per_axis(self, ndim: int, contract_axis: int) -> tuple[int | None, ...]:
         """Return the tile's size along each of `ndim` axes.

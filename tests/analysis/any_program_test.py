@@ -12,7 +12,7 @@ from fp8jax.analysis.gemms import Fp8FallbackError, find_gemms
 from fp8jax.device import hardware
 from fp8jax.linear import backends
 from fp8jax.numerics.policy import POLICIES
-from tests.analysis.gemms_test import H200, STORED, stored
+from tests.support.stored_hlo import H200, STORED, stored
 
 
 class Network(nn.Module):

@@ -1,14 +1,10 @@
 """Which GEMMs are FP8: stored programs of an H200, doctored ones, and programs of this machine.
 
-The folder hlo/ holds excerpts of real programs (a loss and its gradients, layers unrolled, jax
-0.11.2 on an H200 unless the name says otherwise), made by `excerpt`.
+The stored programs are excerpts of real ones, made by `excerpt` (tests/support/stored_hlo.py).
 """
 
 import collections
-import functools
-import gzip
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,36 +25,12 @@ from fp8jax.training import loop
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.runs import tiny
-
-HLO = Path(__file__).parent / "hlo"
-H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
-LAYERS = MODULES[:-1]
-SEPARATE = {(module, product) for module in LAYERS for product in ROLES}
-# What XLA makes of q, k, v and of gate, up where they are small; dgrads have no common operand.
-QKV, GATE_UP = "layers/attention/q+k+v", "layers/mlp/gate+up"
-MERGED = {(module, "dgrad") for module in LAYERS} | {
-    (module, product)
-    for module in (QKV, "layers/attention/o", GATE_UP, "layers/mlp/down")
-    for product in ("fwd", "wgrad")
-}
-K_AND_V = (SEPARATE - {(f"layers/attention/{m}", p) for m in "kv" for p in ("fwd", "wgrad")}) | {
-    ("layers/attention/k+v", "fwd"), ("layers/attention/k+v", "wgrad")
-}  # fmt: skip
-STORED = {  # name: policy, layers, the products of a layer
-    "h200_bf16": ("bf16", 2, MERGED),
-    "h200_llama_bf16": ("bf16", 4, K_AND_V),
-    "h200_llama_delayed": ("fp8_delayed", 4, SEPARATE),
-    "h200_delayed": ("fp8_delayed", 2, SEPARATE),
-    "h200_current": ("fp8_current", 2, MERGED),
-    "h200_rowwise": ("fp8_rowwise", 2, MERGED),
-    "h200_rowwise_wgrad_bf16": ("fp8_rowwise_wgrad_bf16", 2, MERGED),
-    "h200_block": ("fp8_block", 2, SEPARATE),
-}
-
-
-@functools.cache
-def stored(name: str) -> str:
-    return gzip.decompress((HLO / f"{name}.txt.gz").read_bytes()).decode()
+from tests.support.stored_hlo import (
+    H200,
+    LAYERS,
+    STORED,
+    stored,
+)
 
 
 def excerpt(text: str) -> str:

@@ -1,0 +1,61 @@
+"""Casts and recipes in words: what `repr` and `table()` of recipe.py and policy.py print."""
+
+from typing import Any
+
+from fp8jax.numerics.scales import SCALES, ScaleRule
+from fp8jax.records.text_table import aligned
+
+HEADER = ("cast", "format", "tile", "scale", "timing", "rounding", "Hadamard")
+
+
+def scale_name(rule: ScaleRule) -> str:
+    """Return the rule's key in `SCALES`, or the rule as it is written."""
+    return next((name for name, known in SCALES.items() if known == rule), repr(rule))
+
+
+def timing_name(cast: Any) -> str:
+    """Return a cast's timing, with its history: "delayed, max of 16"."""
+    return f"{cast.timing}, {cast.amax} of {cast.history}" if cast.delayed else cast.timing
+
+
+def cast_words(cast: Any) -> str:
+    """Return a cast in a few words: "e4m3 tile128 fp32 current"."""
+    words = [cast.format.name, str(cast.tile), scale_name(cast.scale), timing_name(cast)]
+    if cast.rounding != "nearest":
+        words.append(cast.rounding)
+    if cast.hadamard > 1:
+        words.append(f"Hadamard {cast.hadamard}")
+    return " ".join(words)
+
+
+def recipe_words(casts: dict[str, Any]) -> str:
+    """Return a recipe's casts, by name, in a line; casts of one operand that are equal once."""
+    names: dict[Any, list[str]] = {}
+    for name, cast in casts.items():
+        names.setdefault(cast, []).append(name)
+    if list(names) == [None]:
+        return "high precision"
+    parts = [
+        f"{'+'.join(of)}: {'high precision' if cast is None else cast_words(cast)}"
+        for cast, of in names.items()
+    ]
+    return "; ".join(parts)
+
+
+def recipe_rows(casts: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return one row of cells for each cast, under `HEADER`."""
+    rows: list[tuple[str, ...]] = []
+    for name, cast in casts.items():
+        if cast is None:
+            rows.append((name, "high precision"))
+            continue
+        rows.append(
+            (name, cast.format.name, str(cast.tile), scale_name(cast.scale), timing_name(cast),
+             cast.rounding, "-" if cast.hadamard == 1 else str(cast.hadamard))
+        )  # fmt: skip
+    return rows
+
+
+def table(rows: list[tuple[str, ...]], header: tuple[str, ...] = HEADER) -> str:
+    """Return rows of cells as a text table."""
+    return "\n".join(aligned([header, *rows]))
