@@ -79,5 +79,5 @@ def check_manual(recipe: Recipe) -> None:
     if recipe.histories and axes and not varying(lax.axis_index(axes[0])):
         raise NotImplementedError(
             f"recipe {recipe.name!r} has amax histories, which jax.shard_map with check_vma=False"
-            " (and jax.pmap) would add up over devices: use check_vma=True"
+            " and jax.pmap would add up over devices: use jax.shard_map with check_vma=True"
         )

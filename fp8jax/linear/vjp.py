@@ -245,6 +245,24 @@ def forward_matmul(
     return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax)
 
 
+@jax.custom_jvp
+def _first_derivative(gradient: jax.Array) -> jax.Array:
+    """Return a gradient that cannot be differentiated again.
+
+    JAX would differentiate the casts of the backward, which are constant almost everywhere: second
+    derivatives would be wrong, mostly zero.
+    """
+    return gradient
+
+
+@_first_derivative.defjvp
+def _refuse_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "quantized GEMMs have first derivatives only: JAX would differentiate their casts. For"
+        " second derivatives (a Hessian, a gradient penalty) use the recipe 'bf16'"
+    )
+
+
 def _matmuls_fwd(context: VjpContext, x, ws, histories, keys):
     in_float32 = tuple(map(to_float32, histories))
     ys, qx, new_histories = forward(context, x, ws, in_float32, keys, X_CASTS)
@@ -261,7 +279,10 @@ def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ..
         dxs.append(dx)
         dws.append(dw)
         histories.append(cotangent)
-    return summed_like(sum_cotangents(dxs), context.x_axes), tuple(dws), tuple(histories), None
+    dx = summed_like(sum_cotangents(dxs), context.x_axes)
+    if context.recipe.casts:
+        dx, dws = _first_derivative(dx), [_first_derivative(dw) for dw in dws]
+    return dx, tuple(dws), tuple(histories), None
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
