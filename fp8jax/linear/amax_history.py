@@ -27,6 +27,7 @@ merged     Between two steps, `merge_history` chooses the new history, or keeps 
            operand that recorded nothing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8jax.linear.shared_leaf import is_eager
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.tiles import tensor_amax
@@ -179,17 +181,37 @@ def to_max_combining(histories: Any) -> Any:
 def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
     """Return `module` with histories that combine by maximum over several calls of a submodule.
 
-    The histories are converted on the way in and out. Parameters and the tree of variables do not
-    change.
+    Only needed for modules that are called more than once under `nn.remat` or `nn.jit`
+    (shared_leaf.py). The histories are converted on the way in and out. Parameters and the tree of
+    variables do not change, nor do initial values if the returned module is the outermost one.
+
+    Raises ValueError where it is differentiated outside `jax.jit`.
     """
+
+    def into_max_combining(histories: Any) -> Any:
+        if any(isinstance(h, jax.core.Tracer) and is_eager(h) for h in jax.tree.leaves(histories)):
+            raise ValueError(
+                "max_combining is differentiated outside jax.jit, where JAX can only add histories:"
+                " put jax.jit around jax.grad"
+            )
+        return to_max_combining(histories)
 
     def from_max_combining(histories: Any) -> Any:
         return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), histories)
 
-    return nn.map_variables(
-        module, HISTORIES, trans_in_fn=to_max_combining, trans_out_fn=from_max_combining,
+    mapped: Any = nn.map_variables(
+        module, HISTORIES, trans_in_fn=into_max_combining, trans_out_fn=from_max_combining,
         init=True, mutable=True,
     )  # fmt: skip
+
+    class MaxCombining(mapped):  # flax's random keys depend on the lifted transformations around
+        def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+            names = [f.name for f in dataclasses.fields(self) if f.init]
+            plain = {name: getattr(self, name) for name in names if name not in ("parent", "name")}
+            return module(**plain, parent=None).init_with_output(*args, **kwargs)
+
+    MaxCombining.__name__ = f"MaxCombining{module.__name__}"
+    return MaxCombining
 
 
 def empty_max(histories: Any) -> Any:

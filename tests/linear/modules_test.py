@@ -83,6 +83,17 @@ def test_reuse_combines_by_maximum_behind_the_door():
     np.testing.assert_array_equal(new["x_amax_history"], expected(10 * jnp.abs(x).max()))
 
 
+def test_max_combining_changes_no_initial_value_and_needs_jit():
+    x, wrapped = data(), max_combining(Twice)()
+    variables = wrapped.init(jax.random.key(3), x)
+    jax.tree.map(np.testing.assert_array_equal, variables, Twice().init(jax.random.key(3), x))
+    y, again = wrapped.init_with_output(jax.random.key(3), x)
+    np.testing.assert_array_equal(y, wrapped.apply(variables, x))
+    jax.tree.map(np.testing.assert_array_equal, variables, again)
+    with pytest.raises(ValueError, match="put jax.jit around jax.grad"):
+        jax.grad(lambda v: jnp.sum(wrapped.apply(v, x)))(variables)
+
+
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):

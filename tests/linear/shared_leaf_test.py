@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -62,7 +63,7 @@ class Shared(nn.Module):
 class Rematerialized(nn.Module):
     """One layer twice, each time under `wrap`."""
 
-    wrap: type = nn.remat
+    wrap: Callable = nn.remat
 
     @nn.compact
     def __call__(self, x):
