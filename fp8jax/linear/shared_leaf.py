@@ -97,10 +97,10 @@ def _held(converted) -> Callable[[], Array | None]:
     """Return how to get a converted history again.
 
     The tracer of a jaxpr refers to the history that it comes from: held here, neither would ever be
-    freed. It lives as long as an equation uses it, and no longer is needed: an unused one has no
-    cotangent. Other tracers refer to no history, and nothing else holds them.
+    freed. An equation that uses it holds it; one that nothing uses has no cotangent. Other tracers
+    do not refer to the history, and nothing else holds them.
     """
-    if isinstance(converted, partial_eval.DynamicJaxprTracer):
+    if isinstance(converted, partial_eval.DynamicJaxprTracer | partial_eval.JaxprTracer):
         return weakref.ref(converted)
     return lambda: converted
 

@@ -125,7 +125,7 @@ def test_the_emulated_backend_is_a_fall_back_and_says_so():
         return str(error.value)
 
     said = said_of("fp8_block", "emulated")
-    assert said.startswith("42 GEMMs of a training step should run in FP8 and do not")
+    assert said.startswith("42 GEMMs of the program should run in FP8 and do not")
     assert "layers/mlp/up fwd in f32 (2), layers/mlp/up dgrad in f32 (2)" in said
     assert said.endswith("backend: emulated")
     assert "lm_head" not in said

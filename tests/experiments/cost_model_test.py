@@ -130,6 +130,6 @@ def test_exempt_layers_and_the_head_by_hand():
         (lambda: split_cost("fp4_mixed", {"layers/*": 1.0}, PAPER), "'layers/\\*' have different"),
     ],
 )
-def test_what_cannot_be_honoured_raises(call, message):
+def test_what_cannot_be_honored_raises(call, message):
     with pytest.raises(ValueError, match=message):
         call()

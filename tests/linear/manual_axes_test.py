@@ -145,7 +145,7 @@ def test_without_check_vma_histories_are_refused_and_current_scaling_is_right():
             one, mesh=mesh(), in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False
         )
         if refused:
-            with pytest.raises(NotImplementedError, match="use check_vma=True"):
+            with pytest.raises(NotImplementedError, match="use jax.shard_map with check_vma=True"):
                 results(eight, x, w, histories_of(recipe))
             continue
         for got, right in zip(results(eight, x, w, {}), results(one, x, w, {}), strict=True):

@@ -249,7 +249,7 @@ def test_bf16_dense_keeps_no_state_and_equals_flax():
         variables, x))  # fmt: skip
 
 
-def test_a_precision_that_cannot_be_honoured_is_refused():
+def test_a_precision_that_cannot_be_honored_is_refused():
     layer = nn.Dense(4, precision="highest", dot_general_cls=Fp8DotGeneral)
     with pytest.raises(ValueError, match="the recipe decides.*highest"):
         layer.init(jax.random.key(0), data())

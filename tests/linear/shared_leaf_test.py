@@ -198,13 +198,17 @@ def test_a_state_that_two_products_share_needs_no_module():
 
 def test_no_conversion_outlives_its_trace():
     loss, variables = loss_of(Twice()), variables_of(Twice())
+    gc.collect()
+    before = set(shared_leaf._CONVERSIONS)  # of other tests' errors, which pytest holds
     transformations = (
         lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)), jax.jit,
         lambda f: jax.jit(jax.grad(jax.checkpoint(f))), lambda f: lambda v: jax.eval_shape(f, v),
+        lambda f: lambda v: jax.jit(lambda v: jax.vjp(f, v)[1](1.0))(v),
+        lambda f: lambda v: jax.jit(jax.vmap(jax.grad(f)))(jax.tree.map(lambda a: a[None], v)),
     )  # fmt: skip
     for transform in transformations:
         transform(loss)(variables)
     gc.collect()
-    assert not shared_leaf._CONVERSIONS
+    assert set(shared_leaf._CONVERSIONS) <= before
     with jax.checking_leaks():
         jax.jit(jax.grad(lambda v: loss(v)))(variables)

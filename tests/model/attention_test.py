@@ -621,7 +621,7 @@ def test_a_config_names_the_implementation_and_changes_its_row_max():
         (dict(attention="stabilised"), "unknown attention 'stabilised'.*'stabilized'"),
     ],
 )
-def test_a_config_that_cannot_be_honoured_is_refused(changes, message):
+def test_a_config_that_cannot_be_honored_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         run_config(**changes)
 

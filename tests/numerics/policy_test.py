@@ -231,7 +231,7 @@ def test_the_order_of_options_does_not_matter():
         ("nvfp4:rounding=up", "unknown rounding 'up'"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(spec, message):
+def test_options_that_cannot_be_honored_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         as_policy(spec)
 

@@ -232,7 +232,7 @@ def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
         (["--dry_run", "--config.data=nowhere"], "unknown source 'nowhere'"),
     ],
 )
-def test_flags_that_cannot_be_honoured_are_one_line(arguments, message, tmp_path):
+def test_flags_that_cannot_be_honored_are_one_line(arguments, message, tmp_path):
     code, said = command_line(*(argument.format(tmp_path / "run") for argument in arguments))
     assert code != 0 and "Traceback" not in said
     assert said.splitlines()[-1].startswith(f"error: {message}")
