@@ -132,7 +132,7 @@ def test_the_emulated_backend_is_a_fall_back_and_says_so():
     # None of the backends has MXFP8 on a Hopper.
     said = said_of("mxfp8", None)
     assert "backend: emulated; xla cannot: fwd has operands with one scale per 32 elements" in said
-    assert "pallas cannot: fwd multiplies Tile(" in said
+    assert "pallas cannot: fwd multiplies mx32 by mx32" in said
 
 
 def test_fp4_has_no_unit_on_a_hopper():
