@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from fp8jax.linear.dot import dot_general
-from fp8jax.linear.modules import Dense
+from fp8jax.linear.modules import RNG, Dense, Fp8DotGeneral
 
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -67,3 +67,24 @@ def test_the_dtype_of_the_result_by_position_and_by_name():
 def test_what_cannot_be_honored_is_refused(positional, named, message):
     with pytest.raises(ValueError, match=message):
         dot_general(data(), data((32, 8)), MATMUL, *positional, recipe="fp8_block", **named)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_stock_layers_draw_keys_for_stochastic_rounding_from_a_stream(recipe):
+    """Another key gives other gradients, and the same forward; no key is one clear line."""
+    layer = nn.Dense(8, dot_general_cls=functools.partial(Fp8DotGeneral, recipe))
+    x = data()
+    variables = layer.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=f"{recipe}.* rounds stochastically .*RNG stream '{RNG}'"):
+        layer.apply(variables, x)
+
+    def gradient(seed):
+        rngs = {RNG: jax.random.key(seed)}
+        loss = lambda v: jnp.sum(jnp.sin(layer.apply(v, x, rngs=rngs)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(variables)
+
+    (loss, one), (again, same), (other_loss, other) = (gradient(seed) for seed in (0, 0, 1))
+    assert loss == again == other_loss
+    kernels = [g["params"]["kernel"] for g in (one, same, other)]
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert (kernels[0] != kernels[2]).any()
