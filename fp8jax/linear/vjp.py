@@ -157,11 +157,16 @@ def quantize_operand(
 
 
 def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, CastRequest]:
-    """Return the requests, with `amax` for the casts that take the amax of the whole tensor."""
+    """Return the requests, with `amax` for the casts that take the amax of the whole tensor.
+
+    A cast with a Hadamard transform takes the amax of the transformed tensor, so it stays as it is.
+    """
+
+    def takes(cast: Cast) -> bool:
+        return cast.tile == TENSOR and cast.timing in ("current", "seeding") and cast.hadamard == 1
+
     return {
-        name: request._replace(amax=amax)
-        if request.cast.tile == TENSOR and request.cast.timing in ("current", "seeding")
-        else request
+        name: request._replace(amax=amax) if takes(request.cast) else request
         for name, request in requests.items()
     }
 

@@ -197,7 +197,8 @@ def change_casts(
         changed.append(cast_name)
         return option.change(cast, parsed)
 
-    results = tuple(recipe.map(change) for recipe in recipes)
+    mapped = [(recipe, recipe.map(change)) for recipe in recipes]
+    results = tuple(old if new == old else new for old, new in mapped)
     if not changed:
         raise ValueError(f"{name}={value}: no cast of {owner} uses this option")
     return results

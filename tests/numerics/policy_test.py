@@ -194,7 +194,7 @@ def test_every_option_is_tested_above():
 
 def test_options_add_up_and_reach_head_and_layers():
     policy = as_policy("fp8_delayed:history=4,head=fp8_current,bf16_first=1,bf16_last=0.25")
-    assert policy.recipe("lm_head") == RECIPES["fp8_current"]
+    assert policy.recipe("lm_head") is RECIPES["fp8_current"]
     assert policy.recipe("layers/mlp/up").histories == {"x": 4, "w": 4, "g": 4}
     assert policy.exempt(8) == (1, 2)
     assert policy == as_policy("fp8_delayed:bf16_last=0.25,bf16_first=1,head=fp8_current,history=4")
