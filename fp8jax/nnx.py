@@ -230,7 +230,7 @@ class Linear(nnx.Linear):
 
         Args:
           inputs: the activations; cast to `dtype` if the layer has one.
-          out_sharding: only None.
+          out_sharding: as in `fp8jax.dot_general`.
           key: a PRNG key, for recipes that round stochastically; None for the module's stream.
         """
         x = inputs if self.dtype is None else inputs.astype(self.dtype)

@@ -736,21 +736,52 @@ def test_eight_devices_give_the_loss_and_the_histories_of_one(name, recipe, plac
     assert relative_error(theirs["params"], gradients["params"]) < 10 ** (-24.6 / 20) / 10
 
 
-def test_explicit_mesh_axes_need_auto_axes_for_the_gradient():
-    model, x = dense(use_bias=False), data(16, 4, 8)
+@pytest.mark.parametrize("recipe", [DELAYED, "fp8_block"])
+@pytest.mark.parametrize(
+    "of_x, of_kernel",
+    [(("d",), ()), (("d",), ("d", None)), (("d",), (None, "m")), ((), ("d", "m"))],
+)
+def test_explicit_mesh_axes(recipe, of_x, of_kernel):
+    model, x = dense(128, recipe, use_bias=False), data(16, 4, 128)
     variables = variables_of(model, x)
-    of_both = jax.value_and_grad(lambda v, x: loss_of(model, x)(v))
-    loss, gradients = jax.jit(of_both)(variables, x)
-    mesh = jax.make_mesh((8,), ("d",), (AxisType.Explicit,))
+    gradient = jax.jit(jax.value_and_grad(lambda v, x: loss_of(model, x)(v)))
+    loss, gradients = gradient(variables, x)
+    mesh = jax.make_mesh((4, 2), ("d", "m"), (AxisType.Explicit,) * 2)
+
+    def put(array, axes=()):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
     with jax.set_mesh(mesh):
-        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))
-        variables = jax.device_put(variables, NamedSharding(mesh, PartitionSpec()))
+        x = put(x, of_x)
+        variables = jax.tree.map(lambda v: put(v, of_kernel if v.ndim == 2 else ()), variables)
+        their_loss, theirs = gradient(variables, x)
         y = jax.jit(model.apply)(variables, x)
-        assert y.sharding.spec[0] == "d"
-        auto = jax.sharding.auto_axes(of_both, out_sharding=PartitionSpec())
-        their_loss, theirs = jax.jit(auto)(variables, x)
+    assert y.sharding.spec == PartitionSpec(*(of_x or (None,)), None, *(of_kernel[1:] or (None,)))
+    same = jax.tree.map(
+        lambda v, g: g.sharding.is_equivalent_to(v.sharding, v.ndim), variables, theirs
+    )
+    assert all(jax.tree.leaves(same))
     np.testing.assert_allclose(their_loss, loss, rtol=1e-5)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), theirs, gradients)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), theirs, gradients
+    )
+
+
+def test_split_contracting_axes_need_out_sharding_under_explicit_axes():
+    x, w = data(8, 128), data(128, 32)
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Explicit,))
+    x, w = (jax.device_put(a, NamedSharding(mesh, PartitionSpec(*s))) for a, s in
+            ((x, (None, "d")), (w, ("d", None))))  # fmt: skip
+    multiply = functools.partial(
+        fp8jax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe="fp8_current"
+    )
+    with jax.set_mesh(mesh):
+        with pytest.raises(Exception, match="specify the output sharding"):
+            multiply(x, w)
+        y = multiply(x, w, out_sharding=PartitionSpec("d", None))
+    assert y.sharding.spec == PartitionSpec("d", None)
+    on_one = multiply(data(8, 128), data(128, 32))
+    np.testing.assert_allclose(y, on_one, rtol=1e-5, atol=1e-5)
 
 
 def test_pmap_merges_gradients_of_devices():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 from jax import lax
 
+from fp8jax.linear.explicit_axes import is_explicit
 from fp8jax.lookup import brief
 from fp8jax.numerics.formats import check_float, check_key, check_result_dtype
 from fp8jax.numerics.recipe import Recipe
@@ -24,7 +25,6 @@ def check_lax_arguments(
     positional: tuple[Any, ...],
     precision: Any,
     preferred_element_type: Any,
-    out_sharding: Any,
 ) -> Any:
     """Return the dtype of the result, None for lhs's.
 
@@ -33,8 +33,8 @@ def check_lax_arguments(
 
     Raises:
       TypeError: too many positions.
-      ValueError: a precision or a sharding that cannot be honored; positions, with a recipe that
-        treats lhs and rhs differently.
+      ValueError: a precision that cannot be honored; positions, with a recipe that treats lhs and
+        rhs differently.
     """
     if len(positional) > 2:
         raise TypeError(
@@ -49,11 +49,6 @@ def check_lax_arguments(
     each = precision if isinstance(precision, tuple) else (precision,)
     if not all(one in _DEFAULT for one in each):
         raise ValueError(f"the recipe decides how a GEMM is computed: drop {precision=}")
-    if out_sharding is not None:
-        raise ValueError(
-            f"{out_sharding=} cannot be honored: apply jax.lax.with_sharding_constraint to the"
-            " result, or jax.sharding.reshard under explicit axes"
-        )
     return preferred_element_type
 
 
@@ -97,6 +92,15 @@ def check_operands(lhs: Any, rhs: Any, dimension_numbers: Any, result_dtype: Any
                 f"the {what} axes must have equal sizes: axes {ours} of lhs {lhs.shape} have"
                 f" {sizes}, axes {theirs} of rhs {rhs.shape} have {others}"
             )
+
+
+def check_out_sharding(out_sharding: Any, lhs: Any, rhs: Sequence[Any]) -> None:
+    """Raises ValueError for a sharding of results whose operands have no explicit mesh axes."""
+    if out_sharding is not None and not any(map(is_explicit, (lhs, *rhs))):
+        raise ValueError(
+            f"{out_sharding=} needs operands on a mesh with explicit axes; otherwise apply"
+            " jax.lax.with_sharding_constraint to the result"
+        )
 
 
 def _four_axes(numbers: Any) -> list[list[list[int]]]:

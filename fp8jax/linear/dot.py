@@ -20,11 +20,13 @@ from fp8jax.linear.amax_history import SEED_ENTRIES, Histories
 from fp8jax.linear.arguments import (
     check_lax_arguments,
     check_operands,
+    check_out_sharding,
     check_rounding_key,
     history_lengths,
     parse_equation,
 )
 from fp8jax.linear.backends import choose_backend
+from fp8jax.linear.explicit_axes import with_automatic_axes
 from fp8jax.linear.manual_axes import check_manual, pooled_axes, varying
 from fp8jax.linear.shared_leaf import check_vmap, combining_by_max
 from fp8jax.linear.vjp import VjpContext, quantized_matmuls
@@ -65,7 +67,7 @@ def dot_general(
       precision: only None or the default: the recipe decides how a GEMM is computed.
       preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
         rounded to lhs's dtype.
-      out_sharding: only None; constrain the result instead.
+      out_sharding: of the result, if the operands have explicit mesh axes; else None.
       recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
       state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
         `recipe.histories`; see `init_state`.
@@ -84,12 +86,11 @@ def dot_general(
       NotImplementedError: if the named backend cannot run the recipe; the message says why.
     """
     recipe = as_recipe(recipe)
-    result_dtype = check_lax_arguments(
-        recipe, positional, precision, preferred_element_type, out_sharding
-    )
+    result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
     (y,) = dot_general_shared(
         lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
         backend=backend, preferred_element_type=result_dtype, seeded=seeded,
+        out_sharding=out_sharding,
     )  # fmt: skip
     return y
 
@@ -104,6 +105,7 @@ def dot_general_shared(
     keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
     preferred_element_type=None,
+    out_sharding: Any = None,
     scopes: Sequence[str] | None = None,
     seeded: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
@@ -122,6 +124,7 @@ def dot_general_shared(
     """
     for w in rhs:
         check_operands(lhs, w, dimension_numbers, preferred_element_type)
+    check_out_sharding(out_sharding, lhs, rhs)
     context = make_context(
         recipe, states, keys, lhs.dtype, backend=backend,
         whole=_is_whole(lhs, rhs, dimension_numbers),
@@ -129,6 +132,23 @@ def dot_general_shared(
     )  # fmt: skip
     check_manual(context.recipe)
     context = dataclasses.replace(context, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs))
+    for history in jax.tree.leaves(states):
+        check_vmap(lhs, history)
+    all_histories = tuple(
+        {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
+    )
+
+    def multiply(lhs, rhs, histories, keys):
+        return _multiply(context, lhs, rhs, dimension_numbers, histories, keys)
+
+    multiply = with_automatic_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
+    return multiply(lhs, tuple(rhs), all_histories, tuple(keys))
+
+
+def _multiply(
+    context: VjpContext, lhs, rhs: tuple, dimension_numbers, histories: tuple[Histories, ...], keys
+) -> tuple[jax.Array, ...]:
+    """Merge the operands' axes, multiply, and split the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
     frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]
@@ -136,12 +156,7 @@ def dot_general_shared(
     ws = tuple(
         _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
     )
-    for history in jax.tree.leaves(states):
-        check_vmap(lhs, history)
-    all_histories = tuple(
-        {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
-    )
-    ys = quantized_matmuls(context, x, ws, all_histories, tuple(keys))
+    ys = quantized_matmuls(context, x, ws, histories, keys)
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(
         y.reshape(*rows, *(w.shape[a] for a in free))
