@@ -36,9 +36,20 @@ def run(
       quiet: Python loggers that log warnings and errors only.
     """
     logging.set_verbosity(verbosity)
+    logging.get_absl_handler().setFormatter(_Plain())
     for name in quiet:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
     app.run(functools.partial(_call, main, tuple(errors)), flags_parser=parse_flags)
+
+
+class _Plain(python_logging.Formatter):
+    """Formats messages for people: only warnings and errors say what they are."""
+
+    def format(self, record: python_logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < python_logging.WARNING:
+            return text
+        return f"{record.levelname.lower()}: {text}"
 
 
 def _call(

@@ -7,10 +7,12 @@ config resumes from it. --dry_run prints what the run would cost, without traini
 import os
 from collections.abc import Sequence
 
+import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 import fp8jax  # sets the XLA flags, before JAX starts
+from configs import base
 from experiments import command
 from fp8jax.device import xla
 from fp8jax.stability.faults import Faults
@@ -36,6 +38,11 @@ _PROFILE = flags.DEFINE_string(
 _INJECT = flags.DEFINE_string(
     "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/stability/faults.py."
 )
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, if several processes train one run."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, from 0.", 0)
 flags.mark_flag_as_required("config")
 
 
@@ -56,6 +63,25 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
             print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
 
 
+def _join_processes() -> None:
+    """Joins the processes of one run; does nothing for a single process.
+
+    The first process alone writes files and speaks; the others only warn.
+    """
+    given = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
+    if all(value is None for value in given.values()):
+        return
+    if any(value is None for value in given.values()):
+        raise ValueError(f"--coordinator, --num_processes and --process_id go together: {given}")
+    if not _PROCESS_ID.value < _NUM_PROCESSES.value:
+        raise ValueError(
+            f"--process_id={_PROCESS_ID.value} must be below --num_processes={_NUM_PROCESSES.value}"
+        )
+    jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    if _PROCESS_ID.value > 0:
+        logging.set_verbosity(logging.WARNING)
+
+
 def _run() -> None:
     profile = None if _PROFILE.value is None else parse_profile(_PROFILE.value)
     faults = Faults.parse(_INJECT.value)
@@ -66,14 +92,15 @@ def _run() -> None:
         raise ValueError(
             f"--profile={_PROFILE.value} traces training, but --dry_run trains nothing: drop one"
         )
-    if not _DRY_RUN.value:
-        logging.info("config:\n%s", _CONFIG.value)
-    elif not _DUMP_HLO.value:  # --dump_hlo compiles the programs of a real run
+    if _DRY_RUN.value and not _DUMP_HLO.value:  # --dump_hlo compiles the programs of a real run
         xla.allocate_nothing()
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:
-        fp8jax.train_and_evaluate(_CONFIG.value, workdir, profile=profile, faults=faults)
+        _join_processes()
+        fp8jax.train_and_evaluate(
+            _CONFIG.value, workdir, profile=profile, faults=faults, defaults=base.get_config()
+        )
 
 
 def main(arguments: Sequence[str]) -> None:

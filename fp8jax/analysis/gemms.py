@@ -23,8 +23,7 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-
-from absl import logging
+from typing import NamedTuple
 
 from fp8jax.analysis.hlo import BARE, ROLES, UNNAMED, Gemm, module_position, parse_gemms
 from fp8jax.device import hardware
@@ -299,16 +298,28 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
         )
 
 
-def log_gemms(
-    text: str, policy: Policy, paths: Iterable[str], backend: str | None, *,
-    high: Policy | None, require: bool,
-) -> None:  # fmt: skip
-    """Logs the GEMM table of a compiled training step; the arguments are those of `find_gemms`.
+class Summary(NamedTuple):
+    """How many GEMMs run in FP8 or FP4, of how many that recipes cast to it.
 
-    Raises:
-      Fp8FallbackError: `require`, and a GEMM that should be FP8 is not.
+    Attributes:
+      reasons: why the others do not, each reason once.
     """
-    gemms = find_gemms(text, policy, paths, backend=backend, high=high)
-    logging.info("GEMMs of a training step, policy %s:\n%s", policy.name, format_table(gemms))
-    if require:
-        require_fp8(gemms)
+
+    fp8: int
+    cast: int
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.cast:
+            return "no GEMM is cast to FP8"
+        first, more = self.reasons[:1], len(self.reasons) - 1
+        others = f" (and {more} other reasons)" if more > 0 else ""
+        return ": ".join([f"{self.fp8} of {self.cast} GEMMs in FP8", *first]) + others
+
+
+def summarize(gemms: Iterable[Gemm]) -> Summary:
+    """Returns the counts of a program's GEMMs."""
+    gemms = list(gemms)
+    fp8 = sum(gemm.count for gemm in gemms if gemm.fp8)
+    cast = sum(gemm.count for gemm in gemms if gemm.fp8 or gemm.reason)
+    return Summary(fp8, cast, tuple(dict.fromkeys(g.reason for g in gemms if g.reason)))

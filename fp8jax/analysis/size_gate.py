@@ -37,13 +37,16 @@ _SHARDED_INPUTS = ("layers/attention/o", "layers/mlp/down")
 
 
 class Gated(NamedTuple):
-    """The policy that a stage trains with, and a report for people.
+    """The policy that a stage trains with, and what the table predicts, for people.
 
-    The report says what the table predicts. It is "" if the policy quantizes nothing.
+    Attributes:
+      report: the gain of each linear; "" if the policy quantizes nothing.
+      slower: the report's last line, which linears lose; "" if none does.
     """
 
     policy: Policy
     report: str
+    slower: str
 
 
 def size_gate(
@@ -84,7 +87,7 @@ def size_gate(
         if gain is not None and gain.value < 1:
             losers.append(path)
     if not rows:
-        return Gated(policy, "")
+        return Gated(policy, "", "")
     lines = [f"Gains over BF16, policy {policy.name}, of a linear alone on {table.device}:"]
     lines += [f"  {line}" for line in aligned(rows)]
     verdict = ""
@@ -96,7 +99,7 @@ def size_gate(
         verdict = (
             f"Slower than BF16: {', '.join(losers)}. --config.size_gate=True leaves them in BF16."
         )
-    return Gated(policy, "\n".join([*lines, *textwrap.wrap(verdict, 100)]))
+    return Gated(policy, "\n".join([*lines, *textwrap.wrap(verdict, 100)]), verdict)
 
 
 def _gain_text(gain: Gain | None) -> str:

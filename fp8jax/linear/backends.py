@@ -169,4 +169,4 @@ def _warn_slow(recipe: str, device: str, missing: str) -> None:
 
 @functools.cache  # one line per recipe and backend, however many GEMMs use it
 def _log_choice(recipe: str, backend: str, why: str) -> None:
-    logging.info("recipe %s: backend %s (%s)", recipe, backend, why)
+    logging.debug("recipe %s: backend %s (%s)", recipe, backend, why)

@@ -28,6 +28,12 @@ def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
     return lines
 
 
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Returns dotted key -> repr of the value in `new`, for each key whose value differs."""
+    flat_old, flat_new = _flat(old), _flat(new)
+    return {k: v for k, v in flat_new.items() if k not in flat_old or flat_old[k] != v}
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Returns dotted key -> repr of the leaf. An empty dict is a leaf."""
     flat: dict[str, str] = {}

@@ -11,6 +11,10 @@ import enum
 class Event(enum.StrEnum):
     """What happened to a run, with the fields that the event carries."""
 
+    START = "start"  # jax, python, devices, mesh, processes, parameters, policies
+    STAGE = "stage"  # policy, fp8_gemms, cast_gemms, compile_s: its training step was compiled
+    CHECKPOINT = "checkpoint"  # path: the state is being written there, in the background
+    END = "end"  # reason, seconds, loss, best_valid_loss, best_step; reason may name an error
     RESUME = "resume"  # seeding, changes: the run goes on from a checkpoint
     ALREADY_FINISHED = "already_finished"  # num_steps: nothing was left to train
     STOPPED = "stopped"  # signal: SIGTERM or Ctrl-C; the state was saved
@@ -33,3 +37,7 @@ class Cause(enum.StrEnum):
 
     SPIKE = "spike"
     NON_FINITE = "non_finite"
+
+
+# The console says these in its own words (training/console.py).
+SILENT = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})

@@ -1,13 +1,13 @@
 """Records the progress of a run: on the display, in TensorBoard and in three files of JSON lines.
 
-    metrics.jsonl    one object per step: `step`, then its scalars
+    metrics.jsonl    one object per step: `step`, `time`, then its scalars
     samples.jsonl    one object per sample text: `step` and `text`
     events.jsonl     what happened and why (records/events.py)
 
 `step` counts finished optimizer steps. When the files are opened, metrics and samples of steps
 later than the step that the run resumes from are dropped: after a crash and a resume they read as
 those of one uninterrupted run. Lines of events.jsonl are never dropped. jsonl.py says how numbers
-are written.
+are written. Without `time` (ISO 8601, UTC) and the speeds, metrics of equal runs are equal bytes.
 """
 
 import datetime
@@ -22,6 +22,7 @@ import tensorboardX
 from absl import logging
 
 from fp8jax.records.display import Display
+from fp8jax.records.events import SILENT
 from fp8jax.records.jsonl import append_line, keep_lines
 
 
@@ -86,7 +87,7 @@ class Metrics:
         """
         if not self._writes:
             return
-        append_line(self._metrics_file, {"step": step, **scalars})
+        append_line(self._metrics_file, {"step": step, "time": _now(), **scalars})
         for name, value in scalars.items():
             if value is not None and math.isfinite(value):
                 self._tensorboard.add_scalar(name, value, step)
@@ -102,11 +103,10 @@ class Metrics:
             return
         append_line(self._samples_file, {"step": step, "text": text})
         self._tensorboard.add_text("sample", text, step)
-        with self._display.aside():
-            logging.info("step %d: sample:\n%s", step, text)
+        self.say(f"step {step}: sample:\n{text}")
 
     def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Writes and logs what happened after `step` steps: resume, skip, rollback, …
+        """Writes and logs what happened after `step` steps; kinds in `SILENT` are only written.
 
         Args:
           step: the number of finished steps.
@@ -119,11 +119,17 @@ class Metrics:
         """
         if not self._writes:
             return
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        append_line(self._events_file, {"time": now, "step": step, "kind": kind, **fields})
-        text = "".join(f"  {name}={value}" for name, value in fields.items())
+        append_line(self._events_file, {"time": _now(), "step": step, "kind": kind, **fields})
+        if kind not in SILENT:
+            text = "".join(f"  {name}={value}" for name, value in fields.items())
+            self.say(f"step {step}: {kind}{text}")
+
+    def say(self, text: str) -> None:
+        """Logs a text, above the progress bar if there is one."""
+        if not self._writes:
+            return
         with self._display.aside():
-            logging.info("step %d: %s%s", step, kind, text)
+            logging.info("%s", text)
 
     def close(self) -> None:
         """Shows the last step on the display, and closes all files."""
@@ -133,3 +139,7 @@ class Metrics:
             self._metrics_file.close()
             self._samples_file.close()
             self._events_file.close()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from fp8jax.analysis.size_gate import size_gate
+from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device import xla
@@ -103,7 +103,7 @@ def _stage(
 ) -> Stage:
     """The stage that trains in `policy`, after the stage `before`."""
     words = shared.tokenizer.vocab_size
-    model, gains = _model(config, policy, words, shared.mesh)
+    model, gated = _model(config, policy, words, shared.mesh)
     if shared.gnmr is not None:
         model = model.clone(high=config.gnmr_precision)
     initial = _initial_state(model, shared, config.seed)
@@ -117,8 +117,8 @@ def _stage(
     if before is not None:
         carried = carried_histories(before.model, before.state, model, state)
     return Stage(
-        begins=begins, model=model, state=state, carried=carried, gains=gains,
-        programs=_programs(config, shared, model, initial, shardings),
+        begins=begins, model=model, state=state, carried=carried, gains=gated.report,
+        slower=gated.slower,        programs=_programs(config, shared, model, initial, shardings),
     )  # fmt: skip
 
 
@@ -177,8 +177,8 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[
     return initial
 
 
-def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, str]:
-    """The model, and the size gate's report; `size_gate` leaves linears in BF16 that FP8 slows."""
+def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, Gated]:
+    """The model, and the size gate's result; `size_gate` leaves linears in BF16 that FP8 slows."""
     rows = check_batch(config.batch_size, config.grad_accum, mesh)
     shape = model_config(config.model, dict(config.model_overrides))
     shape.check_mesh(mesh.shape["tensor"])
@@ -190,11 +190,12 @@ def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[
         config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype),
         beta=config.attention_beta, tolerance=config.attention_tie_tolerance,
     )  # fmt: skip
-    policy, gains = size_gate(
+    gated = size_gate(
         policy, shape, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
         backend=config.backend, leave=config.size_gate,
     )  # fmt: skip
-    return Transformer(shape, policy, config.backend, attention, config.remat, config.unroll), gains
+    model = Transformer(shape, gated.policy, config.backend, attention, config.remat, config.unroll)
+    return model, gated
 
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:

@@ -13,17 +13,17 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from fp8jax.analysis.gemms import log_gemms
+from fp8jax.analysis.gemms import Summary, find_gemms, format_table, require_fp8, summarize
 from fp8jax.analysis.size_gate import is_measured_here
 from fp8jax.data.corpus import Corpus, build_corpus
 from fp8jax.data.loader import Batch, TimedIterator, to_devices, train_batches
@@ -34,9 +34,11 @@ from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.events import Event
+from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
+from fp8jax.training.console import best_of, closing_line, labeled, start_lines
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
 from fp8jax.training.recovery import Recovery, rejection_cause
@@ -63,15 +65,17 @@ def train_and_evaluate(
     *,
     profile: tuple[int, int] | None = None,
     faults: Faults = NO_FAULTS,
+    defaults: ConfigDict | None = None,
 ) -> Scalars:
     """Train as `config` says; resume by itself from what `workdir` holds.
 
     Args:
       config: all keys of configs/base.py.
-      workdir: the run's directory: config.json, metrics.jsonl, samples.jsonl, events.jsonl,
-        checkpoints/, tensorboard/, profile/.
+      workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
+        samples.jsonl, events.jsonl, checkpoints/, tensorboard/, profile/.
       profile: first and last step of a trace for xprof, None for none.
       faults: faults to inject (stability/faults.py).
+      defaults: the console shows which keys of the config differ from these; None for no keys.
 
     Returns:
       The scalars of the last step written, validation included.
@@ -90,7 +94,6 @@ def train_and_evaluate(
         settings.data, run.tokenizer, seq_len=settings.seq_len,
         valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
     )  # fmt: skip
-    _log_start(run, corpus)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
@@ -101,21 +104,9 @@ def train_and_evaluate(
             )
         )  # fmt: skip
         loop = _Loop(workdir, run, corpus, checkpointer, stop, profile, faults, stack)
+        loop.begin(None if defaults is None else defaults.to_dict())
+        stack.push(loop.end)
         return loop.train()
-
-
-def _log_start(run: Run, corpus: Corpus) -> None:
-    settings, devices = run.settings, run.mesh.devices
-    logging.info("data:\n%s", corpus.summary())
-    logging.info(
-        "model %s: %s parameters, policy %s; %d x %s as %s; %s tokens a step, %d rows of %d",
-        settings.model, f"{count_params(run.stages[0].model.config):,}", run.policies, devices.size,
-        hardware.device_kind(), dict(run.mesh.shape),
-        f"{settings.tokens_per_step:,}", len(corpus.train), settings.seq_len,
-    )  # fmt: skip
-    for stage in run.stages:
-        if stage.gains and is_measured_here():
-            logging.info("%s", stage.gains)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +139,7 @@ class _Loop:
         stack: contextlib.ExitStack,
     ):
         """Reads the checkpoint, if there is one, and opens the run's files on `stack`."""
-        self.run, self.settings, self.corpus = run, run.settings, corpus
+        self.run, self.settings, self.corpus, self.workdir = run, run.settings, corpus, workdir
         self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
         num_steps = run.settings.num_steps
         restored, changes = read_checkpoint(checkpointer, run, corpus)
@@ -163,18 +154,20 @@ class _Loop:
         self.metrics = stack.enter_context(
             Metrics(workdir, num_steps=max(num_steps, self.start), start_step=self.start)
         )
-        with open(os.path.join(workdir, "config.json"), "w") as file:
-            json.dump(run.settings.record, file, indent=2, sort_keys=True)
         self.position = initial_position(run, restored)
+        self.step = self.start  # finished steps
         self._restore_counts(restored)
-        self._write_start_events(restored, changes)
+        self.resumed = restored is not None
+        self.changes = changes
         self.rows = self._read_ahead(stack)
         self.checkpoints = Path(workdir, "checkpoints")
         # Stages whose compiled step is still to be checked for FP8 GEMMs.
         self.unchecked = [run.at(self.start + 1)]
         if run.settings.require_fp8_gemms:
             self.unchecked += [stage for stage in run.stages if stage.begins > self.start]
-        self.clock = time.perf_counter()
+        self.compiled: set[tuple[int, bool]] = set()  # (begin of the stage, whether it seeds)
+        self.precision: list[str] = []  # of precision.txt
+        self.began = self.clock = time.perf_counter()
 
     def _restore_counts(self, restored: Restored | None) -> None:
         spent, amaxes = ({}, []) if restored is None else (
@@ -183,15 +176,53 @@ class _Loop:
         self.recovery = Recovery(self.run, self.checkpointer, self.metrics, spent)
         self.watch = LayerWatch(self.metrics, amaxes)
 
-    def _write_start_events(self, restored: Restored | None, changes: list[str]) -> None:
+    # Start and end --------------------------------------------------------------------------------
+
+    def begin(self, defaults: dict[str, Any] | None) -> None:
+        """Say and record what starts."""
+        run = self.run
+        self._write_file("config.json", json.dumps(run.settings.record, indent=2, sort_keys=True))
+        self._write_file("data.txt", self.corpus.summary())
+        for line in [*labeled("workdir", self.workdir), *start_lines(run, self.corpus, defaults)]:
+            self.metrics.say(line)
+        self.metrics.event(
+            self.start, Event.START, jax=jax.__version__, python=platform.python_version(),
+            devices=f"{run.mesh.devices.size} x {hardware.device_kind()}",
+            mesh=dict(run.mesh.shape), processes=jax.process_count(),
+            parameters=count_params(run.stages[0].model.config), policies=run.policies,
+        )  # fmt: skip
         for step, reason in self.checkpointer.rejected:
             self.metrics.event(step, Event.DAMAGED_CHECKPOINT, reason=reason)
-        if restored is not None:
+        if self.resumed:
             seeding = self.position.seeding
-            self.metrics.event(self.start, Event.RESUME, seeding=seeding, changes=changes)
+            self.metrics.event(self.start, Event.RESUME, seeding=seeding, changes=self.changes)
         num_steps = self.settings.num_steps
         if self.start >= num_steps:
             self.metrics.event(self.start, Event.ALREADY_FINISHED, num_steps=num_steps)
+
+    def end(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Say and record how the run ended, also if an exception of that class ended it."""
+        if kind is not None:
+            reason = kind.__name__
+        else:
+            reason = self.stop.signal or "finished"
+        seconds = time.perf_counter() - self.began
+        if jax.process_index() != 0:
+            return
+        lines = read_jsonl(os.path.join(self.workdir, "metrics.jsonl"))
+        best = best_of(lines)
+        self.metrics.event(
+            self.step, Event.END, reason=reason, seconds=round(seconds, 1),
+            loss=lines[-1]["loss"] if lines else None,
+            best_valid_loss=None if best is None else best["valid_loss"],
+            best_step=None if best is None else best["step"],
+        )  # fmt: skip
+        self.metrics.say(closing_line(reason, self.step, seconds, lines, self.workdir))
+
+    def _write_file(self, name: str, text: str) -> None:
+        """Write a file of the workdir, in the first process only."""
+        if jax.process_index() == 0:
+            Path(self.workdir, name).write_text(text + "\n", encoding="utf-8")
 
     def _read_ahead(self, stack: contextlib.ExitStack) -> Iterator[Row]:
         """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
@@ -212,16 +243,19 @@ class _Loop:
         for step in range(self.start + 1, settings.num_steps + 1):
             batch = self._next_batch(step, pending)
             self.profile.start_if_due(step, self.position.state)
+            if self._compiles(step) and pending is not None:  # its time is none of compilation
+                self._write(pending)
+                pending = None
             self._enter_stage(step)
-            self._check_gemms(step, batch)
-            dispatched = self._dispatch(step, batch)
+            dispatched = self._start_step(step, batch)
             if pending is not None:
-                self.metrics.write(pending.step, self._read(pending))
+                self._write(pending)
             pending = dispatched
-            stopping = self.stop.signal is not None
             last = step == settings.num_steps
             valid_due = step % settings.valid_every == 0 or last
-            save_due = self.checkpointer.should_save(step) or stopping or last
+            save_due = self.checkpointer.should_save(step) or last
+            stopping = self._stopping(waits=valid_due or save_due)
+            save_due = save_due or stopping
             sample_every = settings.sample_every
             sample_due = sample_every is not None and step % sample_every == 0
             if self.profile.ends_with(step):
@@ -235,6 +269,7 @@ class _Loop:
             if valid_due:
                 written |= self._validate(step)
             self.metrics.write(step, written)
+            self.step = step
             if sample_due:
                 text = sample_text(self.run, self.position.stage, self.position.state)
                 self.metrics.sample(step, text)
@@ -248,13 +283,22 @@ class _Loop:
         self._report_best()
         return written
 
+    def _stopping(self, *, waits: bool) -> bool:
+        """Whether a signal asks to stop. Several processes agree where the loop waits anyway."""
+        if jax.process_count() == 1:
+            return self.stop.signal is not None
+        if not waits:
+            return False
+        self.stop.agree()
+        return self.stop.signal is not None
+
     def _next_batch(self, step: int, pending: _Dispatched | None) -> Batch:
         """The batch of a step on the devices. If the data fails, the step before is saved."""
         try:
             return to_devices(next(self.rows), self.run.batch_sharding)
         except Exception as error:
             if pending is not None:
-                self.metrics.write(pending.step, self._read(pending))
+                self._write(pending)
             self.metrics.event(step - 1, Event.DATA_FAILED, reason=str(error))
             if step - 1 > self.start:
                 self._save(step - 1, None)
@@ -272,16 +316,59 @@ class _Loop:
         if not self.settings.require_fp8_gemms:
             self.unchecked = [following]
 
-    def _check_gemms(self, step: int, batch: Batch) -> None:
-        """Log which GEMMs of each new stage's step run in FP8; raise if that is required."""
+    def _compiles(self, step: int) -> bool:
+        """Whether the training program of a step is to be compiled first."""
+        stage = self.run.at(step)
+        entering = stage is not self.position.stage
+        seeding = stage.seeds if entering else self.position.seeding
+        return (stage.begins, seeding) not in self.compiled
+
+    def _start_step(self, step: int, batch: Batch) -> _Dispatched:
+        """Dispatch a step. Where its program is new, say how long it compiled and what it runs."""
+        if not self._compiles(step):
+            return self._dispatch(step, batch)
+        self.metrics.say("compiling the training step…")
+        begin = time.perf_counter()
+        checked = self._check_gemms(step, batch)
+        dispatched = self._dispatch(step, batch)
+        self.clock = time.perf_counter()
+        seconds = self.clock - begin
+        self.compiled.add((self.position.stage.begins, dispatched.seeded))
+        self.metrics.say(f"compiled it in {seconds:.1f} s")
+        for stage, summary in checked:
+            named = f"policy {stage.policy.name}: " if len(self.run.stages) > 1 else ""
+            details = "; see precision.txt" if summary.cast else ""
+            for line in labeled("precision", f"{named}{summary}{details}"):
+                self.metrics.say(line)
+            self.metrics.event(
+                step - 1, Event.STAGE, policy=stage.policy.name, fp8_gemms=summary.fp8,
+                cast_gemms=summary.cast, compile_s=round(seconds, 2),
+            )  # fmt: skip
+            if stage.slower and is_measured_here():
+                self.metrics.say(stage.slower)
+        return dispatched
+
+    def _check_gemms(self, step: int, batch: Batch) -> list[tuple[Stage, Summary]]:
+        """Find the GEMMs of each new stage's step; raise if FP8 is required and one is not."""
+        checked = []
         while self.unchecked and (step == self.start + 1 or not self.position.seeding):
             stage: Stage = self.unchecked.pop(0)
             # jit keeps the compiled program: the first call of the step compiles nothing more.
             lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
-            log_gemms(
+            gemms = find_gemms(
                 lowered.compile().as_text(), stage.policy, stage.model.config.linears,
-                stage.model.backend, high=stage.high, require=self.settings.require_fp8_gemms,
+                backend=stage.model.backend, high=stage.high,
             )  # fmt: skip
+            self.compiled.add((stage.begins, False))
+            title = f"GEMMs of a training step, policy {stage.policy.name}:"
+            self.precision += [title, format_table(gemms), ""]
+            if stage.gains and is_measured_here():
+                self.precision += [stage.gains, ""]
+            self._write_file("precision.txt", "\n".join(self.precision[:-1]))
+            if self.settings.require_fp8_gemms:
+                require_fp8(gemms)
+            checked.append((stage, summarize(gemms)))
+        return checked
 
     def _dispatch(self, step: int, batch: Batch) -> _Dispatched:
         position, programs = self.position, self.position.stage.programs
@@ -316,6 +403,10 @@ class _Loop:
 
     # What is written ------------------------------------------------------------------------------
 
+    def _write(self, dispatched: _Dispatched) -> None:
+        self.metrics.write(dispatched.step, self._read(dispatched))
+        self.step = dispatched.step
+
     def _rows_read(self, step: int) -> int:
         """Rows that this process's run has read since it began, in all processes together."""
         return (step - self.start) * self.settings.batch_size
@@ -338,6 +429,7 @@ class _Loop:
         }  # fmt: skip
         items = checkpoint_items(self.run, self.position.state)
         self.checkpointer.save(step, items, meta, valid_loss)
+        self.metrics.event(step, Event.CHECKPOINT, path=str(self.checkpoints / str(step)))
 
     def _report_best(self) -> None:
         if self.settings.checkpoint_keep_best and (best := self.checkpointer.best()) is not None:

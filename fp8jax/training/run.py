@@ -57,6 +57,7 @@ class Stage:
       programs: its compiled functions.
       carried: names of the amax histories that it takes over from the stage before.
       gains: the size gate's report on its linears; "" if nothing is quantized.
+      slower: which linears are predicted to be slower than in BF16; "" if none is.
     """
 
     begins: int
@@ -65,6 +66,7 @@ class Stage:
     programs: Programs
     carried: frozenset[str]
     gains: str
+    slower: str
 
     @property
     def policy(self) -> Policy:

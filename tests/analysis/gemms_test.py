@@ -429,12 +429,12 @@ def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_pat
 def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, monkeypatch):
     """Before the first step, which seeds and is a second program; the next step compiles none."""
     compiled, tables, noted = [], [], []
-    log_gemms = loop.log_gemms
 
-    def noted_gemms(text, *args, **kwargs):
-        log_gemms(text, *args, **kwargs)
-        tables.append(format_table(find_gemms(text, *args[:2])))
+    def noted_gemms(*args, **kwargs):
+        gemms = find_gemms(*args, **kwargs)
+        tables.append(format_table(gemms))
         noted.append(("table", len(compiled)))
+        return gemms
 
     def noted_to_devices(*args):  # batches are read ahead
         noted.append(("batch", len(compiled)))
@@ -443,7 +443,7 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
-    monkeypatch.setattr(loop, "log_gemms", noted_gemms)
+    monkeypatch.setattr(loop, "find_gemms", noted_gemms)
     monkeypatch.setattr(loop, "to_devices", noted_to_devices)
     config = tiny(data, precision="fp8_delayed", num_steps=3, warmup_steps=1)
     train_and_evaluate(config, str(tmp_path))
@@ -451,6 +451,9 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     step, seed_step = before + 1, before + 2
     assert noted == [("batch", before), ("table", step), ("batch", seed_step), ("batch", seed_step)]
     assert len(tables) == 1 and "layers/mlp/down " in tables[0]
+    assert (tmp_path / "precision.txt").read_text().endswith(f"policy fp8_delayed:\n{tables[0]}\n")
+    (stage,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "stage")
+    assert (stage["policy"], stage["fp8_gemms"], stage["cast_gemms"]) == ("fp8_delayed", 0, 42)
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_other_recipes_and_backends_are_left_alone_and_said_to_be(on_h200):
 
 
 def test_where_nothing_is_quantized_nothing_is_said():
-    assert GATE(POLICIES["bf16"], leave=False) == (POLICIES["bf16"], "")
+    assert GATE(POLICIES["bf16"], leave=False) == (POLICIES["bf16"], "", "")
 
 
 def test_tensor_parallel_linears_are_cut_as_their_kernels_are():
@@ -326,7 +326,7 @@ def test_the_gate_of_a_run_refuses_another_device(data):
 
 
 @pytest.mark.slow
-def test_the_gains_are_logged_once_and_a_run_resumes_under_the_gate(
+def test_the_gains_are_written_once_and_a_run_resumes_under_the_gate(
     on_h200, data, tmp_path, caplog
 ):
     """The histories of a checkpoint belong to its policy: a gated one begins its own, and then goes
@@ -335,7 +335,8 @@ def test_the_gains_are_logged_once_and_a_run_resumes_under_the_gate(
     config.unroll = config.model_overrides.n_layers = 1  # compiles in half the time
     with caplog.at_level("INFO", logger="absl"):
         train_and_evaluate(config, str(tmp_path))
-    assert caplog.text.count("Gains over BF16, policy fp8_delayed, of") == 1
+    report = (tmp_path / "precision.txt").read_text()
+    assert report.count("Gains over BF16, policy fp8_delayed, of") == 1
     assert caplog.text.count("Slower than BF16: layers/attention/k, layers/attention/v.") == 1
     config.update(size_gate=True, num_steps=7, resume_with_changes=True)
     for _ in range(2):

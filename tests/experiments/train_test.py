@@ -1,7 +1,9 @@
 """The real command in a process of its own: killed, stopped, resumed, misused."""
 
 import itertools
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,9 +36,25 @@ def command(tmp_path, workdir, **changes):
             f"--workdir={workdir}", *flags]  # fmt: skip
 
 
-def start(arguments, log):
+def start(arguments, log, devices=8):
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    environment = os.environ if devices == 8 else {**os.environ, "XLA_FLAGS": flags}
     with log.open("ab") as file:
-        return subprocess.Popen(arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            arguments, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def start_two(arguments, logs):
+    """Starts two processes of one run, with a device each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = [f"--coordinator=localhost:{port}", "--num_processes=2"]
+    return [
+        start([*arguments, *flags, f"--process_id={i}"], log, devices=1)
+        for i, log in enumerate(logs)
+    ]
 
 
 def wait_for_step(workdir, step, process, seconds=180):
@@ -67,6 +85,11 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     sources = [write_generated_text(path, documents=400) for path in (tmp_path, tmp_path / "other")]
     hard = HARD | {"data": f"a=0.7*{sources[0]},b=0.3*{sources[1]}"}
     assert start(command(tmp_path, whole, **hard), log).wait(300) == 0, log.read_text()
+    lines = log.read_text().splitlines()
+    (first,) = (n for n, line in enumerate(lines) if line.startswith("step 1/28 "))
+    assert first <= 25 and "compiling the training step…" in lines[:first]
+    assert any(line.startswith("precision  0 of ") for line in lines[:first])
+    assert lines[-1].startswith("finished at step 28 after 0:") and str(whole) in lines[-1]
 
     kill_at = int(np.random.default_rng().integers(5, 14))
     process = start(command(tmp_path, broken, **hard), log)
@@ -80,7 +103,8 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     wait_for_step(broken, 16, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()
-    stopped = read_jsonl(broken / "events.jsonl")[-1]
+    stopped, end = read_jsonl(broken / "events.jsonl")[-2:]
+    assert (end["kind"], end["reason"], end["step"]) == ("end", "SIGTERM", stopped["step"])
     assert stopped["kind"] == "stopped" and stopped["signal"] == "SIGTERM"
     assert (broken / "checkpoints" / str(stopped["step"])).is_dir()
 
@@ -89,6 +113,43 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     assert len(resumed) == 2 and resumed[1] == stopped["step"], f"{kill_at=}"
     assert history(broken) == history(whole), f"{kill_at=}"
     assert len(history(whole)) == 28
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path):
+    """Sharded over two processes, one of which gets SIGTERM, and resumed: the numbers of one."""
+    settings = {"precision": "fp8_delayed", "mesh": "fsdp", "num_steps": 12, "valid_every": 4}
+    one, two = (tmp_path / name for name in ("one", "two"))
+    logs = [tmp_path / f"log{i}" for i in range(3)]
+    assert start(command(tmp_path, one, **settings), logs[2], 2).wait(300) == 0
+    arguments = command(tmp_path, two, **settings)
+    processes = start_two(arguments, logs)
+    wait_for_step(two, 2, processes[0])
+    processes[1].send_signal(signal.SIGTERM)  # process 0 learns of it
+    for process, log in zip(processes, logs, strict=False):
+        assert process.wait(120) == 0, log.read_text()
+    events = read_jsonl(two / "events.jsonl")
+    assert (events[-1]["kind"], events[-1]["reason"]) == ("end", "SIGTERM")
+    assert events[-1]["step"] in (4, 8) and events[0]["processes"] == 2
+    for process, log in zip(start_two(arguments, logs), logs, strict=False):
+        assert process.wait(300) == 0, log.read_text()
+    assert history(two) == history(one) and len(history(one)) == 12
+    assert "step " not in logs[1].read_text()  # process 0 alone speaks
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num_processes=2"],
+        ["--coordinator=localhost:1", "--num_processes=2", "--process_id=2"],
+    ],
+)
+def test_processes_that_do_not_fit_together_are_refused(tmp_path, flags):
+    done = subprocess.run(
+        [*command(tmp_path, tmp_path / "run"), *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: --")
 
 
 @pytest.mark.slow

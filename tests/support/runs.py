@@ -11,6 +11,7 @@ from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.numerics.policy import POLICIES
+from fp8jax.records.events import SILENT
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.build import build
 
@@ -59,6 +60,11 @@ def steps(config, num_steps, devices=None):
 
 def numbers(workdir: Path) -> list[dict]:
     """Every line of the metrics but for what a clock decides."""
-    clock = ("step_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+    clock = ("time", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes")
     lines = read_jsonl(workdir / "metrics.jsonl")
     return [{key: line[key] for key in line if key not in clock} for line in lines]
+
+
+def happened(workdir: Path) -> list[dict]:
+    """Every event but those of an undisturbed run: its start, stages, checkpoints and end."""
+    return [event for event in read_jsonl(workdir / "events.jsonl") if event["kind"] not in SILENT]

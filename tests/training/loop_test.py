@@ -5,6 +5,7 @@ What needs a process of its own (kill, signals, the command line) is in experime
 
 import collections
 import dataclasses
+import datetime
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.validate import sample_text
 from tests.support.products import float8_products
-from tests.support.runs import corpus, steps, tiny
+from tests.support.runs import corpus, happened, steps, tiny
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
@@ -155,7 +156,9 @@ def finished(data, tmp_path_factory):
 def test_a_run_writes_what_it_should(finished):
     tmp_path, last = finished
     lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert len(lines) == 20 and lines[-1] == {"step": 20, **last}
+    assert len(lines) == 20 and lines[-1] == {"step": 20, "time": lines[-1]["time"], **last}
+    times = [datetime.datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times) and times[0].tzinfo is datetime.UTC
     assert {"loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu"} <= set(lines[0])
     assert [line["step"] for line in lines if "valid_loss" in line] == [10, 20]
     assert last["valid_loss"] < lines[9]["valid_loss"]
@@ -270,7 +273,7 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     assert best != 15
     kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert kept == [best, 15]
-    profiled, found = read_jsonl(tmp_path / "events.jsonl")
+    profiled, found = happened(tmp_path)
     assert (profiled["kind"], profiled["step"]) == ("profiled", 4)
     assert (found["kind"], found["step"], found["valid_loss"]) == (
         "best_checkpoint", best, valid[best]
@@ -288,7 +291,8 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     kept = sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert kept[-1] == len(lines) and np.isfinite([line["loss"] for line in lines]).all()
-    (event,) = read_jsonl(tmp_path / "events.jsonl")
+    (event,) = happened(tmp_path)
+    assert read_jsonl(tmp_path / "events.jsonl")[-1]["reason"] == "NonFiniteError"
     assert event["kind"] == "stop" and event["cause"] == "non_finite"
     assert event["step"] == len(lines) + 1 and event["first"]
 
@@ -300,7 +304,7 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
     config = tiny(data, precision="bf16", num_steps=4, warmup_steps=0, valid_every=1,
                   learning_rate=2e-2, resume_with_changes=True)  # fmt: skip
     train_and_evaluate(config, str(tmp_path))
-    assert not (tmp_path / "events.jsonl").read_text()
+    assert not happened(tmp_path)
     config.num_steps = 9
     train_and_evaluate(config, str(tmp_path))
     grown = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "swiglu_grows"]

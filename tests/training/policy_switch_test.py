@@ -29,7 +29,7 @@ from fp8jax.training import dry_run, loop, parameter_table, programs, resume
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
-from tests.support.runs import corpus, numbers, steps, tiny
+from tests.support.runs import corpus, happened, numbers, steps, tiny
 
 # Two linears with histories are enough, and little to compile.
 MLP = Policy((("layers/mlp/*", RECIPES["fp8_delayed"]),), name="mlp")
@@ -205,7 +205,7 @@ def test_resumed_on_either_side_and_at_the_switch_equals_never_stopped(
     assert numbers(workdir) == numbers(whole.workdir)
     samples = [read_jsonl(folder / "samples.jsonl") for folder in (workdir, whole.workdir)]
     assert samples[0] == samples[1]
-    resume = read_jsonl(workdir / "events.jsonl")[0]
+    resume = happened(workdir)[0]
     assert (resume["step"], resume["seeding"], resume["changes"]) == (step, False, [])
     assert [event["step"] for event in switches(workdir)] == switched
 
