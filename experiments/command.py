@@ -16,6 +16,7 @@ from typing import TypeVar
 from absl import app, flags, logging
 
 ERRORS = (ValueError, NotImplementedError, OSError)
+INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
 
 
 def run(
@@ -25,7 +26,7 @@ def run(
     verbosity: int = logging.WARNING,
     quiet: Iterable[str] = ("jax",),
 ) -> None:
-    """Parses the flags, calls `main` and exits.
+    """Parses the flags, calls `main` and exits; with status 130 after Ctrl-C.
 
     Args:
       main: takes the arguments that are not flags, without the program's name. It may raise
@@ -60,6 +61,10 @@ def _call(
     except errors as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        logging.debug("", exc_info=True)
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -4,6 +4,7 @@
 config resumes from it. --dry_run prints what the run would cost, without training.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ import fp8jax  # sets the XLA flags, before JAX starts
 from configs import base
 from experiments import command
 from fp8jax.device import xla
+from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training import dry_run, parameter_table, programs
 from fp8jax.training.build import build
@@ -55,8 +57,9 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
     if _SHOW_PARAMS.value:
         print(parameter_table.parameter_table(run), end="\n\n")
     if _DUMP_HLO.value:
-        for path in programs.dump_hlo(run, os.path.join(workdir, "hlo")):
-            logging.info("wrote %s", path)
+        with contextlib.nullcontext() if _DRY_RUN.value else lock_workdir(workdir):
+            for path in programs.dump_hlo(run, os.path.join(workdir, "hlo")):
+                logging.info("wrote %s", path)
     if _DRY_RUN.value:
         print(dry_run.make_plan(run).text())
         if (used := dry_run.bytes_in_use(run)) is not None:

@@ -36,6 +36,7 @@ from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.events import Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
+from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
@@ -82,6 +83,8 @@ def train_and_evaluate(
 
     Raises:
       ValueError, NotImplementedError: a config that cannot be honored; before anything is trained.
+      OSError: the workdir cannot be written, or another program trains in it (BlockingIOError).
+      KeyboardInterrupt: after Ctrl-C, once the state is saved. SIGTERM saves and returns.
       StoppedError: a step was rejected and no rung of the ladder was left: NonFiniteError for a
         loss or gradient that is not finite, else for a spike.
     """
@@ -90,11 +93,12 @@ def train_and_evaluate(
     xla.set_compilation_cache()
     run = build(config)
     settings = run.settings
-    corpus = build_corpus(
-        settings.data, run.tokenizer, seq_len=settings.seq_len,
-        valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
-    )  # fmt: skip
     with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_workdir(workdir))  # before anything is written there
+        corpus = build_corpus(
+            settings.data, run.tokenizer, seq_len=settings.seq_len,
+            valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
+        )  # fmt: skip
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import threading
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -10,21 +11,32 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest(contextlib.AbstractContextManager):
-    """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts."""
+    """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts.
+
+    The first Ctrl-C raises KeyboardInterrupt at the end of the context, unless that ends with
+    another exception: whoever calls learns that the user wants to stop, and trains nothing else.
+    """
 
     def __init__(self):
         self.signal: str | None = None
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self):
+    def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.signal == signal.SIGINT.name and error is None:
+            raise KeyboardInterrupt
 
     def agree(self) -> None:
         """Let all processes of a run have the signal of any; each must call this at the same step.
@@ -36,6 +48,6 @@ class StopRequest(contextlib.AbstractContextManager):
         largest = int(multihost_utils.process_allgather(np.int32(number)).max())
         self.signal = signal.Signals(largest).name if largest else None
 
-    def _handle(self, number, frame):
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name
         signal.signal(number, self._previous[number])

@@ -25,6 +25,7 @@ from fp8jax.model.attention import ATTENTIONS
 from fp8jax.model.config import MODULES
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.recovery import NonFiniteError
@@ -346,6 +347,15 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
 def test_bad_configs_are_refused_with_names_and_numbers(data, changes, message):
     with pytest.raises(ValueError, match=message):
         build(tiny(data, **changes))
+
+
+def test_a_workdir_in_which_another_program_trains_is_refused_before_anything(data, tmp_path):
+    config = tiny(data, cache_dir=str(tmp_path / "cache"))
+    with lock_workdir(tmp_path / "run"):
+        with pytest.raises(BlockingIOError, match="another program .* trains in the workdir"):
+            train_and_evaluate(config, str(tmp_path / "run"))
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_backend_that_cannot_do_the_policy_says_why(data):
