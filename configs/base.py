@@ -92,7 +92,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     # Validation, samples and checkpoints
     config.valid_every = 100  # steps between validations; the last step always validates
-    config.valid_batches = placeholder(int)  # batches of each source in a validation; None: all
+    config.valid_batches = placeholder(int)  # of batch_size rows, of each source; None: all rows
     config.sample_every = placeholder(int)  # steps between text samples; None: no samples
     config.sample_prompt = ""  # text that a sample begins with
     config.sample_tokens = 128  # new tokens in a sample

@@ -45,6 +45,6 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.num_steps = 600_000
     config.warmup_steps = 2000
     config.valid_every = 1000
-    config.valid_batches = 16
+    config.valid_batches = 4
     config.checkpoint_every = 1000
     return config

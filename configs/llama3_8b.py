@@ -28,6 +28,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.warmup_steps = 2000
     config.learning_rate = 3e-4
     config.valid_every = 1000
-    config.valid_batches = 16
+    config.valid_batches = 2
     config.checkpoint_every = 1000
     return config
