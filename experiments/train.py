@@ -71,17 +71,15 @@ def _join_processes() -> None:
 
     The first process alone writes files and speaks; the others only warn.
     """
-    given = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
-    if all(value is None for value in given.values()):
+    address, number, process = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+    if address is None and number is None and process is None:
         return
-    if any(value is None for value in given.values()):
-        raise ValueError(f"--coordinator, --num_processes and --process_id go together: {given}")
-    if not _PROCESS_ID.value < _NUM_PROCESSES.value:
-        raise ValueError(
-            f"--process_id={_PROCESS_ID.value} must be below --num_processes={_NUM_PROCESSES.value}"
-        )
-    jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    if _PROCESS_ID.value > 0:
+    if address is None or number is None or process is None:
+        raise ValueError("--coordinator, --num_processes and --process_id need each other")
+    if process >= number:
+        raise ValueError(f"--process_id={process} must be below --num_processes={number}")
+    jax.distributed.initialize(address, number, process)
+    if process > 0:
         logging.set_verbosity(logging.WARNING)
 
 

@@ -30,7 +30,9 @@ def test_floats_come_back_bit_for_bit_with_step_first(tmp_path):
             out.write(step, {"loss": value, "mfu": None, "tokens": 7})
     path = tmp_path / "run" / "metrics.jsonl"
     lines = read_jsonl(path)
-    assert [list(line) for line in lines] == [["step", "loss", "mfu", "tokens"]] * len(floats)
+    assert [list(line) for line in lines] == [["step", "time", "loss", "mfu", "tokens"]] * len(
+        floats
+    )
     assert [line["step"] for line in lines] == list(range(1, len(floats) + 1))
     for line, value in zip(lines, floats, strict=True):
         assert _bits(line["loss"]) == _bits(value)
