@@ -20,6 +20,7 @@ from fp8jax.linear.updates import (
     split,
     update,
 )
+from fp8jax.numerics.accumulation import Accumulation
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
     from fp8jax.training.loop import train_and_evaluate
 
 __all__ = [
-    "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig", "NV16", "NV16x16",
-    "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES", "ROW", "Recipe",
-    "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize", "dot_general",
-    "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge", "merge_devices",
-    "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split", "train_and_evaluate",
-    "update",
+    "Accumulation", "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig",
+    "NV16", "NV16x16", "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES",
+    "ROW", "Recipe", "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize",
+    "dot_general", "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge",
+    "merge_devices", "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split",
+    "train_and_evaluate", "update",
 ]  # fmt: skip
 
 _ON_FIRST_USE = {

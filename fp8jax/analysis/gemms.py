@@ -37,7 +37,8 @@ from fp8jax.records.text_table import aligned
 
 
 class Fp8FallbackError(ValueError):
-    """A GEMM whose operands are both cast to FP8 or FP4 runs in another precision."""
+    """A GEMM whose operands are both cast to FP8 or FP4 runs in another precision, or with another
+    accumulation than its recipe's."""
 
 
 def find_gemms(
@@ -78,7 +79,7 @@ def judged(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> G
     """Returns the GEMM of a linear that runs `recipe`, with `fp8` and `reason` filled in."""
     narrow = all(dtype.startswith(("f8", "f4")) for dtype in gemm.operands)
     fp8 = narrow and device.fp8 and gemm.kernel not in BARE
-    reason = None if fp8 else _reason(gemm, recipe, backend, device)
+    reason = _wrong_sum(gemm, recipe) if fp8 else _reason(gemm, recipe, backend, device)
     return dataclasses.replace(gemm, fp8=fp8, reason=reason)
 
 
@@ -100,6 +101,14 @@ def _reason(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> 
     if gemm.kernel in BARE:
         return f"layout: no library runs it, XLA left a bare {gemm.kernel}"
     return "pattern: XLA did not recognize the FP8 GEMM and widened its operands"
+
+
+def _wrong_sum(gemm: Gemm, recipe: Recipe) -> str | None:
+    """Returns which accumulation an FP8 GEMM runs if its recipe asks for a better one, or None."""
+    if gemm.role is None or gemm.accumulation != "fast":
+        return None
+    wanted = getattr(recipe.accumulation, gemm.role)
+    return None if wanted == "fast" else f"accumulation: {wanted} was asked for, and fast runs"
 
 
 def _why_emulated(recipe: Recipe, backend: str | None, device: Device) -> str:
@@ -241,7 +250,7 @@ def format_table(gemms: Iterable[Gemm]) -> str:
         role = f"{g.recipe}.{g.role}" if g.role else "-"
         loops = "" if g.trips == 1 else f" ({g.trips or '?'} turns)"
         shape = " x ".join(map(str, g.shape)) if g.shape else "?"
-        rows.append((g.name, role, f"{count}{loops}", g.precision, shape, g.kernel))
+        rows.append((g.name, role, f"{count}{loops}", g.precision, shape, g.runs))
     notes = [_totals(groups), *_fallbacks(groups)]
     wrapped = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
     return "\n".join([*aligned(rows), *wrapped])
@@ -277,23 +286,28 @@ def _totals(groups: Mapping[Gemm, int]) -> str:
 
 def _fallbacks(groups: Mapping[Gemm, int]) -> list[str]:
     """Returns one line for each reason, with all GEMMs that it applies to."""
-    by_reason: dict[str, list[str]] = collections.defaultdict(list)
+    by_reason: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for g, count in groups.items():
         if g.reason is not None:
-            by_reason[g.reason].append(f"{g.name} {g.role} in {g.precision} ({count})")
-    return [f"NOT FP8: {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+            kind = "NOT SPLIT" if g.fp8 else "NOT FP8"
+            by_reason[kind, g.reason].append(f"{g.name} {g.role} in {g.precision} ({count})")
+    return [f"{kind}: {', '.join(names)}: {reason}" for (kind, reason), names in by_reason.items()]
 
 
 def require_fp8(gemms: Iterable[Gemm]) -> None:
-    """Checks that every GEMM whose operands are both cast to FP8 or FP4 runs on such operands.
+    """Checks that every GEMM whose operands are both cast to FP8 or FP4 runs on such operands, and
+    that it adds up their products as its recipe asks.
 
     Raises:
       Fp8FallbackError: some do not; it says which, their precision, and why.
     """
     groups = _group(gemm for gemm in gemms if gemm.reason is not None)
     if groups:
+        what = "run in FP8"
+        if all(gemm.fp8 for gemm in groups):
+            what = "split their sums"
         raise Fp8FallbackError(
-            f"{sum(groups.values())} GEMMs of the program should run in FP8 and do not:\n  "
+            f"{sum(groups.values())} GEMMs of the program should {what} and do not:\n  "
             + "\n  ".join(_fallbacks(groups))
         )
 

@@ -63,7 +63,10 @@ class Gemm:
       trips: iterations of the loops around it. None if HLO does not know the number of iterations
         of one of them, which then counts as one.
       fp8: whether both operands have 8 or 4 bits and a matrix unit multiplies them.
-      reason: why `fp8` is False although the recipe casts both operands; else None.
+      accumulation: how a GEMM of FP8 codes adds up its products, an entry of `ACCUMULATIONS`; None
+        if HLO does not say. It does for cuBLAS and Triton, but not for Pallas kernels.
+      reason: why `fp8` is False although the recipe casts both operands, or which accumulation runs
+        instead of the recipe's; else None.
     """
 
     module: str
@@ -77,6 +80,7 @@ class Gemm:
     trips: int | None = 1
     merged: tuple[str, ...] = ()
     fp8: bool = False
+    accumulation: str | None = None
     reason: str | None = None
 
     @property
@@ -93,6 +97,11 @@ class Gemm:
     def precision(self) -> str:
         """The operands' dtypes, such as "f8e5m2 x f8e4m3fn", or one dtype if they are equal."""
         return " x ".join(dict.fromkeys(self.operands))
+
+    @property
+    def runs(self) -> str:
+        """The kernel, with its accumulation if known: "__cublas$lt$matmul$f8, fast"."""
+        return f"{self.kernel}, {self.accumulation}" if self.accumulation else self.kernel
 
 
 def module_position(path: str) -> int:
@@ -136,6 +145,9 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+_PRECISION = re.compile(r'"operand_precision":\[([^\]]*)\]')
 
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)')
@@ -280,13 +292,29 @@ def _parse_gemm(program: _HloProgram, computation: str, right: str) -> Gemm | No
     names = re.findall(r"%([\w.-]+)", instruction[2])[:2]
     operands = [program.type_of(computation, operand) for operand in names]
     result, dims = _parse_type(right)
-    runs = program.runs(computation)
+    runs, dtypes = program.runs(computation), tuple(dtype for dtype, _ in operands)
     return Gemm(
         module=name.module, role=name.role, recipe=name.recipe,
-        operands=tuple(dtype for dtype, _ in operands), result=result,
+        operands=dtypes, result=result, accumulation=_accumulation(right, kernel, dtypes),
         shape=_shape(right, operands[0][1] if operands else [], dims),
         kernel=kernel, count=runs.count, trips=runs.trips,
     )  # fmt: skip
+
+
+def _accumulation(right: str, kernel: str, operands: tuple[str, ...]) -> str | None:
+    """Returns how a GEMM of FP8 codes adds up its products, None if HLO does not say.
+
+    XLA turns cuBLAS's fast accumulation on where both operands have the precision DEFAULT. Its
+    Triton GEMMs ignore the precision: they always keep the sum in the matrix unit.
+    """
+    if not all(dtype.startswith("f8") for dtype in operands):
+        return None
+    if kernel.startswith("__triton"):
+        return "fast"
+    precision = _PRECISION.search(right)
+    if kernel != "__cublas$lt$matmul$f8" or precision is None:
+        return None
+    return "fast" if set(re.findall(r"\w+", precision[1])) == {"DEFAULT"} else "split"
 
 
 def _shape(right: str, lhs: list[int], result: list[int]) -> tuple[int, int, int] | None:

@@ -37,7 +37,8 @@ class Backend:
       name: the backend's key in `BACKENDS`.
       quantize: (array [..., rows, columns], requests) -> one operand per request, and the array's
         float32 amax if a kernel computed it, else None.
-      matmul: (a, b, dtype) -> [..., M, N]; at least one operand is a `QuantizedOperand`.
+      matmul: (a, b, dtype, accumulation) -> [..., M, N]; at least one operand is a
+        `QuantizedOperand`, and accumulation is an entry of `ACCUMULATIONS`.
       refuses: (recipe, device) -> why the backend cannot run the recipe there, or None.
       batches: whether its GEMMs accept a batch axis and empty operands.
       quantize_swiglu: (producer, its sources, requests for each result) -> what `quantize` returns
@@ -48,7 +49,7 @@ class Backend:
 
     name: str
     quantize: Quantizer
-    matmul: Callable[[Operand, Operand, jnp.dtype], jax.Array]
+    matmul: Callable[[Operand, Operand, jnp.dtype, str], jax.Array]
     refuses: Callable[[Recipe, Device], str | None]
     batches: bool = True
     quantize_swiglu: (
@@ -68,10 +69,10 @@ def _pallas_quantize(
     return pallas.quantize_fused(x, requests)
 
 
-def _pallas_matmul(a: Operand, b: Operand, dtype: jnp.dtype) -> jax.Array:
+def _pallas_matmul(a: Operand, b: Operand, dtype: jnp.dtype, accumulation: str) -> jax.Array:
     from fp8jax.linear import pallas
 
-    return pallas.matmul_pallas(a, b, dtype)
+    return pallas.matmul_pallas(a, b, dtype, accumulation)
 
 
 def _pallas_quantize_swiglu(

@@ -2,6 +2,10 @@
 
 It runs every recipe and defines what a recipe computes. `quantize_each` is also the quantizer of
 the backend `xla`.
+
+Sums are in float32, whatever a recipe's accumulation is (numerics/accumulation.py): the backend
+emulates formats, not the accumulators of a matrix unit. That loses less than `fast` may, and is
+what `split` asks for.
 """
 
 import dataclasses
@@ -57,8 +61,10 @@ def _same_values(one: CastRequest, other: CastRequest) -> bool:
     return any_axis and cast == other.cast
 
 
-def matmul_emulated(a: Operand, b: Operand, dtype) -> jax.Array:
+def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
     """Multiply the dequantized operands exactly, with sums in float32, and round to `dtype`.
+
+    `accumulation` changes nothing, as the module's docstring says.
 
     Scales that are constant along the contracting axis are multiplied into the result.
     """

@@ -73,15 +73,18 @@ Quantizer = Callable[
 ]
 
 
-def plain_matmul(a: PlainOperand, b: PlainOperand, dtype) -> jax.Array:
+def plain_matmul(
+    a: PlainOperand, b: PlainOperand, dtype, precision: lax.Precision | None = None
+) -> jax.Array:
     """Multiply [..., M, K] and [..., K, N] (or transposed, as `axis` says) to [..., M, N].
 
-    Leading axes are batch axes. The result has dtype `dtype`.
+    Leading axes are batch axes. The result has dtype `dtype`. `precision` is that of
+    `lax.dot_general`; for None, float32 operands are not rounded to TF32.
     """
     batch = tuple(range(a.x.ndim - 2))
     contract = ((a.x.ndim + a.axis,), (b.x.ndim + b.axis,))
-    # For float32 operands the default on a GPU would be TF32.
-    precision = lax.Precision.HIGHEST if a.x.dtype == jnp.float32 else None
+    if precision is None and a.x.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
     return lax.dot_general(
         a.x, b.x, (contract, (batch, batch)), precision, preferred_element_type=dtype
     )

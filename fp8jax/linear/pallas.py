@@ -3,7 +3,8 @@
 The quantization kernels quantize an operand for both of its GEMMs in one pass, where both casts are
 the same. They write the codes with the contracting axis last, padded to whole blocks. Scales of
 whole tensors are multiplied as in the backend `xla`; scales of rows and of 128 elements are
-multiplied inside kernels/row_gemm.py and kernels/block_gemm.py.
+multiplied inside kernels/row_gemm.py, which has fast accumulation only, and kernels/block_gemm.py,
+which adds up blocks of 128 in float32.
 """
 
 import functools
@@ -235,15 +236,17 @@ def _from_axes(codes: dict[int, _Codes], amax: jax.Array | None) -> _Fused:
 # Multiplying --------------------------------------------------------------------------------------
 
 
-def matmul_pallas(a: Operand, b: Operand, dtype) -> jax.Array:
+def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
     """Multiply two quantized operands; return [M, N] in `dtype`, without the padding.
 
+    `accumulation` is "fast" unless both operands have one scale: `pallas_refuses` excludes others.
     Scales of whole tensors are multiplied as in `matmul_xla`, other scales inside the kernels.
     """
     assert isinstance(a, QuantizedOperand)  # `pallas_refuses` excludes high-precision operands
     assert isinstance(b, QuantizedOperand)
     if a.cast.tile == b.cast.tile == TENSOR:
-        return matmul_xla(a, b, dtype)[: _free_length(a), : _free_length(b)]
+        return matmul_xla(a, b, dtype, accumulation)[: _free_length(a), : _free_length(b)]
+    assert accumulation == "fast"
     (left, sa), (right, sb) = _contracted_last(a), _contracted_last(b)
     if a.cast.separable and b.cast.separable:
         sa, sb = (jnp.broadcast_to(s[0], v.shape[:1]) for s, v in ((sa, left), (sb, right)))

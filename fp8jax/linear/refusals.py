@@ -85,13 +85,13 @@ def _xla_gemm_refuses(casts: GemmCasts, device: Device) -> str | None:
 def pallas_refuses(recipe: Recipe, device: Device) -> str | None:
     """Return why `pallas` cannot run the recipe on the device, or None if it can."""
     for name, casts in recipe.gemms.items():
-        reason = _pallas_gemm_refuses(casts)
+        reason = _pallas_gemm_refuses(casts, getattr(recipe.accumulation, name))
         if reason is not None:
             return f"{name} {reason}"
     return requirements.refuses(device) if recipe.casts else None
 
 
-def _pallas_gemm_refuses(casts: GemmCasts) -> str | None:
+def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
     lhs, rhs = casts
     if lhs is None and rhs is None:
         return None
@@ -106,6 +106,8 @@ def _pallas_gemm_refuses(casts: GemmCasts) -> str | None:
     if {lhs.tile, rhs.tile} <= {TENSOR, ROW}:
         if lhs.format.name == rhs.format.name == "e5m2":
             return "multiplies e5m2 by e5m2: no GPU does"
+        if accumulation != "fast" and ROW in (lhs.tile, rhs.tile):
+            return f"asks for {accumulation} accumulation: the kernel for scales of rows has none"
         return None
     if (lhs.tile, rhs.tile) not in _BLOCK_GEMM_TILES:
         return f"multiplies {lhs.tile} by {rhs.tile}: there is no kernel for these tiles"

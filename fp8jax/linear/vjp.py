@@ -181,7 +181,7 @@ def named_matmul(
     module = jax.named_scope(scope) if scope else contextlib.nullcontext()
     with module, jax.named_scope(f"{context.recipe.name}.{name}"):
         if isinstance(a, QuantizedOperand) or isinstance(b, QuantizedOperand):
-            return context.backend.matmul(a, b, dtype)
+            return context.backend.matmul(a, b, dtype, getattr(context.recipe.accumulation, name))
         return plain_matmul(a, b, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fp8jax.numerics.accumulation import Accumulation
 from fp8jax.numerics.scales import SCALES, ScaleRule
 from fp8jax.records.text_table import aligned
 
@@ -28,8 +29,8 @@ def cast_words(cast: Any) -> str:
     return " ".join(words)
 
 
-def recipe_words(casts: dict[str, Any]) -> str:
-    """Return a recipe's casts, by name, in a line; casts of one operand that are equal once."""
+def recipe_words(casts: dict[str, Any], accumulation: Accumulation) -> str:
+    """Return a recipe in a line: its casts by name, equal ones once, and its split sums if any."""
     names: dict[Any, list[str]] = {}
     for name, cast in casts.items():
         names.setdefault(cast, []).append(name)
@@ -39,11 +40,19 @@ def recipe_words(casts: dict[str, Any]) -> str:
         f"{'+'.join(of)}: {'high precision' if cast is None else cast_words(cast)}"
         for cast, of in names.items()
     ]
+    if split := split_gemms(accumulation):
+        parts.append(f"accumulation: {split}")
     return "; ".join(parts)
 
 
-def recipe_rows(casts: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return one row of cells for each cast, under `HEADER`."""
+def split_gemms(accumulation: Accumulation) -> str:
+    """Return which GEMMs split their sums: "dgrad+wgrad split"; "" if none does."""
+    names = [name for name, how in accumulation._asdict().items() if how == "split"]
+    return f"{'+'.join(names)} split" if names else ""
+
+
+def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple[str, ...]]:
+    """Return one row of cells for each cast, under `HEADER`, and one for split sums if any."""
     rows: list[tuple[str, ...]] = []
     for name, cast in casts.items():
         if cast is None:
@@ -53,6 +62,8 @@ def recipe_rows(casts: dict[str, Any]) -> list[tuple[str, ...]]:
             (name, cast.format.name, str(cast.tile), scale_name(cast.scale), timing_name(cast),
              cast.rounding, "-" if cast.hadamard == 1 else str(cast.hadamard))
         )  # fmt: skip
+    if split := split_gemms(accumulation):
+        rows.append(("accumulation", split))
     return rows
 
 

@@ -2,15 +2,18 @@
 
     fp8_delayed:history=1024,margin=1      fp4_mixed:gradients=e5m2      nvfp4:head=fp8_current
 
-Options follow a colon. Those of cast_options.py change casts. A policy has three more: `head` sets
-the recipe of the LM head, `bf16_first` and `bf16_last` set the exempt layers. The order of options
-does not matter: `head` comes first, so that options that change casts apply to the head, too.
+Options follow a colon. Those of cast_options.py change casts, those of accumulation.py how FP8
+GEMMs add up their products. A policy has three more: `head` sets the recipe of the LM head,
+`bf16_first` and `bf16_last` set the exempt layers. The order of options does not matter: `head`
+comes first, so that options that change recipes apply to the head, too, and `accumulation` comes
+before the accumulation of a single GEMM.
 """
 
 import dataclasses
 from typing import Any
 
 from fp8jax.lookup import brief, lookup, unknown
+from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS, parse_accumulation
 from fp8jax.numerics.cast_options import OPTIONS, change_casts
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Recipe
@@ -18,6 +21,7 @@ from fp8jax.numerics.recipes import RECIPES
 
 # Options that change the policy itself, not its casts.
 POLICY_OPTIONS = ("head", "bf16_first", "bf16_last")
+RECIPE_OPTIONS = (*OPTIONS, *ACCUMULATION_OPTIONS)
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
@@ -39,7 +43,7 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
         raise TypeError(
             f"expected a recipe or its name, a key of fp8jax.RECIPES, got {brief(recipe)}"
         )
-    name, options = _split(recipe, "recipe", tuple(OPTIONS))
+    name, options = _split(recipe, "recipe", RECIPE_OPTIONS)
     if name in POLICIES and name not in RECIPES:
         raise ValueError(
             f"{name!r} is a policy, which says which module of a model runs which recipe; recipes"
@@ -49,7 +53,7 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
     if not options:
         return resolved
     for key, value in options:
-        (resolved,) = change_casts(f"recipe {name!r}", (resolved,), key, value)
+        (resolved,) = _change_recipes(f"recipe {name!r}", (resolved,), key, value)
     return dataclasses.replace(resolved, name=recipe)
 
 
@@ -72,7 +76,7 @@ def as_policy(policy: str | Policy) -> Policy:
         raise TypeError(
             f"expected a policy or its name, a key of fp8jax.POLICIES, got {brief(policy)}"
         )
-    name, options = _split(policy, "policy", (*OPTIONS, *POLICY_OPTIONS))
+    name, options = _split(policy, "policy", (*RECIPE_OPTIONS, *POLICY_OPTIONS))
     resolved = lookup("policy", name, POLICIES)
     for key, value in sorted(options, key=lambda option: option[0] not in POLICY_OPTIONS):
         resolved = _apply(resolved, key, value)
@@ -98,7 +102,8 @@ def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tupl
         if key in options:
             raise ValueError(f"{kind} {text!r} sets {key} twice")
         options[key] = value
-    return name, list(options.items())
+    # The accumulation of all GEMMs comes before that of one, which overrides it.
+    return name, sorted(options.items(), key=lambda option: option[0] != "accumulation")
 
 
 def _apply(policy: Policy, name: str, value: str) -> Policy:
@@ -107,8 +112,28 @@ def _apply(policy: Policy, name: str, value: str) -> Policy:
     if name in POLICY_OPTIONS:
         return dataclasses.replace(policy, **{name: _number(name, value)})
     patterns, recipes = zip(*policy.rules, strict=True)
-    changed = change_casts(f"policy {policy.name!r}", recipes, name, value)
+    changed = _change_recipes(f"policy {policy.name!r}", recipes, name, value)
     return dataclasses.replace(policy, rules=tuple(zip(patterns, changed, strict=True)))
+
+
+def _change_recipes(
+    owner: str, recipes: tuple[Recipe, ...], name: str, value: str
+) -> tuple[Recipe, ...]:
+    """Return the recipes of `owner` with an option applied; raises ValueError if none takes it."""
+    if name in OPTIONS:
+        return change_casts(owner, recipes, name, value)
+    gemms, _ = ACCUMULATION_OPTIONS[name]
+    try:
+        how = parse_accumulation(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={value}: {error}") from None
+    if not any(recipe.gemms[gemm].sums_codes for recipe in recipes for gemm in gemms):
+        raise ValueError(
+            f"{name}={value}: no GEMM of {owner} uses this option: it is for FP8 operands with"
+            " scales that are constant along the contracting axis"
+        )
+    changed = [recipe.with_accumulation(how, gemms) for recipe in recipes]
+    return tuple(old if new == old else new for old, new in zip(recipes, changed, strict=True))
 
 
 def _number(name: str, value: str) -> Any:

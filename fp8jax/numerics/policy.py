@@ -75,7 +75,8 @@ class Policy:
         """A text table of the casts of each rule, for people."""
         rows = []
         for pattern, recipe in self.rules:
-            rows += [(pattern, recipe.name, *row) for row in recipe_rows(recipe.by_name())]
+            of_recipe = recipe_rows(recipe.by_name(), recipe.accumulation)
+            rows += [(pattern, recipe.name, *row) for row in of_recipe]
         return table(rows, ("modules", "recipe", *HEADER))
 
     def recipe(self, path: str) -> Recipe:

@@ -24,6 +24,8 @@ The first step of a delayed recipe runs with `seeding()`. An empty history says 
 tensors, and a scale of 1 flushes most gradients of a language model to zero. Seeding is a second
 compiled program, not a condition in the first one, so later steps pay nothing for it.
 
+A recipe also says how each FP8 GEMM adds up its products (accumulation.py).
+
 recipes.py holds the named recipes and their sources.
 """
 
@@ -32,6 +34,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fp8jax.lookup import brief, unknown
+from fp8jax.numerics.accumulation import ACCUMULATIONS, Accumulation
 from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, table
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
@@ -40,6 +43,7 @@ from fp8jax.numerics.tiles import TENSOR, Tile, as_tile
 
 TIMINGS = ("current", "delayed", "seeding", "constant")
 AMAXES = ("max", "newest")
+CASTS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")  # fields of a Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,14 +147,23 @@ class GemmCasts(NamedTuple):
     lhs: Cast | None
     rhs: Cast | None
 
+    @property
+    def sums_codes(self) -> bool:
+        """Whether the GEMM sums FP8 codes over its whole contracting axis, so that there is a
+        choice of accumulation."""
+        return all(c is not None and c.format.bits == 8 and c.separable for c in self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The six casts of a linear layer (see the module's docstring); None is high precision.
 
-    Recipes are hashable and equal if their casts are; `name` does not count. Raises ValueError if
-    the casts of one operand have histories of different lengths, or the two casts of one GEMM have
-    different `hadamard`.
+    `accumulation` says how each GEMM adds up its products (accumulation.py).
+
+    Recipes are hashable and equal if their casts and accumulation are; `name` does not count.
+    Raises ValueError if the casts of one operand have histories of different lengths, if the two
+    casts of one GEMM have different `hadamard`, and for a split accumulation of a GEMM that has no
+    choice of accumulation.
     """
 
     fwd_x: Cast | None = None
@@ -159,14 +172,14 @@ class Recipe:
     dgrad_w: Cast | None = None
     wgrad_x: Cast | None = None
     wgrad_g: Cast | None = None
+    accumulation: Accumulation = Accumulation()
     name: str = dataclasses.field(default="custom", compare=False)
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            cast = getattr(self, field.name)
-            if field.name != "name" and not isinstance(cast, Cast | None):
+        for name, cast in self.by_name().items():
+            if not isinstance(cast, Cast | None):
                 raise TypeError(
-                    f"{field.name} must be a Cast, or None for high precision, got {brief(cast)}"
+                    f"{name} must be a Cast, or None for high precision, got {brief(cast)}"
                 )
         for operand, casts in self._operands().items():
             lengths = {cast.history for cast in casts if cast.delayed}
@@ -181,18 +194,34 @@ class Recipe:
                     f"{name} rotates its operands by hadamard={sizes[0]} and {sizes[1]}: only equal"
                     " transforms cancel in a GEMM"
                 )
+        self._check_accumulation()
+
+    def _check_accumulation(self) -> None:
+        if not isinstance(self.accumulation, Accumulation):
+            raise TypeError(
+                f"accumulation must be an Accumulation(fwd, dgrad, wgrad), got"
+                f" {brief(self.accumulation)}"
+            )
+        for name, casts in self.gemms.items():
+            how = getattr(self.accumulation, name)
+            if how not in ACCUMULATIONS:
+                raise unknown(f"accumulation of {name}", how, ACCUMULATIONS)
+            if how != "fast" and not casts.sums_codes:
+                raise ValueError(
+                    f"accumulation={how!r} of {name}: only a GEMM of two FP8 operands, with scales"
+                    " that are constant along the contracting axis, has this choice"
+                )
 
     def __repr__(self) -> str:
-        return f"Recipe({self.name!r}, {recipe_words(self.by_name())})"
+        return f"Recipe({self.name!r}, {recipe_words(self.by_name(), self.accumulation)})"
 
     def table(self) -> str:
         """A text table of the casts, for people."""
-        return table(recipe_rows(self.by_name()))
+        return table(recipe_rows(self.by_name(), self.accumulation))
 
     def by_name(self) -> dict[str, Cast | None]:
         """Return each cast by the name of its field."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "name"]
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in CASTS}
 
     def _operands(self) -> dict[str, tuple[Cast, ...]]:
         """Return operand "x", "w" or "g" -> the casts of it that quantize."""
@@ -243,11 +272,10 @@ class Recipe:
 
         Operands in high precision stay so.
         """
-        changed: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            if field.name != "name":
-                cast = getattr(self, field.name)
-                changed[field.name] = None if cast is None else change(field.name, cast)
+        changed: dict[str, Any] = {
+            name: None if cast is None else change(name, cast)
+            for name, cast in self.by_name().items()
+        }
         return dataclasses.replace(self, **changed)
 
     def seeding(self) -> "Recipe":
@@ -255,5 +283,13 @@ class Recipe:
         return self.map(lambda _, cast: cast.seeding())
 
     def with_forward(self, other: "Recipe") -> "Recipe":
-        """Return a recipe with this one's backward casts and the other's forward casts."""
-        return dataclasses.replace(self, fwd_x=other.fwd_x, fwd_w=other.fwd_w, name="custom")
+        """Return a recipe with this one's backward and the other's forward."""
+        sums = self.accumulation._replace(fwd=other.accumulation.fwd)
+        return dataclasses.replace(
+            self, fwd_x=other.fwd_x, fwd_w=other.fwd_w, accumulation=sums, name="custom"
+        )
+
+    def with_accumulation(self, how: str, gemms: tuple[str, ...]) -> "Recipe":
+        """Return the recipe with that accumulation in those of the GEMMs that have the choice."""
+        chosen = {name: how for name in gemms if self.gemms[name].sums_codes}
+        return dataclasses.replace(self, accumulation=self.accumulation._replace(**chosen))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8jax.analysis.gemms import Fp8FallbackError, _missing, find_gemms, format_table, require_fp8
-from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram
+from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram, parse_gemms
 from fp8jax.data.loader import to_devices
 from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
@@ -151,7 +151,7 @@ def test_the_table_has_one_line_for_a_product_of_all_layers():
     assert len(lines) == 1 + 7 * 3 + 3 + 1
     assert re.fullmatch(
         r"layers/mlp/up +fp8_delayed.dgrad +4 +f8e5m2 x f8e4m3fn +16384 x 14336 x 4096 +"
-        r"__cublas\$lt\$matmul\$f8",
+        r"__cublas\$lt\$matmul\$f8, fast",
         lines[1 + 5 * 3 + 1],
     )
     assert lines[-1] == "FP8: 84 of 84 GEMMs that recipes cast to it; others: lm_head bf16 (3)"
@@ -196,6 +196,64 @@ def test_one_gemm_that_fell_back_to_bf16_is_found_with_its_reason():
     assert sum(line.startswith("layers/mlp/up ") for line in lines) == 4  # dgrad in two lines
     assert any(line.startswith("FP8: 83 of 84 GEMMs") for line in lines)
     assert any(line.startswith("NOT FP8: layers/mlp/up dgrad in bf16 (1): ") for line in lines)
+
+
+def test_the_accumulation_that_runs_is_shown():
+    """All FP8 GEMMs of the stored programs are fast: XLA's default."""
+    shown = {
+        (name, gemm.kernel, gemm.accumulation)
+        for name in ("h200_bf16", "h200_delayed", "h200_block")
+        for gemm in gemms_of(name)
+        if gemm.module != "lm_head"
+    }
+    assert shown == {
+        ("h200_bf16", "__cublas$lt$matmul", None),
+        ("h200_delayed", "__cublas$lt$matmul$f8", "fast"),
+        ("h200_block", "__cublas$lt$matmul", None),
+    }
+
+
+def test_a_split_sum_that_runs_fast_is_found():
+    """Three of 28 dgrads are fast although the policy splits them."""
+    split = '"operand_precision":["HIGHEST","HIGHEST"]'
+    change = lambda line: line.replace('"operand_precision":["DEFAULT","DEFAULT"]', split)  # noqa: E731
+    policy = as_policy("fp8_delayed:dgrad_accumulation=split")
+    everywhere = doctored(change, place="fp8_delayed.dgrad/dot_general", times=99)
+    gemms = find_gemms(everywhere, policy, device=H200)
+    require_fp8(gemms)
+    assert {g.role: g.accumulation for g in gemms if g.fp8} == {
+        "fwd": "fast", "dgrad": "split", "wgrad": "fast"
+    }  # fmt: skip
+    assert "f8e5m2 x f8e4m3fn  16384 x 14336 x 4096  __cublas$lt$matmul$f8, split" in format_table(
+        gemms
+    )
+    mixed = everywhere.replace(split, '"operand_precision":["DEFAULT","DEFAULT"]', 3)
+    gemms = find_gemms(mixed, policy, device=H200)
+    assert all(gemm.fp8 for gemm in gemms if gemm.module != "lm_head")
+    with pytest.raises(
+        Fp8FallbackError,
+        match=r"3 GEMMs .* split their sums and do not:\n  NOT SPLIT: .*: accumulation: split was"
+        " asked for, and fast runs$",
+    ):
+        require_fp8(gemms)
+
+
+def test_tritons_gemms_are_fast():
+    """XLA's Triton GEMMs keep FP8 sums in the matrix unit, whatever the precision."""
+    text = """
+%fused (p.0: f8e4m3fn[64,128], p.1: f8e4m3fn[64,128]) -> f32[64,64] {
+  %p.0 = f8e4m3fn[64,128]{1,0} parameter(0)
+  %p.1 = f8e4m3fn[64,128]{1,0} parameter(1)
+  %dot.1 = f32[64,64]{1,0} dot(%p.0, %p.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}, \
+operand_precision={highest,highest}, metadata={op_name="jit(f)/mlp/up/fp8_delayed.fwd/dot_general"}
+}
+%main (a: f8e4m3fn[64,128], b: f8e4m3fn[64,128]) -> f32[64,64] {
+  %f = f32[64,64]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused, \
+backend_config={"kind":"__triton_gemm"}
+}
+"""
+    [gemm] = parse_gemms(text)
+    assert (gemm.kernel, gemm.accumulation) == ("__triton_gemm", "fast")
 
 
 def test_a_shape_that_fp8_units_do_not_take_is_the_reason():

@@ -89,6 +89,7 @@ def test_the_kind_of_every_recipe():
         ("fp8_block:gradients=e5m2", None),  # the kernel multiplies e4m3 by e4m3: emulated
         ("fp8_block:scale=e8m0_floor", None),  # likewise
         ("mxfp8:scale=fp32", None),
+        ("fp8_delayed:wgrad_accumulation=split", None),  # takes longer
     ],
 )
 def test_options_that_cost_no_time_keep_the_kind(spec, kind):
