@@ -1,6 +1,7 @@
 """Benchmarks: each command prints one table of contestants that are timed in turns.
 
-    python -m experiments.bench gemm --output=docs/benchmarks     (also: quantize, attention)
+    python -m experiments.bench gemm --output=docs/benchmarks     (also: quantize, attention,
+                                                                   accumulation)
     python -m experiments.bench step --shapes=d4096,d1536 --policies=bf16,fp8_block,fp8_block@xla
     python -m experiments.bench step --config=configs/infir2.py:qwen2.5_1.5b --config.KEY=VALUE
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
@@ -26,13 +27,15 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.bench import operators, size_gains, steps, timing
+from experiments.bench import accumulation, operators, size_gains, steps, timing
 from experiments.bench.report import Report, write
 from experiments.bench.timing import Timer
 from fp8jax.device import hardware, xla
 
 _SHAPES = flags.DEFINE_list(
-    "shapes", None, "MxKxN (gemm), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step)."
+    "shapes",
+    None,
+    "MxKxN (gemm, accumulation), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step).",
 )
 
 
@@ -98,6 +101,10 @@ def _quantize(shapes: Sequence[str], timed: Timer) -> Report:
     return operators.measure_quantize(shapes, timed, _limits(timed))
 
 
+def _accumulation(shapes: Sequence[str], timed: Timer) -> Report:
+    return accumulation.measure_accumulation(shapes, timed, _limits(timed))
+
+
 def _attention(shapes: Sequence[str], timed: Timer) -> Report:
     names = _ATTENTION.value or ["xla", "cudnn", "cudnn_causal"]
     limits = _limits(timed)
@@ -149,6 +156,11 @@ _COMMANDS = (
     _Benchmark(
         name="quantize", measure=_quantize, takes=["shapes"],
         shapes=["16384x4096", "16384x14336"], tiny_shapes=["256x128"],
+    ),
+    _Benchmark(
+        name="accumulation", measure=_accumulation, takes=["shapes"],
+        shapes=["16384x2048x8192", "16384x4096x14336", "16384x8192x28672"],
+        tiny_shapes=["256x128x384"],
     ),
     _Benchmark(
         name="attention", measure=_attention, takes=["shapes", "attention", "peers"],

@@ -35,6 +35,7 @@ class Row:
       work: FLOPs or bytes of one piece of work; NaN if neither says anything.
       limit: seconds that the measured limits of the device allow; NaN for none.
       baseline: seconds of the contestant to compare with; NaN for none.
+      note: further results, in words.
     """
 
     case: str
@@ -43,6 +44,7 @@ class Row:
     work: int | float = math.nan
     limit: float = math.nan
     baseline: float = math.nan
+    note: str = ""
 
     def cells(self, unit: float) -> list[str]:
         """Returns the cells of the row; `unit` is FLOP/s or bytes/s. A cell may be empty."""
@@ -57,7 +59,7 @@ class Row:
             _cell(self.limit / seconds, "{:.1%}"),
             _cell(self.baseline / seconds, "{:.3f}x"),
             "" if t.bytes is None else f"{t.bytes / 2**30:.2f}",
-            t.reason,
+            t.reason or self.note,
         ]
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from configs import base
 from experiments import markdown
-from experiments.bench import operators, size_gains, steps, timing, torch_peers
+from experiments.bench import accumulation, operators, size_gains, steps, timing, torch_peers
 from experiments.bench.operators import Limits
 from experiments.bench.report import Report, Row, mean_ratio, versions, write
 from experiments.bench.timing import Program, Timing, time_in_turns
@@ -28,6 +28,7 @@ from fp8jax.analysis import gains_table
 from fp8jax.device import xla
 from fp8jax.kernels.block_gemm import TuningConfig
 from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.linear.xla import matmul_xla
 from fp8jax.model.transformer import Transformer, count_params
 from fp8jax.training.build import build
 from tests.support.commands import run_command
@@ -228,6 +229,51 @@ def test_gemm(without_torch, hasty):
     assert not made.known  # neither ours nor theirs had a time
     with pytest.raises(ValueError, match="unknown policy 'fp8_blok'"):
         operators.measure_gemm(["256x128x128"], ["fp8_blok"], QUICK, LIMITS, peers=False)
+
+
+def test_accumulation():
+    """On a CPU both sum in float32: at most 384 roundings of 2^-24, so below 2.3e-5 of what is
+    summed up. That is 16 times what sums around zero amount to, for 384 products."""
+    made = accumulation.measure_accumulation(["256x128x384"], QUICK, LIMITS)
+    cases = [(row.case.split()[0], row.name) for row in made.rows]
+    assert cases == [(g, n) for g in ("fwd", "dgrad", "wgrad") for n in ("bf16", "fast", "split")]
+    assert not any(row.timing.reason for row in made.rows)
+    assert {row.work for row in made.rows} == {2 * 256 * 128 * 384}
+    errors = {n: v for n, v in made.known.items() if n.startswith("accumulation_error")}
+    assert set(errors) == {f"accumulation_error/{g}/{how}" for g, how in cases if how != "bf16"}
+    assert all(0 < error < 16 * 2.3e-5 for error in errors.values())
+    assert re.search(r"\| fwd 256x128x384 \| split .* not shown; \S+, positive", made.table())
+
+
+def test_errors_of_sums_by_hand(monkeypatch):
+    """Of equal products, fast loses one half."""
+    half = lambda a, b, dtype, how: matmul_xla(a, b, dtype, how) / (2 if how == "fast" else 1)  # noqa: E731
+    monkeypatch.setattr(accumulation, "matmul_xla", half)
+    monkeypatch.setattr(accumulation, "normal", lambda seed, shape: jnp.ones(shape, jnp.bfloat16))
+    made = accumulation.measure_accumulation(["32x16x48"], QUICK, LIMITS)
+    errors = {n: v for n, v in made.known.items() if n.startswith("accumulation_error")}
+    expected = {n: 0.5 if n.endswith("fast") else 0.0 for n in errors}
+    assert len(errors) == 6 and errors == pytest.approx(expected, abs=2**-22)  # scales are rounded
+
+
+def test_figures_of_accumulation_by_hand(monkeypatch):
+    """Split takes 1.5 times as long in one shape and 6 times in another: 3 times in the mean."""
+    sums = itertools.count()
+    by_hand = lambda gemm, how: accumulation._Sums(shown=how, error=next(sums), positive=2.0)  # noqa: E731
+    monkeypatch.setattr(accumulation, "_sums_of", by_hand)
+    splits = iter([1.0, 2.0, 3.0, 1.0, 2.0, 12.0])  # of fwd, dgrad and wgrad of both shapes
+
+    def timed(entrants):
+        split = next(splits)
+        return {name: Timing(seconds=split if name == "split" else 2.0) for name in entrants}
+
+    made = accumulation.measure_accumulation(["32x16x48", "16x16x16"], timed, LIMITS)
+    assert made.known["accumulation_cost/wgrad"] == pytest.approx(3.0)
+    assert made.known["accumulation_cost/fwd"] == pytest.approx(0.5)
+    assert made.known["accumulation_error/dgrad/split"] == 9  # 3 and 9: the largest
+    assert "| wgrad 16x16x16 | split |" in made.table() and "split; 1.1e+01, positive 2.0e+00" in (
+        made.table()
+    )
 
 
 @pytest.mark.parametrize("shape", ["256x128", "256x128x0", "axbxc"])
