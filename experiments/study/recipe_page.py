@@ -6,6 +6,7 @@ what they would cost, the devices on which a recipe runs natively, and the optio
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from fp8jax.linear.backends import BACKENDS, choose_backend
 from fp8jax.linear.dot import dot_general
 from fp8jax.linear.vjp import KEY_ORDER
 from fp8jax.model.models import MODELS
+from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS
 from fp8jax.numerics.cast_options import OPTIONS, Option
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
@@ -77,7 +79,10 @@ def _tables() -> dict[str, str]:
         ),
         "options": markdown_table(
             ["option", "what it says", "taken by"],
-            [_option_row(key, option) for key, option in OPTIONS.items()],
+            [
+                *(_option_row(key, option) for key, option in OPTIONS.items()),
+                *(_accumulation_row(key) for key in ACCUMULATION_OPTIONS),
+            ],
         ),
         "native": _native_table(),
     }
@@ -204,13 +209,27 @@ def _policy_row(name: str, policy: Policy) -> list[str]:
 
 
 def _option_row(key: str, option: Option) -> list[str]:
-    """Returns the row of an option; a long list of recipes that take it is given by exclusion."""
+    """Returns the row of an option that changes casts."""
+
+    def takes(recipe: Recipe) -> bool:
+        return any(
+            cast is not None and option.applies(name, cast)
+            for name, cast in recipe.by_name().items()
+        )
+
+    return [f"`{key}`", option.help, _takers(takes)]
+
+
+def _accumulation_row(key: str) -> list[str]:
+    gemms, words = ACCUMULATION_OPTIONS[key]
+    takers = _takers(lambda recipe: any(recipe.gemms[name].sums_codes for name in gemms))
+    return [f"`{key}`", words, takers]
+
+
+def _takers(takes: Callable[[Recipe], bool]) -> str:
+    """Returns the recipes that take an option; a long list is given by exclusion."""
     takers: list[str] = []
     others: list[str] = []
     for recipe in RECIPES.values():
-        casts = [(operand, getattr(recipe, operand)) for operand in KEY_ORDER]
-        applies = any(cast is not None and option.applies(operand, cast) for operand, cast in casts)
-        (takers if applies else others).append(f"`{recipe.name}`")
-    if len(takers) > len(others):
-        return [f"`{key}`", option.help, f"all but {', '.join(others)}"]
-    return [f"`{key}`", option.help, ", ".join(takers)]
+        (takers if takes(recipe) else others).append(f"`{recipe.name}`")
+    return f"all but {', '.join(others)}" if len(takers) > len(others) else ", ".join(takers)

@@ -17,7 +17,9 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 precision, and one scale for the weight of dgrad.
     fp8_delayed TransformerEngine's delayed scaling. Its history holds 1024 amaxes. Here it holds
                 16, which follow the decay of gradients sooner (`history=1024`, `amax=newest`,
-                `margin=1`).
+                `margin=1`). It also splits the sums of dgrad and wgrad on Hopper, which all
+                recipes here leave to the matrix unit (`dgrad_accumulation=split,
+                wgrad_accumulation=split`; accumulation.py). So do torchao's recipes.
     mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
                 rounds scales down and saturates the largest values (`scale=e8m0_floor`).
     nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad use the
