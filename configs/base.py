@@ -14,7 +14,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.size_gate = False  # use BF16 for linears of sizes at which FP8 is slower on an H200
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
     config.attention = placeholder(str)  # a key of ATTENTIONS (model/attention.py); None: xla
-    config.attention_beta = placeholder(float)  # of stabilized and stabilized_bf16; None: default
+    config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default
     config.remat = "none"  # what the backward recomputes: none, quantized, dots or full
 

@@ -9,10 +9,12 @@ share the largest score of a row, a larger maximum is subtracted (blockwise_atte
 
 The paper's run is --config=configs/flash_rounding.py:gpt2_125m: OpenWebText, 512 rows of 1024
 tokens in a step, no weight decay, no biases (here the norms keep theirs). Give the text with
---config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. As in the authors' code, each
-block's p v is rounded to bfloat16; a block has 128 keys here and 512 there. Without the fix
-(--config.attention=reference_bf16) it is the run whose loss the paper reports to explode after
-several thousand steps. --config.attention=xla computes whole rows of scores instead of blocks.
+--config.data and GPT-2's tokenizer with --config.tokenizer=bpe:PATH. As in the authors' code,
+scores, row maxima, sums, outputs and deltas are bfloat16; a block has 128 keys here and 512 there.
+Without the fix (--config.attention=reference_all_bf16) it is the run whose loss the paper reports
+to explode after several thousand steps. stabilized_bf16 and reference_bf16 round only the product
+p v of each block and keep the rest in float32; --config.attention=xla computes whole rows of scores
+instead of blocks.
 """
 
 import ml_collections
@@ -38,7 +40,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.valid_batches = 8
         return config
     config.model = size
-    config.attention = "stabilized_bf16"
+    config.attention = "stabilized_all_bf16"
     config.seq_len = 1024
     config.batch_size = 512
     config.grad_accum = 4

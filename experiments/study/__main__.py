@@ -3,13 +3,15 @@
     python -m experiments.study recipes --output=docs/recipes.md
     python -m experiments.study curves --config=configs/smoke.py --workdir=runs/curves
     python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
+    python -m experiments.study ties
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
-fp8_cscale that work in training and in inference, at several widths of a model.
+fp8_cscale that work in training and in inference, at several widths of a model. `ties` prints how
+often rows of attention share their largest score, and the bias of each arithmetic of attention.
 
-The tables of `recipes` do not depend on the machine: a test rewrites them and compares. The other
-two commands write Markdown and a figure into --workdir.
+The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
+and `sweep` write Markdown and a figure into --workdir.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.study import bias_sweep, loss_curves, recipe_page
+from experiments.study import attention_ties, bias_sweep, loss_curves, recipe_page
 from fp8jax.device import xla
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.training.recovery import StoppedError
@@ -74,6 +76,10 @@ def _sweep() -> None:
     print(bias_sweep.sweep_bias(_CONFIG.value, workdir, widths, biases, _TOLERANCE.value))
 
 
+def _ties() -> None:
+    print(attention_ties.ties_table())
+
+
 def _parse_integers(flag: str, texts: Sequence[str]) -> list[int]:
     try:
         return [int(text) for text in texts]
@@ -97,6 +103,7 @@ _COMMANDS = (
         name="sweep", run=_sweep, needs=["config", "workdir"],
         takes=["widths", "biases", "tolerance"],
     ),
+    _Study(name="ties", run=_ties),
 )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 Legend: B batch, T query length, S key length, N query heads, K key and value heads, H head size.
 
-Attention itself is never quantized. Scores and softmax are computed in float32 or more; inputs and
-outputs have the activations' dtype. Packed rows carry segment ids: a query sees the keys of its own
-segment, at its own position and before.
+Attention itself is never quantized. Scores and softmax are computed in float32 or more, except in
+the last two variants below; inputs and outputs have the activations' dtype. Packed rows carry
+segment ids: a query sees the keys of its own segment, at its own position and before.
 
     xla           `jax.nn.dot_product_attention`; it writes the T x T scores to memory
     cudnn         the same call with cuDNN's fused kernels; the segment mask is an additive bias of
@@ -15,13 +15,16 @@ segment, at its own position and before.
                   every device, and its memory grows with T instead of T^2
 
 blockwise_attention.py explains the bias of low-precision attention that `RowMax` removes. The
-variants of the reference are:
+variants of the reference, without and with it, differ in what they round to the inputs' dtype. Its
+table lists every intermediate.
 
-    reference, stabilized            float32 sums, without and with `RowMax`. Only the output is
-                                     rounded: biased where the values of keys that share the largest
-                                     score differ from the other values
-    reference_bf16, stabilized_bf16  p v is rounded to v's dtype in each block, as in the authors'
-                                     code: biased wherever values have one sign
+    reference, stabilized            only the output: biased where the values of keys that share the
+                                     largest score differ from the other values
+    reference_bf16, stabilized_bf16  the product p v of each block, too, which is what the paper
+                                     blames: biased wherever values have one sign
+    reference_all_bf16, stabilized_all_bf16
+                                     scores, maxima, sums, outputs and deltas, too, as in the code
+                                     that the authors of the paper published
 """
 
 import dataclasses
@@ -35,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8jax.device import hardware
 from fp8jax.lookup import lookup
-from fp8jax.model.blockwise_attention import Blockwise, RowMax
+from fp8jax.model.blockwise_attention import Blockwise, Rounded, RowMax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,8 @@ def choose_attention(
         row_max = dataclasses.replace(chosen.attend.row_max, **changes)
         return reference(row_max, rounded=chosen.attend.rounded)
     raise ValueError(
-        f"attention_beta={beta} and attention_tie_tolerance={tolerance} apply to "
-        f"attention='stabilized' and 'stabilized_bf16' only, got attention={name!r}"
+        f"attention_beta={beta} and attention_tie_tolerance={tolerance} apply to attention="
+        f"'stabilized', 'stabilized_bf16' and 'stabilized_all_bf16' only, got attention={name!r}"
     )
 
 
@@ -158,7 +161,9 @@ def _refuses_nothing(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
-def reference(row_max: RowMax | None = None, *, rounded: bool = False) -> Implementation:
+def reference(
+    row_max: RowMax | None = None, *, rounded: Rounded = Rounded.OUTPUT
+) -> Implementation:
     """Returns the blockwise implementation; see `Blockwise` for the arguments."""
     attend = Blockwise(row_max=row_max, rounded=rounded)
     return Implementation(attend=attend, refuses=_refuses_nothing)
@@ -170,6 +175,8 @@ ATTENTIONS: dict[str, Implementation] = {
     "cudnn_causal": Implementation(attend=_cudnn_causal, refuses=_cudnn_refuses),
     "reference": reference(),
     "stabilized": reference(RowMax()),
-    "reference_bf16": reference(rounded=True),
-    "stabilized_bf16": reference(RowMax(), rounded=True),
+    "reference_bf16": reference(rounded=Rounded.PRODUCTS),
+    "stabilized_bf16": reference(RowMax(), rounded=Rounded.PRODUCTS),
+    "reference_all_bf16": reference(rounded=Rounded.ALL),
+    "stabilized_all_bf16": reference(RowMax(), rounded=Rounded.ALL),
 }

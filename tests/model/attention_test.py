@@ -1,7 +1,7 @@
 """Attention against plain NumPy in float64: causal, within documents, grouped heads.
 
 One suite for all implementations. cuDNN's needs a GPU: it takes part in the tests in bfloat16,
-which is what it has.
+which is what it has. all_bf16_attention_test.py has those that round their scores.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from fp8jax.model.attention import (
     dot_product_attention,
     reference,
 )
-from fp8jax.model.blockwise_attention import RowMax
+from fp8jax.model.blockwise_attention import Rounded, RowMax
 from fp8jax.training.build import build
 
 B, T, N, H = 2, 12, 4, 8
@@ -344,6 +344,7 @@ ALIKE, LARGER = (1, 2), (2, 4)  # the other keys' values, next to the maxima's
     [
         ("reference_bf16", "stabilized_bf16", ALIKE, True),
         ("reference_bf16", "stabilized_bf16", LARGER, True),
+        ("reference_all_bf16", "stabilized_all_bf16", ALIKE, True),
         ("reference", "stabilized", ALIKE, False),
         ("reference", "stabilized", LARGER, True),
     ],
@@ -363,7 +364,7 @@ def test_shared_row_maxima_bias_the_output_and_the_fix_removes_it(without, fixed
     inputs = rows_with_two_maxima(others)
     for expected, (mean, error) in zip((1, SIZE * 1.5), lean(without, inputs), strict=True):
         assert (mean > 10 * error) if biased else (abs(mean) < 4 * error)
-        if without == "reference_bf16" and others == ALIKE:
+        if without.endswith("_bf16") and others == ALIKE:
             assert abs(mean - expected * 2.0**-9) < 4 * error
     for mean, error in lean(fixed, inputs):
         assert abs(mean) < 4 * error
@@ -376,7 +377,7 @@ def test_the_fix_has_no_bias_at_scores_beyond_its_limit(fix):
     inputs = rows_with_two_maxima(ALIKE, base=50.0)
     for expected, (mean, error) in zip((1, 24), lean("reference_bf16", inputs), strict=True):
         assert abs(mean - expected * 2.0**-9) < 4 * error
-    for mean, error in lean(reference(fix, rounded=True), inputs):
+    for mean, error in lean(reference(fix, rounded=Rounded.PRODUCTS), inputs):
         assert abs(mean) < 4 * error
 
 
@@ -449,7 +450,7 @@ def test_rows_that_share_one_score_are_means_however_large_it_is(dtype, score):
     q = jnp.full((B, T, N, H), np.sign(score) * side, dtype)
     v = jnp.asarray(rng.normal(size=(B, T, 1, H)), dtype)
     segments = np.stack([np.zeros(T, np.int32), SEGMENTS[0]])
-    fixed = reference(RowMax(), rounded=True)
+    fixed = reference(RowMax(), rounded=Rounded.PRODUCTS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise_attention, "BLOCK", 5)
         y, *gradients = gradients_of(fixed)(q, k, v, segments, jnp.ones_like(q))
@@ -603,7 +604,8 @@ def run_config(**changes):
 
 
 def test_a_config_names_the_implementation_and_changes_its_row_max():
-    for name, rounded in (("stabilized", False), ("stabilized_bf16", True)):
+    names = ("stabilized", "stabilized_bf16", "stabilized_all_bf16")
+    for name, rounded in zip(names, Rounded, strict=True):
         assert run_config(attention=name).model.attention == ATTENTIONS[name]
         changed = run_config(attention=name, attention_beta=7.0, attention_tie_tolerance=0.0)
         fix = RowMax(beta=7.0, tolerance=0.0)
