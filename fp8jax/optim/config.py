@@ -19,7 +19,7 @@ class OptimizerConfig:
       final_fraction: final learning rate divided by the largest one, in [0, 1].
       weight_decay: decoupled weight decay, scaled by the learning rate; applies to matrices only.
       b1, b2: Adam's decay rates of the first and second moments. Lion uses both with its own
-        meaning; StoSignSGD uses b1 only.
+        meaning; StoSignSGD and signum use b1 only.
       eps: added to the square root of Adam's second moment.
       clip_norm: the gradients are scaled down to this global norm where theirs is larger.
       moments: a key of `MOMENTS`, the format in which moments are stored between steps.

@@ -6,6 +6,9 @@
     fp8_coat      E4M3 after COAT's dynamic range expansion (arXiv 2410.19313)
     fp8_unscaled  E4M3 without a scale: the momentum in StoSignSGD's paper (arXiv 2604.15416)
 
+StoSignSGD's largest magnitudes decay by 0.005% a step, which the roundings of bf16, fp8_coat and
+fp8_unscaled would undo: beside those they stay float32 (stosign.py).
+
 fp8. Where there is no gradient, a second moment with b2 = 0.95 shrinks by 5% a step, while
 neighboring E4M3 values are 6 to 12% apart: rounded to nearest it would never decay. So rounding is
 stochastic, with a key from the run's seed, the step and the leaf, and the mean over many steps is
@@ -62,6 +65,8 @@ class MomentFormat:
       group: number of elements that share a scale along an axis that no mesh shards.
       cut_group: the same for an axis that a mesh may shard.
       positive: a second moment that would underflow becomes the smallest positive code instead.
+      decays: a number that shrinks by far less than its rounding in each step still shrinks as
+        fast in the mean: nothing is rounded, or rounding is stochastic.
     """
 
     name: str
@@ -70,6 +75,7 @@ class MomentFormat:
     group: int = 128
     cut_group: int = 32
     positive: bool = False
+    decays: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -142,11 +148,11 @@ def _to_float32(x: Shaped[Array, "..."]) -> Float[Array, "..."]:
 
 
 _FORMATS = (
-    MomentFormat(name="float32", encode=lambda x, group, key: x, decode=_to_float32),
+    MomentFormat(name="float32", encode=lambda x, group, key: x, decode=_to_float32, decays=True),
     MomentFormat(
         name="bf16", encode=lambda x, group, key: x.astype(jnp.bfloat16), decode=_to_float32
     ),
-    MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, positive=True),
+    MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, positive=True, decays=True),
     MomentFormat(name="fp8_coat", encode=_expanded, decode=_contracted, cut_group=64),
     MomentFormat(
         name="fp8_unscaled", encode=lambda x, group, key: cast(x, E4M3), decode=_to_float32

@@ -4,6 +4,9 @@ Master weights, gradients and all arithmetic are float32. Between steps, moments
 format of moment_formats.py. Every optimizer first clips the gradients by their global norm, then
 computes its update, then adds decoupled weight decay and multiplies by the learning rate. Amax
 histories never reach an optimizer: they are not parameters.
+
+"signum" is the sign of the momentum m <- b1 m + (1 - b1) g (Bernstein et al., arXiv 1802.04434),
+the baseline of StoSignSGD's paper: Lion with the same decay rate in the sign and in the momentum.
 """
 
 from collections.abc import Callable
@@ -17,20 +20,28 @@ from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.moment_formats import MOMENTS
 from fp8jax.optim.moments import stored
 from fp8jax.optim.schedules import SCHEDULES
-from fp8jax.optim.stosign import scale_by_sign_adam, scale_by_stosign
+from fp8jax.optim.stosign import V2_DECAY, scale_by_sign_adam, scale_by_stosign
 
-# The transformation from gradients to an update, and the fields of its state that are moments. The
-# value of a field says whether it is a second moment, which is never negative.
+# The transformation from gradients to an update, and the fields of its state that are stored as
+# moments. The value of a field says whether it is a second moment, which is never negative.
 Core = tuple[optax.GradientTransformation, dict[str, bool]]
 
-_STOSIGN = dict(mu=False, bound=False)
+_MOMENTUM = dict(mu=False)
 _ADAM = dict(mu=False, nu=True)
+
+
+def _stosign(c: OptimizerConfig, decay: float) -> Core:
+    """StoSignSGD. Its largest magnitude is stored as a moment only where it can decay."""
+    fields = _MOMENTUM | (dict(bound=False) if MOMENTS[c.moments].decays else {})
+    return scale_by_stosign(c.b1, decay, c.seed), fields
+
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Core]] = {
     "adamw": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
-    "lion": lambda c: (optax.scale_by_lion(c.b1, c.b2), dict(mu=False)),
-    "stosignsgd": lambda c: (scale_by_stosign(c.b1, 1.0, c.seed), _STOSIGN),
-    "stosignsgd_v2": lambda c: (scale_by_stosign(c.b1, 0.99995, c.seed), _STOSIGN),
+    "lion": lambda c: (optax.scale_by_lion(c.b1, c.b2), _MOMENTUM),
+    "signum": lambda c: (optax.scale_by_lion(c.b1, c.b1), _MOMENTUM),
+    "stosignsgd": lambda c: _stosign(c, 1.0),
+    "stosignsgd_v2": lambda c: _stosign(c, V2_DECAY),
     "sign_adamw": lambda c: (scale_by_sign_adam(c.b1, c.b2, c.eps, c.seed), _ADAM),
 }
 
@@ -64,8 +75,8 @@ def make_optimizer(
       ValueError: the optimizer, the moment format or the schedule is unknown, or the phases of the
         schedule do not fit into the run.
     """
-    core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
     fmt = lookup("moment format", config.moments, MOMENTS)
+    core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
     counted_from_one = lookup("schedule", config.schedule, SCHEDULES)(config)
 
     def schedule(count):

@@ -5,13 +5,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
 
+from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.moment_formats import MOMENTS
 from fp8jax.optim.optimizers import OPTIMIZERS, is_matrix, make_optimizer
 from fp8jax.optim.schedules import SCHEDULES
+from fp8jax.optim.stosign import V2_DECAY
 
 CONFIG = OptimizerConfig(
     name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,
@@ -216,7 +220,72 @@ def test_wsd_phases_may_touch_but_not_overlap():
 # Signs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "decay"), [("stosignsgd", 1.0), ("stosignsgd_v2", 0.99995)])
+def test_signum_is_the_sign_of_the_momentum():
+    """Six steps in float64; signs of momenta that float32 may round across zero are left out."""
+    c = configured(name="signum", weight_decay=0.0, clip_norm=1e9)
+    optimizer, rate = make_optimizer(c)
+    params = {"kernel": jnp.zeros((20, 50))}
+    state, m, rng = optimizer.init(params), np.zeros((20, 50)), np.random.default_rng(0)
+    for t in range(6):
+        g = rng.normal(size=m.shape).astype(np.float32)
+        updates, state = optimizer.update({"kernel": jnp.asarray(g)}, state, params)
+        m = c.b1 * m + (1 - c.b1) * g
+        sure = np.abs(m) > 1e-6
+        assert sure.mean() > 0.99
+        expected = np.float32(-rate(jnp.asarray(t))) * np.sign(m)
+        assert (np.asarray(updates["kernel"])[sure] == expected[sure]).all()
+
+
+@pytest.mark.parametrize("moments", [name for name in MOMENTS if name != "fp8"])
+@pytest.mark.parametrize(("name", "decay"), [("stosignsgd", 1.0), ("stosignsgd_v2", V2_DECAY)])
+def test_the_largest_magnitude_is_float32_where_rounding_is_to_nearest(name, decay, moments):
+    """One gradient and three zeros: |g|, and |g| decay^3 in three float32 products. The momentum
+    halves in each step, and rounding adds a sixteenth at most, so it stays below. No g is large
+    enough for E4M3 without a scale, in which all of them are zero."""
+    c = configured(name=name, moments=moments, b1=0.5, clip_norm=1e9)
+    optimizer, _ = make_optimizer(c)
+    params = {"kernel": jnp.zeros((2, 128))}
+    g = np.random.default_rng(0).uniform(5e-5, 1e-4, size=(2, 128)).astype(np.float32)
+    state, expected = optimizer.init(params), np.abs(g)
+    _, state = optimizer.update({"kernel": jnp.asarray(g)}, state, params)
+    for _ in range(3):
+        _, state = optimizer.update({"kernel": jnp.zeros_like(g)}, state, params)
+        expected = np.float32(decay) * expected
+    assert 0 < np.abs(g).max() < FORMATS["e4m3"].tiny / 2
+    np.testing.assert_array_equal(optax.tree.get(state, "bound")["kernel"], expected)
+
+
+def test_the_largest_magnitude_decays_by_stochastic_rounding():
+    """400 steps in "fp8", 2%, in the mean of 2^12 elements. A step's rounding has a variance of at
+    most 5e-5 G * G / 8, the first one's of (G / 16)^2: (0.080 G)^2 together, 1.3e-3 of the mean."""
+    c = configured(name="stosignsgd_v2", moments="fp8", b1=0.5, clip_norm=1e9)
+    optimizer, _ = make_optimizer(c)
+    params = {"kernel": jnp.zeros((32, 128))}
+    update = jax.jit(lambda g, state: optimizer.update({"kernel": g}, state, params)[1])
+    g = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (32, 128)), jnp.float32)
+    state = update(g, optimizer.init(params))
+    for _ in range(400):
+        state = update(jnp.zeros_like(g), state)
+    bound = MOMENTS["fp8"].decode(optax.tree.get(state, "bound")["kernel"])
+    expected = V2_DECAY**400 * np.mean(np.asarray(g, np.float64))
+    assert np.mean(np.asarray(bound, np.float64)) == pytest.approx(expected, rel=5 * 1.3e-3)
+
+
+def test_the_decay_of_the_second_version_needs_float32():
+    """0.99995 x, rounded to E4M3 or bfloat16, is x for every normal x: v2 would be v1."""
+    e4m3 = np.arange(0x08, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert (cast(V2_DECAY * jnp.asarray(e4m3), "e4m3").astype(jnp.float32) == e4m3).all()
+    bf16 = np.arange(0x0080, 0x7F80, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    # 2^-126 decays to a subnormal, which XLA flushes to zero.
+    decayed = (V2_DECAY * jnp.asarray(bf16[1:])).astype(jnp.bfloat16)
+    assert (decayed.astype(jnp.float32) == bf16[1:]).all()
+    x = np.geomspace(1e-8, 1, 1000).astype(np.float32)
+    decay = 1 - np.asarray(V2_DECAY * jnp.asarray(x), np.float64) / x
+    # The product and the constant round once each, by 2^-24 at most: 0.24% of 5e-5.
+    np.testing.assert_allclose(decay, 5e-5, rtol=2 * 2.0**-24 / 5e-5)
+
+
+@pytest.mark.parametrize(("name", "decay"), [("stosignsgd", 1.0), ("stosignsgd_v2", V2_DECAY)])
 def test_stosignsgd_equals_the_algorithm(name, decay):
     """Algorithms 3 and 11 in float64, with the noise of the seed, the step and the leaf. An element
     whose sign the rounding to float32 may turn is left out: few are."""
