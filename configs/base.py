@@ -72,6 +72,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.b2 = 0.95  # decay rate of the second moment
     config.eps = 1e-8  # added to the root of the second moment
     config.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
+    config.gradients = "float32"  # what clipped gradients are rounded to: float32 or e5m2, unscaled
     config.moments = "float32"  # how moments are stored: a key of MOMENTS (optim/moment_formats.py)
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state

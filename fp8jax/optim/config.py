@@ -22,6 +22,7 @@ class OptimizerConfig:
         meaning; StoSignSGD and signum use b1 only.
       eps: added to the square root of Adam's second moment.
       clip_norm: the gradients are scaled down to this global norm where theirs is larger.
+      gradients: a key of `GRADIENTS`, the format to which clipped gradients are rounded.
       moments: a key of `MOMENTS`, the format in which moments are stored between steps.
       seed: seeds the noise of stochastic signs and of stochastic rounding.
 
@@ -41,6 +42,7 @@ class OptimizerConfig:
     b2: float
     eps: float
     clip_norm: float
+    gradients: str
     moments: str
     seed: int
 

@@ -1,9 +1,10 @@
 """Optimizers by name, as optax transformations.
 
-Master weights, gradients and all arithmetic are float32. Between steps, moments are stored in a
-format of moment_formats.py. Every optimizer first clips the gradients by their global norm, then
-computes its update, then adds decoupled weight decay and multiplies by the learning rate. Amax
-histories never reach an optimizer: they are not parameters.
+Master weights and all arithmetic are float32. Between steps, moments are stored in a format of
+moment_formats.py. Every optimizer first clips the gradients by their
+global norm and rounds them to a format of gradients.py, then computes its update, then adds
+decoupled weight decay and multiplies by the learning rate. Amax histories never reach an optimizer:
+they are not parameters.
 
 "signum" is the sign of the momentum m <- b1 m + (1 - b1) g (Bernstein et al., arXiv 1802.04434),
 the baseline of StoSignSGD's paper: Lion with the same decay rate in the sign and in the momentum.
@@ -17,6 +18,7 @@ import optax
 
 from fp8jax.lookup import lookup
 from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.gradients import GRADIENTS, clip_and_round
 from fp8jax.optim.moment_formats import MOMENTS
 from fp8jax.optim.moments import stored
 from fp8jax.optim.schedules import SCHEDULES
@@ -72,11 +74,13 @@ def make_optimizer(
     the run uses the final learning rate.
 
     Raises:
-      ValueError: the optimizer, the moment format or the schedule is unknown, or the phases of the
-        schedule do not fit into the run.
+      ValueError: the optimizer, the format of moments or of gradients, or the schedule is unknown;
+        the phases of the schedule do not fit into the run; or `clip_norm` is beyond the largest
+        number of the gradients' format.
     """
     fmt = lookup("moment format", config.moments, MOMENTS)
     core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
+    clip = clip_and_round(config.clip_norm, lookup("gradient format", config.gradients, GRADIENTS))
     counted_from_one = lookup("schedule", config.schedule, SCHEDULES)(config)
 
     def schedule(count):
@@ -88,4 +92,4 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, is_matrix),
         optax.scale_by_learning_rate(schedule),
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update), schedule
+    return optax.chain(clip, update), schedule

@@ -20,7 +20,7 @@ from fp8jax.optim.stosign import V2_DECAY
 CONFIG = OptimizerConfig(
     name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,
     decay_fraction=0.3, final_fraction=0.1, weight_decay=0.3, b1=0.9, b2=0.95, eps=1e-8,
-    clip_norm=1.5, moments="float32", seed=0,
+    clip_norm=1.5, gradients="float32", moments="float32", seed=0,
 )  # fmt: skip
 
 
@@ -155,6 +155,49 @@ def test_clipping_leaves_what_is_short_enough_and_shrinks_what_is_not():
     np.testing.assert_allclose(first_moment(short), short, rtol=3 * 2.0**-24)
     long = 8 * short  # norm 8: shrunk to 1.5
     np.testing.assert_allclose(first_moment(long), 1.5 * short, rtol=6 * 2.0**-24)
+
+
+# Gradients in E5M2 --------------------------------------------------------------------------------
+
+
+def first_momentum(g, **changes):
+    """The momentum after one step of the gradients g, divided by 1 - b1."""
+    params = {"kernel": jnp.ones(len(g))}
+    optimizer, _ = make_optimizer(configured(name="signum", b1=0.5, **changes))
+    grads = {"kernel": jnp.asarray(g, jnp.float32)}
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    return np.asarray(optax.tree.get(state, "mu")["kernel"]) / np.float32(0.5)
+
+
+def test_gradients_are_rounded_to_e5m2_after_clipping():
+    """(3.3, 4.4) is clipped from 5.5 to 1.5: (0.9, 1.2), whose neighbors in E5M2 are 0.875 and 1,
+    1 and 1.25. Rounded first, it would end beside them, since 3.5 and 4 have another norm."""
+    assert first_momentum([3.3, 4.4], gradients="e5m2").tolist() == [0.875, 1.25]
+    short = np.float32([0.9, -1e-3, 3e-6, 2.0**-17, 1.5 * 2.0**-17, 0.0])  # norm below 1.5
+    assert (first_momentum(short) == short).all()
+    expected = short.astype(ml_dtypes.float8_e5m2).astype(np.float32)
+    rounded = first_momentum(short, gradients="e5m2")
+    assert (rounded == expected).all() and rounded[2:].tolist() == [0.0, 0.0, 2.0**-16, 0.0]
+
+
+def test_xla_does_not_undo_the_rounding_of_gradients():
+    """Where it may, as on GPUs, it drops a conversion to E5M2 and back; a barrier lies between."""
+    optimizer, _ = make_optimizer(configured(gradients="e5m2"))
+    params = {"kernel": jnp.ones(4)}
+    lowered = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
+    (barrier,) = [line for line in lowered.splitlines() if "optimization_barrier" in line]
+    assert barrier.endswith("tensor<4xf8E5M2>")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_is_not_saturated(bad):
+    assert np.isnan(first_momentum([bad, 1.0], gradients="e5m2")[0])
+
+
+def test_a_checkpoint_loads_with_gradients_in_either_format():
+    params = {"kernel": jnp.ones(4)}
+    plain, rounding = (make_optimizer(configured(gradients=g))[0] for g in ("float32", "e5m2"))
+    assert jax.tree.structure(plain.init(params)) == jax.tree.structure(rounding.init(params))
 
 
 # Schedules ----------------------------------------------------------------------------------------
@@ -432,6 +475,11 @@ def test_convergence_on_a_quadratic_without_recompiling(name):
         (dict(clip_norm=0.0), "clip_norm=0.0 must both be positive"),
         (dict(name="adam_w"), "unknown optimizer 'adam_w'; did you mean 'adamw'"),
         (dict(moments="fp8_coad"), "unknown moment format 'fp8_coad'; did you mean 'fp8_coat'"),
+        (dict(gradients="e5m3"), "unknown gradient format 'e5m3'; did you mean 'e5m2'"),
+        (
+            dict(gradients="e5m2", clip_norm=6e4),
+            "clip_norm=60000.0 lets gradients pass that gradients='e5m2' would saturate at 57344.0",
+        ),
         (dict(schedule="cosin"), "unknown schedule 'cosin'; did you mean 'cosine'"),
     ],
 )
