@@ -74,6 +74,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
     config.gradients = "float32"  # what clipped gradients are rounded to: float32 or e5m2, unscaled
     config.moments = "float32"  # how moments are stored: a key of MOMENTS (optim/moment_formats.py)
+    config.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state
     config.recovery = ""  # what to try, in order, with budgets: repeat:5,skip:50; empty stops

@@ -349,7 +349,7 @@ def _optimizer(training: _Training, policy: str) -> Program:
 
     program = jax.jit(update, donate_argnums=0, compiler_options=xla.compiler_options())
     params = training.first.stages[0].state.params
-    random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, leaf.dtype), params)  # noqa: E731
+    random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, jnp.float32), params)  # noqa: E731
     grads = jax.jit(random)()
 
     def call() -> Any:

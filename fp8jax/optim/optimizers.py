@@ -1,7 +1,7 @@
 """Optimizers by name, as optax transformations.
 
-Master weights and all arithmetic are float32. Between steps, moments are stored in a format of
-moment_formats.py. Every optimizer first clips the gradients by their
+All arithmetic is float32. Between steps, moments are stored in a format of moment_formats.py, and
+master weights in a dtype of master_weights.py. Every optimizer first clips the gradients by their
 global norm and rounds them to a format of gradients.py, then computes its update, then adds
 decoupled weight decay and multiplies by the learning rate. Amax histories never reach an optimizer:
 they are not parameters.
@@ -19,6 +19,7 @@ import optax
 from fp8jax.lookup import lookup
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.gradients import GRADIENTS, clip_and_round
+from fp8jax.optim.master_weights import to_float32
 from fp8jax.optim.moment_formats import MOMENTS
 from fp8jax.optim.moments import stored
 from fp8jax.optim.schedules import SCHEDULES
@@ -71,7 +72,8 @@ def make_optimizer(
     """Returns the optimizer, clipping included, and its schedule (finished steps -> learning rate).
 
     The first of w warm-up steps uses 1 / w of the largest learning rate, not zero. The last step of
-    the run uses the final learning rate.
+    the run uses the final learning rate. The optimizer takes parameters in any dtype of
+    `MASTER_WEIGHTS`; its state and its updates are those of float32 parameters.
 
     Raises:
       ValueError: the optimizer, the format of moments or of gradients, or the schedule is unknown;
@@ -92,4 +94,8 @@ def make_optimizer(
         optax.add_decayed_weights(config.weight_decay, is_matrix),
         optax.scale_by_learning_rate(schedule),
     )
-    return optax.chain(clip, update), schedule
+    chain = optax.chain(clip, update)
+    return optax.GradientTransformation(
+        lambda params: chain.init(to_float32(params)),
+        lambda grads, state, params=None: chain.update(grads, state, to_float32(params)),
+    ), schedule

@@ -23,6 +23,7 @@ from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device import xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.lookup import lookup
 from fp8jax.model.attention import choose_attention
 from fp8jax.model.generate import generate
 from fp8jax.model.models import model_config
@@ -31,6 +32,7 @@ from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.optim.config import OptimizerConfig
+from fp8jax.optim.master_weights import MASTER_WEIGHTS, to_master
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr
@@ -51,6 +53,7 @@ class _Shared:
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
+    master_weights: jnp.dtype
     detector: SpikeDetector | None
     gnmr: Gnmr | None
     optional_state: tuple[OptionalState, ...]
@@ -71,6 +74,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     optimizer, schedule = make_optimizer(OptimizerConfig.from_config(config))
     shared = _Shared(
         mesh=mesh, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer, schedule=schedule,
+        master_weights=lookup("master weights", config.master_weights, MASTER_WEIGHTS),
         detector=detector, gnmr=gnmr, optional_state=_optional_state(config, detector, gnmr),
     )  # fmt: skip
     stages: list[Stage] = []
@@ -166,7 +170,7 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[
     def initial() -> TrainState:
         tokens = jnp.zeros((1, 1), jnp.int32)
         variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
-        params = variables["params"]
+        params = to_master(variables["params"], shared.master_weights)
         histories = variables[HISTORIES] if HISTORIES in variables else {}
         fresh = {p.field: p.fresh() for p in shared.optional_state if p.fresh is not None}
         return TrainState(

@@ -11,7 +11,7 @@ Weights, optimizer state, histories and batch are exact, from shapes and shardin
 what XLA allocates for a step: arguments, temporaries, and the results that do not reuse an
 argument's memory. XLA does not say what a temporary holds. At the end of the backward pass all
 gradients are among the temporaries, in float32 and sharded like the weights; the rest is shown as
-activations and work space.
+activations and work space, which includes the float32 copies of bfloat16 master weights.
 
 Under a precision schedule these figures are those of the first stage. Later stages differ in the
 total and in the histories: their totals are compiled too, and count for the verdict on what fits.
@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.sources import parse_sources
@@ -224,7 +225,7 @@ def make_plan(run: Run) -> Plan:
     batch = abstract_batch(run, settings.batch_size)
     parts = [first.state.params, first.state.opt_state, first.state.histories, batch]
     weights, optimizer, histories, inputs = map(device_bytes, parts)
-    gradients = weights  # float32 and sharded alike
+    gradients = gradient_bytes(first.state.params)
     rest = total - (weights + optimizer + histories + inputs + gradients)
     return Plan(
         model=settings.model, policy=settings.precision, later=tuple(later_totals), sources=sources,
@@ -243,6 +244,11 @@ def make_plan(run: Run) -> Plan:
         compile_seconds=seconds, gemms=tuple(gemms),
         gains=tuple(stage.gains for stage in run.stages if stage.gains),
     )  # fmt: skip
+
+
+def gradient_bytes(params: Any) -> int:
+    """Returns the bytes on each device of float32 gradients, sharded like the parameters."""
+    return device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params))
 
 
 def _gemms(stage: Stage, program: Any) -> str:

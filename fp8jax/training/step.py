@@ -25,6 +25,7 @@ from fp8jax.linear.updates import next_histories
 from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
+from fp8jax.optim.master_weights import to_float32
 from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
 from fp8jax.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.stability.spikes import SpikeDetector, judge
@@ -36,7 +37,7 @@ class TrainState:
 
     Attributes:
       step: int32 [], finished steps that were not rejected.
-      params: float32 master weights.
+      params: master weights, float32 or bfloat16 (optim/master_weights.py).
       histories: float32 amax histories, {} without delayed scaling.
       opt_state: the optimizer's.
       key: the run's PRNG key. It never changes: each step folds its number into it.
@@ -54,8 +55,8 @@ class TrainState:
 
 
 def as_variables(params: Any, histories: Any) -> dict[str, Any]:
-    """The variables that `Transformer.apply` takes."""
-    return {"params": params} | ({HISTORIES: histories} if histories else {})
+    """The variables that `Transformer.apply` takes: all float32."""
+    return {"params": to_float32(params)} | ({HISTORIES: histories} if histories else {})
 
 
 def loss_sum(
@@ -84,13 +85,14 @@ def _promoted(model: Transformer, state: TrainState) -> Array | None:
 def accumulate(
     model: Transformer, state: TrainState, batch: Batch, grad_accum: int
 ) -> tuple[Float[Array, ""], Any, Any]:
-    """Mean loss, its gradients and the next histories, over `grad_accum` microbatches.
+    """Mean loss, its float32 gradients and the next histories, over `grad_accum` microbatches.
 
     Microbatch j holds the rows j, j + grad_accum, …: a batch that is sharded over devices stays
     where it is. Each microbatch's loss is divided by the weights of the whole batch, so that
     gradients add up. Histories combine by maximum.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    params = to_float32(state.params)  # here, so that gradients are not rounded to bfloat16
 
     def microbatch_loss(params, histories, micro, index):
         key = None
@@ -100,7 +102,7 @@ def accumulate(
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
-        loss, (grads, histories) = grad(state.params, state.histories, batch, 0)
+        loss, (grads, histories) = grad(params, state.histories, batch, 0)
         return loss, grads, histories
 
     def split(x):
@@ -109,14 +111,14 @@ def accumulate(
 
     def body(carry, scanned):
         loss, grads, histories = carry
-        micro_loss, (micro_grads, micro_histories) = grad(state.params, state.histories, *scanned)
+        micro_loss, (micro_grads, micro_histories) = grad(params, state.histories, *scanned)
         grads = jax.tree.map(jnp.add, grads, micro_grads)
         histories = combine_max(histories, micro_histories)
         return (loss + micro_loss, grads, histories), None
 
     start = (
         jnp.zeros((), jnp.float32),
-        jax.tree.map(jnp.zeros_like, state.params),
+        jax.tree.map(jnp.zeros_like, params),
         empty_max(state.histories),
     )
     scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
@@ -154,7 +156,7 @@ def train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     new = TrainState(
         step=state.step + 1,
-        params=optax.apply_updates(state.params, updates),
+        params=optax.apply_updates(state.params, updates),  # a float32 sum, rounded once
         histories=next_histories(state.histories, histories),
         opt_state=opt_state,
         key=state.key,

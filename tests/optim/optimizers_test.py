@@ -200,6 +200,39 @@ def test_a_checkpoint_loads_with_gradients_in_either_format():
     assert jax.tree.structure(plain.init(params)) == jax.tree.structure(rounding.init(params))
 
 
+# Master weights in bfloat16 -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_parameters_get_the_update_of_their_values(name):
+    """State and updates are float32, and equal those of the same values in float32."""
+    optimizer, _ = make_optimizer(configured(name=name))
+    narrow = nested({k: jnp.asarray(p, jnp.bfloat16) for k, p in random_leaves(0).items()})
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    grads = nested({k: jnp.asarray(g) for k, g in random_leaves(1).items()})
+    got, want = (optimizer.update(grads, optimizer.init(p), p) for p in (narrow, wide))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype != jnp.bfloat16
+        np.testing.assert_array_equal(one, other)
+    stored = jax.tree.leaves(optax.apply_updates(narrow, got[0]))
+    expected = jax.tree.leaves(optax.apply_updates(wide, want[0]))
+    for one, other in zip(stored, expected, strict=True):
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("rate", "still"), [(1e-4, 2.0**-5), (1e-6, 2.0**-11)])
+def test_bfloat16_weights_above_a_limit_do_not_move(rate, still):
+    """The limits of master_weights.py: half the distance to the next number is above the rate."""
+    bits = np.arange(0x3F81, dtype=np.uint16)  # all from 0 to 1
+    p = jnp.asarray(bits.view(ml_dtypes.bfloat16))
+    for sign in (1.0, -1.0):
+        moved = np.asarray(optax.apply_updates(p, jnp.full(p.shape, sign * rate)) != p)
+        assert not moved[np.asarray(p > still)].any()
+        assert moved[np.asarray(p < still / 2)].all()
+
+
 # Schedules ----------------------------------------------------------------------------------------
 
 # A learning rate is a float32 product of a few float32 numbers, one of them a cosine.

@@ -88,6 +88,13 @@ def test_accumulation_saves_work_space_and_not_gradients():
     assert 0 <= parts.activations_bytes < whole.activations_bytes / 2
 
 
+def test_gradients_are_float32_and_weights_as_the_config_stores_them():
+    state = build(tiny(mesh="fsdp", master_weights="bfloat16"), jax.devices()[:8]).stages[0].state
+    assert programs.device_bytes(state.params) == 2 * (CUT // 8 + WHOLE)
+    assert dry_run.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
+    assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
+
+
 def test_nothing_is_allocated():
     config = tiny()
     run = build(config, jax.devices()[:1])

@@ -83,6 +83,31 @@ def test_a_rejected_step_changes_nothing(data):
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
+def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
+    """Against a float32 run with the same values: equal loss and optimizer state, and weights equal
+    after one rounding. Two microbatches, whose gradients add up in float32."""
+    wide, narrow = (
+        build(tiny(data, grad_accum=2, master_weights=dtype), jax.devices()[:1])
+        for dtype in ("float32", "bfloat16")
+    )
+    batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
+    batch = to_devices(next(batches), wide.batch_sharding)
+    batches.close()
+    with jax.set_mesh(wide.mesh):
+        state = narrow.stages[0].programs.initialize()
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+        same = jax.tree.map(jnp.copy, state)  # a step takes the memory of its state
+        same = dataclasses.replace(
+            same, params=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), same.params)
+        )
+        state, out = narrow.stages[0].programs.step(state, batch)
+        same, expected = wide.stages[0].programs.step(same, batch)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), same.params)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+    jax.tree.map(np.testing.assert_array_equal, state.params, rounded)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, same.opt_state)
+
+
 @pytest.mark.slow
 def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
