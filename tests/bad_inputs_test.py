@@ -202,7 +202,7 @@ QUANTIZE = [
     ("format none", call(cast, X, None), TypeError, r"its name \(e4m3, e5m2, .* got None"),
     ("format float16", call(cast, X, jnp.float16), TypeError,
      "expected a format, its dtype.*float1"),
-    ("format fnuz", call(cast, X, jnp.float8_e4m3fnuz), TypeError, "expected a format, .*e4m3fnuz"),
+    ("format fnuz", call(cast, X, jnp.float8_e4m3b11fnuz), TypeError, "a format, .*e4m3b11fnuz"),
 ]  # fmt: skip
 
 TILES_AND_SCALES = [
@@ -238,7 +238,7 @@ TILES_AND_SCALES = [
 delayed = functools.partial(Cast, format=E4M3, timing="delayed")
 CASTS_AND_RECIPES = [
     ("Cast format", call(Cast, format="fp8"), ValueError, "unknown format 'fp8'.*e4m3, e5m2"),
-    ("Cast no format", call(Cast, format=None), TypeError, r"\(e4m3, e5m2, e2m1, e8m0\), got None"),
+    ("Cast no format", call(Cast, format=None), TypeError, r"\(e4m3, e5m2, .*e8m0\), got None"),
     ("Cast e8m0", call(Cast, format="e8m0"), ValueError,
      "e8m0 holds scales, not values: use a sig"),
     ("Cast timing", call(Cast, format=E4M3, timing="now"), ValueError,

@@ -10,6 +10,10 @@ from fp8jax.numerics.recipe import Cast, GemmCasts, Recipe
 from fp8jax.numerics.scales import E8M0, Fp32, NvFp4, Pow2
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128
 
+# The FP8 formats that matrix units multiply here. (AMD's multiply e4m3fnuz; none was ever tried.)
+_NATIVE_FP8 = ("e4m3", "e5m2")
+_FP8_NAMES = " and ".join(_NATIVE_FP8)
+
 # The (lhs, rhs) tiles that kernels/block_gemm.py multiplies.
 _BLOCK_GEMM_TILES = ((TILE128, BLOCK128), (TILE128, TILE128))
 
@@ -37,7 +41,7 @@ def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
     casts = (lhs, rhs)
     mxfp8 = all(c.tile.contract == 32 and isinstance(c.scale, E8M0) for c in casts)
     nvfp4 = all(c.tile.contract == 16 and isinstance(c.scale, NvFp4) for c in casts)
-    return nvfp4 or (mxfp8 and all(c.format.bits == 8 for c in casts))
+    return nvfp4 or (mxfp8 and all(c.format.name in _NATIVE_FP8 for c in casts))
 
 
 def emulated_refuses(recipe: Recipe, device: Device) -> str | None:
@@ -72,6 +76,8 @@ def _xla_gemm_refuses(casts: GemmCasts, device: Device) -> str | None:
     for cast in (lhs, rhs):
         if cast.format.bits != 8:
             return f"has an operand in {cast.format.name}: XLA has no GEMM for this 4-bit format"
+        if cast.format.name not in _NATIVE_FP8:
+            return f"has an operand in {cast.format.name}: matrix units take {_FP8_NAMES}"
         if not cast.separable:
             return (
                 f"has scales that change along the contracting axis ({cast.tile}): XLA applies "
@@ -98,9 +104,11 @@ def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
     if lhs is None or rhs is None:
         return "has one quantized and one high-precision operand"
     both = (lhs, rhs)
+    formats = f"{lhs.format.name} by {rhs.format.name}"
     if any(c.format.bits != 8 for c in both):
-        formats = f"{lhs.format.name} by {rhs.format.name}"
         return f"multiplies {formats}: the kernels take 8-bit formats only"
+    if any(c.format.name not in _NATIVE_FP8 for c in both):
+        return f"multiplies {formats}: the kernels take {_FP8_NAMES}"
     if any(c.rounding != "nearest" or c.hadamard > 1 for c in both):
         return "rounds stochastically or has a Hadamard transform: the kernels do neither"
     if {lhs.tile, rhs.tile} <= {TENSOR, ROW}:

@@ -6,17 +6,20 @@ mantissa field M has the value
     (-1)^s * 2^(E - b) * (1 + M / 2^m)      E > 0   (normal)
     (-1)^s * 2^(1 - b) * (M / 2^m)          E = 0   (subnormal)
 
-| name | layout | bias | largest | smallest normal | smallest | inf | NaN            |
-|------|--------|------|---------|-----------------|----------|-----|----------------|
-| e4m3 | s4.3   | 7    | 448     | 2^-6            | 2^-9     | no  | one (S1111111) |
-| e5m2 | s5.2   | 15   | 57344   | 2^-14           | 2^-16    | yes | yes            |
-| e2m1 | s2.1   | 1    | 6       | 2^0             | 2^-1     | no  | no             |
-| e8m0 | 8.0    | 127  | 2^127   | 2^-127          | 2^-127   | no  | one (0xFF)     |
+| name     | layout | bias | largest | smallest normal | smallest | inf | NaN            |
+|----------|--------|------|---------|-----------------|----------|-----|----------------|
+| e4m3     | s4.3   | 7    | 448     | 2^-6            | 2^-9     | no  | one (S1111111) |
+| e5m2     | s5.2   | 15   | 57344   | 2^-14           | 2^-16    | yes | yes            |
+| e4m3fnuz | s4.3   | 8    | 240     | 2^-7            | 2^-10    | no  | one (10000000) |
+| e5m2fnuz | s5.2   | 16   | 57344   | 2^-15           | 2^-17    | no  | one (10000000) |
+| e2m1     | s2.1   | 1    | 6       | 2^0             | 2^-1     | no  | no             |
+| e8m0     | 8.0    | 127  | 2^127   | 2^-127          | 2^-127   | no  | one (0xFF)     |
 
-(Sources: OCP OFP8 and OCP Microscaling v1.0.) e8m0 represents only powers of two and has neither
-a sign nor a zero: it stores scales, not values. The relative spacing of normal numbers is at most
-2^-m, so rounding to nearest has a relative error of at most u = 2^-(m+1): 2^-4 for e4m3, 2^-3 for
-e5m2, 2^-2 for e2m1.
+(Sources: OCP OFP8 and OCP Microscaling v1.0; the fnuz formats, which have neither infinities nor a
+negative zero, arXiv 2206.02915.) e8m0 represents only powers of two and has neither a sign nor a
+zero: it stores scales, not values. The relative spacing of normal numbers is at most 2^-m, so
+rounding to nearest has a relative error of at most u = 2^-(m+1): 2^-4 with three mantissa bits,
+2^-3 with two, 2^-2 with one.
 
 Saturation. A plain ``astype`` turns 1e4 into NaN (e4m3) or an infinity (e5m2), and a single outlier
 would destroy the result of a GEMM. `cast` clips first, so 1e4 becomes 448 in e4m3. Clipping hides
@@ -87,6 +90,14 @@ _ALL = (
     ),
     Format(
         name="e5m2", dtype=jnp.dtype(jnp.float8_e5m2), bits=8, mantissa=2, min_exponent=-14,
+        max=57344.0,
+    ),
+    Format(
+        name="e4m3fnuz", dtype=jnp.dtype(jnp.float8_e4m3fnuz), bits=8, mantissa=3, min_exponent=-7,
+        max=240.0,
+    ),
+    Format(
+        name="e5m2fnuz", dtype=jnp.dtype(jnp.float8_e5m2fnuz), bits=8, mantissa=2, min_exponent=-15,
         max=57344.0,
     ),
     Format(

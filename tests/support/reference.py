@@ -18,10 +18,12 @@ from fp8jax.numerics.tiles import Tile
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
 }
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0, "e2m1": 6.0}
 KEY_ORDER = ["fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g"]
 
 
@@ -36,7 +38,7 @@ def tiles(shape, tile: Tile, contract_axis: int):
         elif axis == others[-1]:
             size = tile.free
         else:
-            size = None if tile.free is None else 1
+            size = None if tile.free is tile.contract is None else 1
         sizes.append(length if size is None else size)
     starts = [range(0, length, size) for length, size in zip(shape, sizes, strict=True)]
     for corner in itertools.product(*starts):
@@ -206,7 +208,7 @@ def apply_cast(
 
 
 # The smallest step of the numbers -3 to 3 times this, all of which the format holds.
-_STEP = {"e4m3": 1.0, "e5m2": 128.0, "e2m1": 0.5}
+_STEP = {"e4m3": 1.0, "e5m2": 128.0, "e4m3fnuz": 1.0, "e5m2fnuz": 128.0, "e2m1": 0.5}
 
 
 def unit(cast: Cast | None) -> float:
