@@ -112,7 +112,9 @@ def dot_general_shared(
     """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
 
     The results equal separate calls if the histories of lhs are equal, as they are for weights that
-    have always shared lhs. Otherwise the scale of lhs comes from the largest history.
+    have always shared lhs, and the recipe has no shared casts. Otherwise the scale of lhs comes
+    from the largest history. With shared casts (`Recipe.sharing`) the scale of each rhs comes from
+    the largest amax of all, and so does that of the gradients of the results.
 
     Args:
       rhs, states, keys: one entry per weight. If the recipe rounds lhs stochastically, it uses the

@@ -175,13 +175,17 @@ def together(
     """Apply several layers to one x; the results equal separate calls, bit for bit.
 
     If the layers have the same settings and do not round x stochastically, x is quantized once for
-    all of them and saved once for the backward.
+    all of them and saved once for the backward. Only layers whose recipe has shared casts differ
+    from separate calls: their weights have one scale, and so have the gradients of their results.
 
     Args:
       layers: the layers, bound to their parent module.
       x: the activations.
       keys: one PRNG key per layer, or None for recipes that do not round stochastically.
       input_scale: as in `Dense`.
+
+    Raises ValueError without layers or with another number of keys, and for layers with shared
+    casts that have other settings than the rest or round x stochastically.
     """
     if not layers or len(keys) != len(layers):
         raise ValueError(
@@ -196,6 +200,11 @@ def together(
     same_settings = all(_settings(layer) == _settings(layers[0]) for layer in layers)
     if same_settings and as_recipe(layers[0].recipe).same_x:
         return apply_together(layers, scopes, x, keys, input_scale)
+    if any(as_recipe(layer.recipe).shared for layer in layers):
+        raise ValueError(
+            f"layers {', '.join(scopes)} cannot share scales: they need equal settings, and a"
+            " recipe that does not round x stochastically"
+        )
     return tuple(
         apply_together((layer,), (scope,), x, (key,), input_scale)[0]
         for layer, scope, key in zip(layers, scopes, keys, strict=True)

@@ -23,7 +23,14 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from fp8jax.linear.amax_history import Histories, record, to_float32
 from fp8jax.linear.dot import make_context
-from fp8jax.linear.vjp import X_CASTS, VjpContext, backward, forward, quantize_operand
+from fp8jax.linear.vjp import (
+    X_CASTS,
+    JointAmax,
+    VjpContext,
+    backward,
+    forward,
+    quantize_operand,
+)
 from fp8jax.numerics.recipe import Recipe
 
 Pair = tuple[VjpContext, VjpContext]  # of the low recipe and of the high one
@@ -65,8 +72,9 @@ def _bwd(pair: Pair, saved: Any, g: jax.Array):
             x_casts = {"wgrad_x": X_CASTS["wgrad_x"]}
             qx, _ = quantize_operand(context, x, x_casts, to_float32(histories), key)
             return backward(
-                context, qx["wgrad_x"], context.scopes[0], w, histories, new_histories, key, g
-            )
+                context, qx["wgrad_x"], context.scopes[0], w, histories, new_histories, key, g,
+                JointAmax(),
+            )  # fmt: skip
 
         return branch
 
@@ -104,13 +112,20 @@ def promotable_dot(
       scope: name of the module in the compiled program.
 
     Raises:
-      ValueError: if `high` has histories, or `state` or `key` do not fit the recipes.
+      ValueError: if `high` has histories, one of the recipes shares scales between weights, or
+        `state` or `key` do not fit the recipes.
       NotImplementedError: if the backend cannot run one of the recipes.
     """
     if high.histories:
         raise ValueError(
             f"high recipe {high.name!r} needs amax histories: choose one without delayed scaling"
         )
+    for recipe in (low, high):
+        if recipe.shared:
+            raise ValueError(
+                f"recipe {recipe.name!r} shares scales between weights, and a linear that can be"
+                " promoted has its own: drop qkv=shared or turn promotions off"
+            )
     settings: Any = dict(backend=backend, whole=bool(x.size and w.size), scopes=(scope,))
     pair = (
         make_context(low, (state,), (key,), x.dtype, **settings),

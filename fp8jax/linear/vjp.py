@@ -19,6 +19,8 @@ and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` 
 `dot_general` and would miss GEMMs that are kernels.
 
 Several weights may share one x (queries, keys and values). It is quantized once and saved once.
+With `shared` casts the weights have one scale, as if they were one array, and so have their
+gradients g.
 
 Dtypes: y and dx have x's dtype (y another one on request), dw has w's. With bfloat16 activations
 and a float32 master weight, the weight gradient leaves the accumulator in float32.
@@ -60,7 +62,7 @@ from fp8jax.linear.operands import (
     plain_matmul,
 )
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.tiles import TENSOR, tensor_amax
+from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 
 # Names for jax.checkpoint_policies.save_only_these_names.
 GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
@@ -107,6 +109,13 @@ class _Residuals(NamedTuple):
     keys: tuple[jax.Array | None, ...]
 
 
+class JointAmax(NamedTuple):
+    """The amax of all weights that share x, for shared casts; None where each has its own scale."""
+
+    w: jax.Array | None = None
+    g: jax.Array | None = None
+
+
 # Quantizing and multiplying one operand -----------------------------------------------------------
 
 
@@ -135,12 +144,17 @@ def cast_requests(
 
 
 def quantize_operand(
-    context: VjpContext, x: jax.Array, cast_axes: dict[str, int], histories: Histories, key
+    context: VjpContext,
+    x: jax.Array,
+    cast_axes: dict[str, int],
+    histories: Histories,
+    key,
+    joint: jax.Array | None = None,
 ) -> tuple[dict[str, Operand], jax.Array | None]:
     """Quantize `x` for each requested GEMM; also return max|x| where the kernel computed it.
 
-    Arguments as in `cast_requests`. The operands are returned by the names of their casts; those
-    without a cast are `PlainOperand`.
+    Arguments as in `cast_requests`; `joint` is the amax for shared casts, None for x's own. The
+    operands are returned by the names of their casts; those without a cast are `PlainOperand`.
     """
     (operand,) = {name[-1] for name in cast_axes}
     pooled = getattr(context.pooled, operand) & varying(x)
@@ -149,6 +163,11 @@ def quantize_operand(
     requests = cast_requests(context.recipe, cast_axes, histories, key)
     if pooled:
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
+    if joint is not None:
+        requests = {
+            name: request._replace(amax=joint) if request.cast.shared else request
+            for name, request in requests.items()
+        }
     operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
     if not requests:
         return operands, None
@@ -169,6 +188,19 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
         name: request._replace(amax=amax) if takes(request.cast) else request
         for name, request in requests.items()
     }
+
+
+def _joint_amax(
+    context: VjpContext, casts: Sequence[str], arrays: Sequence[jax.Array]
+) -> jax.Array | None:
+    """Return max|x| over the arrays if one of the named casts is shared, else None."""
+    recipe_casts = context.recipe.by_name()
+    shared = [cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared]
+    if not shared or len(arrays) == 1:
+        return None
+    amax = joint_amax(arrays)
+    pooled = getattr(context.pooled, casts[0][-1])
+    return largest_over(amax, pooled & varying(amax))
 
 
 def named_matmul(
@@ -232,20 +264,31 @@ def forward(
     """
     of_x = tuple({k: v for k, v in one.items() if k == "x"} for one in histories)
     qx, amax_x = quantize_operand(context, x, x_casts, largest_of(of_x), keys[0])
+    joint = _joint_amax(context, ("fwd_w",), ws)
     ys, new_histories = [], []
     for w, one, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
-        y, of_w = forward_matmul(context, qx["fwd_x"], w, one, key, scope, x.dtype)
+        y, of_w = forward_matmul(context, qx["fwd_x"], w, one, key, scope, x.dtype, joint)
         ys.append(y)
         new_histories.append(record(one, "x", x, amax_x) | of_w)
     return tuple(ys), qx, tuple(new_histories)
 
 
 def forward_matmul(
-    context: VjpContext, qx: Operand, w, histories: Histories, key, scope: str, dtype
+    context: VjpContext,
+    qx: Operand,
+    w,
+    histories: Histories,
+    key,
+    scope: str,
+    dtype,
+    joint: jax.Array | None = None,
 ) -> tuple[jax.Array, Histories]:
-    """Compute one forward GEMM; return y and the new history of w. `dtype` is that of x."""
+    """Compute one forward GEMM; return y and the new history of w.
+
+    `dtype` is that of x, `joint` the amax of all weights that share the scale.
+    """
     w = in_compute_dtype(w, dtype, context.recipe.fwd_w)
-    qw, amax = quantize_operand(context, w, {"fwd_w": -2}, histories, key)
+    qw, amax = quantize_operand(context, w, {"fwd_w": -2}, histories, key, joint)
     y = named_matmul(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
     return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax)
 
@@ -277,10 +320,14 @@ def _matmuls_fwd(context: VjpContext, x, ws, histories, keys):
 
 def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
     dxs, dws, histories = [], [], []
+    joint = JointAmax(
+        w=_joint_amax(context, ("dgrad_w",), saved.ws),
+        g=_joint_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
+    )
     for scope, w, old, new, key, g in zip(
         context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs, strict=True
     ):
-        dx, dw, cotangent = backward(context, saved.x, scope, w, old, new, key, g)
+        dx, dw, cotangent = backward(context, saved.x, scope, w, old, new, key, g, joint)
         dxs.append(dx)
         dws.append(dw)
         histories.append(cotangent)
@@ -302,6 +349,7 @@ def backward(
     new_histories: Histories,
     key,
     g: jax.Array,
+    joint: JointAmax,
 ) -> tuple[jax.Array, jax.Array, Histories]:
     """Compute the backward GEMMs of one weight from the gradient g of its result.
 
@@ -309,13 +357,14 @@ def backward(
       x: the operand x of wgrad.
       histories: as given to the forward, in their own dtype.
       new_histories: those of x and w, from the forward.
+      joint: amaxes for shared casts.
 
     Returns:
       dx, dw and the cotangent of `histories`.
     """
     g = g.astype(context.dtype)
-    qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key)
-    dx = input_gradient(context, scope, w, histories, key, qg)
+    qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key, joint.g)
+    dx = input_gradient(context, scope, w, histories, key, qg, joint.w)
     dw = weight_gradient(context, x, scope, w, qg)
     of_g = record(to_float32(histories), "g", g, amax)
     following = {
@@ -326,11 +375,17 @@ def backward(
 
 
 def input_gradient(
-    context: VjpContext, scope: str, w, histories: Histories, key, qg: dict[str, Operand]
+    context: VjpContext,
+    scope: str,
+    w,
+    histories: Histories,
+    key,
+    qg: dict[str, Operand],
+    joint_w: jax.Array | None = None,
 ) -> jax.Array:
     """Compute the dgrad GEMM, dx = Q(g) Q(w)^T."""
     w = in_compute_dtype(w, context.dtype, context.recipe.dgrad_w)
-    qw, _ = quantize_operand(context, w, {"dgrad_w": -1}, to_float32(histories), key)
+    qw, _ = quantize_operand(context, w, {"dgrad_w": -1}, to_float32(histories), key, joint_w)
     return named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
 
 

@@ -5,20 +5,24 @@ Options follow a colon (names.py parses them):
     fp8_delayed:history=1024,margin=1        fp4_mixed:gradients=e5m2
 
 They cover what the papers leave open. In the FP4 paper (arXiv 2502.11458), weights and activations
-may share scales along 128 elements or along a whole token or channel (`fp4_tile=row`), and the FP8
-gradients may be E4M3 or E5M2 (`gradients=e5m2`). An option that applies to no cast raises: the name
-would otherwise claim a change that did not happen.
+may share scales along 128 elements or along a whole token or channel (`fp4_tile=row`), the FP8
+gradients may be E4M3 or E5M2 (`gradients=e5m2`), and the input gradient may be computed in FP8 or
+in BF16 (`dgrad=bf16`). An option that applies to no cast raises: the name would otherwise claim a
+change that did not happen.
+
+Options apply in the order of `OPTIONS`, in whichever order they are given: first those that leave
+operands in BF16, so that no later option changes a cast that is then dropped.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fp8jax.lookup import lookup
+from fp8jax.lookup import lookup, unknown
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import Constant, Fp32, NvFp4, Pow2, as_scale_rule
-from fp8jax.numerics.tiles import TILES, Tile
+from fp8jax.numerics.tiles import TILES, TOKEN, Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +32,13 @@ class Option:
     Attributes:
       parse: text -> value; raises ValueError.
       applies: (name of a cast, such as "dgrad_g", the cast) -> whether the option changes it.
-      change: (cast, value) -> the changed cast.
+      change: (name, cast, value) -> the changed cast; None leaves the operand in high precision.
       help: one line for docs/recipes.md.
     """
 
     parse: Callable[[str], Any]
     applies: Callable[[str, Cast], bool]
-    change: Callable[[Cast, Any], Cast]
+    change: Callable[[str, Cast, Any], Cast | None]
     help: str
 
 
@@ -55,6 +59,23 @@ def _parse_bias(text: str) -> int:
     return bias
 
 
+def _parse_bf16(text: str) -> None:
+    if text != "bf16":
+        raise ValueError(f"expected bf16, got {text!r}")
+
+
+def _parse_cast(text: str) -> str:
+    if text not in CAST_NAMES:
+        raise unknown("cast", text, CAST_NAMES)
+    return text
+
+
+def _parse_formats(text: str) -> dict[Format, Format]:
+    if text != "fnuz":
+        raise ValueError(f"expected fnuz, got {text!r}")
+    return _FNUZ
+
+
 def _parse_format(text: str) -> Format:
     return lookup("format", text, FORMATS)
 
@@ -63,7 +84,29 @@ def _parse_tile(text: str) -> Tile:
     return lookup("tile", text, TILES)
 
 
+def _parse_fp4_tile(text: str) -> Tile:
+    tile = _parse_tile(text)
+    if tile == TOKEN:
+        raise ValueError("this tile belongs to a token in wgrad only: add wgrad_tile=token")
+    return tile
+
+
+_FNUZ = {FORMATS[name]: FORMATS[f"{name}fnuz"] for name in ("e4m3", "e5m2")}
+CAST_NAMES = tuple(Recipe().by_name())
+
+
 # What options apply to ----------------------------------------------------------------------------
+
+
+def _is_cast(name: str, cast: Cast) -> bool:
+    return True
+
+
+def _belongs_to(*gemms: str) -> Callable[[str, Cast], bool]:
+    def applies(name: str, cast: Cast) -> bool:
+        return name.startswith(gemms)
+
+    return applies
 
 
 def _is_delayed(name: str, cast: Cast) -> bool:
@@ -91,6 +134,14 @@ def _has_free_fp4_tile(name: str, cast: Cast) -> bool:
     return cast.format.bits == 4 and _has_free_scale_rule(name, cast)
 
 
+def _has_free_wgrad_tile(name: str, cast: Cast) -> bool:
+    return name.startswith("wgrad") and _has_free_scale_rule(name, cast)
+
+
+def _is_ocp_fp8(name: str, cast: Cast) -> bool:
+    return cast.format in _FNUZ
+
+
 def _is_rotated(name: str, cast: Cast) -> bool:
     return cast.hadamard > 1
 
@@ -102,23 +153,59 @@ def _is_stochastic(name: str, cast: Cast) -> bool:
 # How options change a cast ------------------------------------------------------------------------
 
 
-def _set(field: str) -> Callable[[Cast, Any], Cast]:
-    def change(cast: Cast, value: Any) -> Cast:
+def _drop(name: str, cast: Cast, value: None) -> None:
+    return None
+
+
+def _keep_only(name: str, cast: Cast, kept: str) -> Cast | None:
+    return cast if name == kept else None
+
+
+def _set(field: str) -> Callable[[str, Cast, Any], Cast]:
+    def change(name: str, cast: Cast, value: Any) -> Cast:
         return dataclasses.replace(cast, **{field: value})
 
     return change
 
 
-def _set_margin(cast: Cast, margin: int) -> Cast:
+def _set_formats(name: str, cast: Cast, formats: dict[Format, Format]) -> Cast:
+    return dataclasses.replace(cast, format=formats[cast.format])
+
+
+def _set_margin(name: str, cast: Cast, margin: int) -> Cast:
     assert isinstance(cast.scale, Fp32 | Pow2)  # `_has_margin`
     return dataclasses.replace(cast, scale=dataclasses.replace(cast.scale, margin=margin))
 
 
-def _set_bias(cast: Cast, bias: int) -> Cast:
+def _set_bias(name: str, cast: Cast, bias: int) -> Cast:
     return dataclasses.replace(cast, scale=Constant(2.0**-bias))
 
 
 OPTIONS: dict[str, Option] = {
+    "forward": Option(
+        parse=_parse_bf16,
+        applies=_belongs_to("fwd"),
+        change=_drop,
+        help="`bf16`: the forward GEMM in BF16, dgrad and wgrad as they are",
+    ),
+    "backward": Option(
+        parse=_parse_bf16,
+        applies=_belongs_to("dgrad", "wgrad"),
+        change=_drop,
+        help="`bf16`: dgrad and wgrad in BF16, the forward as it is",
+    ),
+    "dgrad": Option(
+        parse=_parse_bf16,
+        applies=_belongs_to("dgrad"),
+        change=_drop,
+        help="`bf16`: the input gradient in BF16",
+    ),
+    "only": Option(
+        parse=_parse_cast,
+        applies=_is_cast,
+        change=_keep_only,
+        help="the one cast that stays, such as `wgrad_x`; all other operands in BF16",
+    ),
     "history": Option(
         parse=_parse_int,
         applies=_is_delayed,
@@ -130,6 +217,12 @@ OPTIONS: dict[str, Option] = {
         applies=_is_delayed,
         change=_set("amax"),
         help="which amax of the history sets the scale: `max` or `newest`",
+    ),
+    "scale": Option(
+        parse=as_scale_rule,
+        applies=_has_free_scale_rule,
+        change=_set("scale"),
+        help="`fp32`, `pow2`, `e8m0`, or `e8m0_floor` as in OCP Microscaling",
     ),
     "margin": Option(
         parse=_parse_int,
@@ -143,23 +236,29 @@ OPTIONS: dict[str, Option] = {
         change=_set_bias,
         help="exponent b of a constant scale 2^-b",
     ),
-    "scale": Option(
-        parse=as_scale_rule,
-        applies=_has_free_scale_rule,
-        change=_set("scale"),
-        help="`fp32`, `pow2`, `e8m0`, or `e8m0_floor` as in OCP Microscaling",
-    ),
     "gradients": Option(
         parse=_parse_format,
         applies=_is_fp8_gradient,
         change=_set("format"),
         help="format of FP8 gradients: `e4m3` or `e5m2`",
     ),
+    "formats": Option(
+        parse=_parse_formats,
+        applies=_is_ocp_fp8,
+        change=_set_formats,
+        help="`fnuz`: `e4m3fnuz` (largest number 240) and `e5m2fnuz` instead of OCP's formats",
+    ),
     "fp4_tile": Option(
-        parse=_parse_tile,
+        parse=_parse_fp4_tile,
         applies=_has_free_fp4_tile,
         change=_set("tile"),
         help="elements that share a scale in FP4: `row`, `tile128`, `mx32`, …",
+    ),
+    "wgrad_tile": Option(
+        parse=_parse_tile,
+        applies=_has_free_wgrad_tile,
+        change=_set("tile"),
+        help="elements that share a scale in wgrad: `token` for one scale a token; emulated",
     ),
     "hadamard": Option(
         parse=_parse_int,
@@ -183,7 +282,8 @@ def change_casts(
 
     `owner` is whose recipes they are, for error messages: "policy 'fp8_block'".
 
-    Raises ValueError for a value that does not parse, and if the option applies to no cast.
+    Raises ValueError for a value that does not parse, and if the option applies to no cast or
+    leaves none.
     """
     option, changed = OPTIONS[name], []
     try:
@@ -191,14 +291,16 @@ def change_casts(
     except ValueError as error:
         raise ValueError(f"{name}={value}: {error}") from None
 
-    def change(cast_name: str, cast: Cast) -> Cast:
+    def change(cast_name: str, cast: Cast) -> Cast | None:
         if not option.applies(cast_name, cast):
             return cast
         changed.append(cast_name)
-        return option.change(cast, parsed)
+        return option.change(cast_name, cast, parsed)
 
     mapped = [(recipe, recipe.map(change)) for recipe in recipes]
     results = tuple(old if new == old else new for old, new in mapped)
     if not changed:
         raise ValueError(f"{name}={value}: no cast of {owner} uses this option")
+    if not any(recipe.casts for recipe in results):
+        raise ValueError(f"{name}={value}: {owner} would quantize nothing: that is 'bf16'")
     return results

@@ -19,9 +19,14 @@ def timing_name(cast: Any) -> str:
     return f"{cast.timing}, {cast.amax} of {cast.history}" if cast.delayed else cast.timing
 
 
+def tile_name(cast: Any) -> str:
+    """Return a cast's tile, and whether several weights share its scale: "tensor, shared"."""
+    return f"{cast.tile}, shared" if cast.shared else str(cast.tile)
+
+
 def cast_words(cast: Any) -> str:
     """Return a cast in a few words: "e4m3 tile128 fp32 current"."""
-    words = [cast.format.name, str(cast.tile), scale_name(cast.scale), timing_name(cast)]
+    words = [cast.format.name, tile_name(cast), scale_name(cast.scale), timing_name(cast)]
     if cast.rounding != "nearest":
         words.append(cast.rounding)
     if cast.hadamard > 1:
@@ -59,7 +64,7 @@ def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple
             rows.append((name, "high precision"))
             continue
         rows.append(
-            (name, cast.format.name, str(cast.tile), scale_name(cast.scale), timing_name(cast),
+            (name, cast.format.name, tile_name(cast), scale_name(cast.scale), timing_name(cast),
              cast.rounding, "-" if cast.hadamard == 1 else str(cast.hadamard))
         )  # fmt: skip
     if split := split_gemms(accumulation):

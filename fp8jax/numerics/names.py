@@ -3,10 +3,11 @@
     fp8_delayed:history=1024,margin=1      fp4_mixed:gradients=e5m2      nvfp4:head=fp8_current
 
 Options follow a colon. Those of cast_options.py change casts, those of accumulation.py how FP8
-GEMMs add up their products. A policy has three more: `head` sets the recipe of the LM head,
+GEMMs add up their products. A policy has four more: `head` sets the recipe of the LM head,
+`qkv=shared` gives the projections to queries, keys and values the scales of one fused weight,
 `bf16_first` and `bf16_last` set the exempt layers. The order of options does not matter: `head`
-comes first, so that options that change recipes apply to the head, too, and `accumulation` comes
-before the accumulation of a single GEMM.
+comes first, so that options that change recipes apply to the head, too, `accumulation` comes before
+the accumulation of a single GEMM, and `qkv` comes last.
 """
 
 import dataclasses
@@ -20,8 +21,12 @@ from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES
 
 # Options that change the policy itself, not its casts.
-POLICY_OPTIONS = ("head", "bf16_first", "bf16_last")
+POLICY_OPTIONS = ("head", "qkv", "bf16_first", "bf16_last")
 RECIPE_OPTIONS = (*OPTIONS, *ACCUMULATION_OPTIONS)
+
+# Options apply in this order: `accumulation` before that of one GEMM, which overrides it; `qkv`
+# last, since it shares the casts that the others leave.
+_ORDER = ("head", "bf16_first", "bf16_last", *RECIPE_OPTIONS, "qkv")
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
@@ -78,13 +83,16 @@ def as_policy(policy: str | Policy) -> Policy:
         )
     name, options = _split(policy, "policy", (*RECIPE_OPTIONS, *POLICY_OPTIONS))
     resolved = lookup("policy", name, POLICIES)
-    for key, value in sorted(options, key=lambda option: option[0] not in POLICY_OPTIONS):
+    for key, value in options:
         resolved = _apply(resolved, key, value)
     return dataclasses.replace(resolved, name=policy)
 
 
 def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name, and (option, value) of each option; `known` are the names of options."""
+    """Return the name, and (option, value) of each option in the order in which they apply.
+
+    `known` are the names of options.
+    """
     name, colon, behind = text.partition(":")
     if colon and not behind:
         raise ValueError(
@@ -102,13 +110,14 @@ def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tupl
         if key in options:
             raise ValueError(f"{kind} {text!r} sets {key} twice")
         options[key] = value
-    # The accumulation of all GEMMs comes before that of one, which overrides it.
-    return name, sorted(options.items(), key=lambda option: option[0] != "accumulation")
+    return name, [(key, options[key]) for key in _ORDER if key in options]
 
 
 def _apply(policy: Policy, name: str, value: str) -> Policy:
     if name == "head":
         return dataclasses.replace(policy, rules=(("lm_head", as_recipe(value)), *policy.rules))
+    if name == "qkv":
+        return _with_shared_qkv(policy, value)
     if name in POLICY_OPTIONS:
         return dataclasses.replace(policy, **{name: _number(name, value)})
     patterns, recipes = zip(*policy.rules, strict=True)
@@ -134,6 +143,28 @@ def _change_recipes(
         )
     changed = [recipe.with_accumulation(how, gemms) for recipe in recipes]
     return tuple(old if new == old else new for old, new in zip(recipes, changed, strict=True))
+
+
+def _with_shared_qkv(policy: Policy, value: str) -> Policy:
+    """Return the policy with one scale for the weights of queries, keys and values together.
+
+    The gradients of their results share a scale, too. Raises ValueError for another value, if the
+    three run different recipes, and if these have no scales that can be shared.
+    """
+    if value != "shared":
+        raise ValueError(f"qkv={value}: expected qkv=shared")
+    recipes = {policy.recipe(f"layers/attention/{name}") for name in "qkv"}
+    if len(recipes) > 1:
+        raise ValueError(
+            f"qkv={value}: policy {policy.name!r} gives queries, keys and values different recipes"
+        )
+    (recipe,) = recipes
+    if not recipe.sharing().shared:
+        raise ValueError(
+            f"qkv={value}: no cast of {recipe.name!r} has one current scale for the whole tensor"
+        )
+    rule = ("layers/attention/[qkv]", recipe.sharing())
+    return dataclasses.replace(policy, rules=(rule, *policy.rules))
 
 
 def _number(name: str, value: str) -> Any:

@@ -60,6 +60,9 @@ class Cast:
       rounding: "nearest" or "stochastic".
       hadamard: how many elements along the contracting axis a random Hadamard transform mixes
         before the cast (hadamard.py); 1 for no transform. The two operands of a GEMM must agree.
+      shared: whether weights that are multiplied with one x share this scale, as one fused weight
+        would (query, key and value, for instance): it comes from their largest amax, for w, and
+        from that of their results' gradients, for g. Only for one current scale per tensor.
 
     Raises:
       TypeError: for fields of another type.
@@ -74,6 +77,7 @@ class Cast:
     amax: str = "max"
     rounding: str = "nearest"
     hadamard: int = 1
+    shared: bool = False
 
     def __post_init__(self):
         for field, resolve in (("format", as_format), ("tile", as_tile), ("scale", as_scale_rule)):
@@ -108,6 +112,12 @@ class Cast:
             raise ValueError(
                 f"hadamard={self.hadamard} contradicts timing={self.timing!r}: only"
                 " timing='current' computes the amax of the transformed tensor"
+            )
+        if self.shared and (self.timing, self.tile, self.hadamard) != ("current", TENSOR, 1):
+            raise ValueError(
+                f"shared=True contradicts timing={self.timing!r}, tile={self.tile},"
+                f" hadamard={self.hadamard}: weights share one current scale for the whole tensor;"
+                " use timing='current', tile=TENSOR, hadamard=1"
             )
         if (self.timing == "constant") != isinstance(self.scale, Constant):
             raise ValueError(
@@ -161,9 +171,9 @@ class Recipe:
     `accumulation` says how each GEMM adds up its products (accumulation.py).
 
     Recipes are hashable and equal if their casts and accumulation are; `name` does not count.
-    Raises ValueError if the casts of one operand have histories of different lengths, if the two
-    casts of one GEMM have different `hadamard`, and for a split accumulation of a GEMM that has no
-    choice of accumulation.
+    Raises ValueError if the casts of one operand have histories of different lengths, the two casts
+    of one GEMM have different `hadamard`, a cast of x is `shared`, and for a split accumulation of
+    a GEMM that has no choice of accumulation.
     """
 
     fwd_x: Cast | None = None
@@ -187,6 +197,8 @@ class Recipe:
                 raise ValueError(
                     f"{operand} has one history, but its casts set the lengths {sorted(lengths)}"
                 )
+        if any(cast.shared for cast in self._operands()["x"]):
+            raise ValueError("a cast of x is shared: weights share w's and g's scales; x is one")
         for name, pair in self.gemms.items():
             sizes = [1 if cast is None else cast.hadamard for cast in pair]
             if sizes[0] != sizes[1]:
@@ -267,7 +279,12 @@ class Recipe:
         casts = (self.fwd_x, self.wgrad_x)
         return all(cast is None or cast.rounding == "nearest" for cast in casts)
 
-    def map(self, change: Callable[[str, Cast], Cast]) -> "Recipe":
+    @property
+    def shared(self) -> bool:
+        """Whether weights that are multiplied with one x share a scale."""
+        return any(cast.shared for cast in self.casts)
+
+    def map(self, change: Callable[[str, Cast], Cast | None]) -> "Recipe":
         """Return the recipe with each cast replaced by change(name, cast), name such as "dgrad_g".
 
         Operands in high precision stay so.
@@ -281,6 +298,15 @@ class Recipe:
     def seeding(self) -> "Recipe":
         """Return the recipe whose delayed casts use the current amax and still write histories."""
         return self.map(lambda _, cast: cast.seeding())
+
+    def sharing(self) -> "Recipe":
+        """Return the recipe whose casts of w and g with one current scale per tensor are shared."""
+
+        def share(name: str, cast: Cast) -> Cast:
+            alone = cast.tile == TENSOR and cast.timing == "current" and cast.hadamard == 1
+            return dataclasses.replace(cast, shared=alone and not name.endswith("_x"))
+
+        return self.map(share)
 
     def with_forward(self, other: "Recipe") -> "Recipe":
         """Return a recipe with this one's backward and the other's forward."""

@@ -5,8 +5,13 @@ and along the contracting axis of a GEMM. None means the whole axis:
 
     TENSOR   (None, None)  one scale per tensor             MX32     (1, 32)    OCP Microscaling
     ROW      (1, None)     one scale per token or channel   NV16     (1, 16)    NVFP4
-    TILE128  (1, 128)      activations, DeepSeek-V3         NV16x16  (16, 16)   NVFP4 weights
+    TOKEN    (None, 1)     one scale per token, in wgrad    NV16x16  (16, 16)   NVFP4 weights
+    TILE128  (1, 128)      activations, DeepSeek-V3
     BLOCK128 (128, 128)    weights, DeepSeek-V3
+
+wgrad contracts the tokens. So ROW is there one scale per channel over all tokens, and TOKEN is one
+scale per token. The latter changes along the contracting axis and cannot multiply the result: only
+the backend `emulated` applies it.
 
 An array of scales or amaxes has the rank of the values, and ceil(dim / tile) entries along each
 axis. Tiles at the edge are padded with zeros, which never raise an amax.
@@ -55,10 +60,11 @@ class Tile:
         """Return the tile's size along each of `ndim` axes.
 
         The free axis is the last axis that is not contracted. The remaining axes (batch axes) have
-        size None if `free` is None, else size 1. Raises ValueError for an axis out of range.
+        size None if the tile is the whole tensor, else size 1. Raises ValueError for an axis out of
+        range.
         """
         contract_axis = check_axis("contract_axis", contract_axis, ndim) % ndim
-        sizes = [None if self.free is None else 1] * ndim
+        sizes = [None if self == TENSOR else 1] * ndim
         sizes[contract_axis] = self.contract
         others = [axis for axis in range(ndim) if axis != contract_axis]
         if others:
@@ -80,6 +86,7 @@ def check_axis(name: str, axis: Any, ndim: int) -> int:
 
 TENSOR = Tile(None, None)
 ROW = Tile(1, None)
+TOKEN = Tile(None, 1)
 TILE128 = Tile(1, 128)
 BLOCK128 = Tile(128, 128)
 MX32 = Tile(1, 32)
@@ -89,8 +96,8 @@ NV16x16 = Tile(16, 16)
 TILES: Table[Tile] = Table(
     "tile",
     {
-        "tensor": TENSOR, "row": ROW, "tile128": TILE128, "block128": BLOCK128, "mx32": MX32,
-        "nv16": NV16, "nv16x16": NV16x16,
+        "tensor": TENSOR, "row": ROW, "token": TOKEN, "tile128": TILE128, "block128": BLOCK128,
+        "mx32": MX32, "nv16": NV16, "nv16x16": NV16x16,
     },
 )  # fmt: skip
 
@@ -136,6 +143,11 @@ def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Arr
     tiles = magnitude.reshape([size for pair in grid for size in pair])
     largest = jnp.max(tiles, axis=tuple(range(1, 2 * x.ndim, 2)), initial=0)
     return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def joint_amax(arrays: Sequence[Float[Array, "..."]]) -> Float[Array, ""]:
+    """Return float32 max|x| over several arrays; NaN if one of them contains NaN."""
+    return tensor_amax(jnp.stack([tensor_amax(x) for x in arrays]))
 
 
 def tensor_amax(x: Float[Array, "..."]) -> Float[Array, ""]:

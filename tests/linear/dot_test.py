@@ -34,6 +34,8 @@ CASES = RECIPES | {
     for name in (
         "fp8_amax:margin=3", "fp8_delayed:history=4,margin=1,amax=newest", "fp8_cscale:bias=2",
         "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
+        "fp4_naive:fp4_tile=row,wgrad_tile=token", "fp8_amax:formats=fnuz",
+        "fp8_block:dgrad=bf16", "fp4_naive:only=wgrad_x,wgrad_tile=token",
     )
 }  # fmt: skip
 BLACKWELL = hardware.Device("gpu", "B200", (10, 0))
@@ -229,6 +231,15 @@ def test_a_refusal_names_what_is_missing():
     assert "change along the contracting axis" in refuses(RECIPES["fp8_block"], BLACKWELL)
     assert "one scale per 32 elements" in refuses(RECIPES["mxfp8"], hopper)
     assert "e2m1" in refuses(RECIPES["mxfp4"], BLACKWELL)
+    kernels = BACKENDS["pallas"].refuses
+    for name in ("fp8_amax:formats=fnuz", "fp8_rowwise:formats=fnuz", "mxfp8:formats=fnuz"):
+        assert "in e4m3fnuz: matrix units take e4m3 and e5m2" in refuses(variant(name), BLACKWELL)
+        assert "e4m3fnuz by e4m3fnuz: the kernels take e4m3" in kernels(variant(name), hopper)
+    by_token = variant("fp8_rowwise:wgrad_tile=token")
+    assert "wgrad has scales that change along the contracting axis (token)" in refuses(
+        by_token, hopper
+    )
+    assert "wgrad multiplies token by token: there is no kernel" in kernels(by_token, hopper)
 
 
 def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):

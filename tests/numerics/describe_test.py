@@ -37,6 +37,7 @@ def test_the_table_by_hand():
         name="mine",
         fwd_x=Cast(format=FORMATS["e4m3"], tile=Tile(2, 64), scale=Pow2(3), rounding="stochastic"),
         fwd_w=Cast(format=FORMATS["e5m2"], timing="delayed", history=4),
+        wgrad_g=Cast(format=FORMATS["e5m2"], shared=True),
     )
     words = [line.split("  ") for line in recipe.table().splitlines()]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in words]
@@ -44,10 +45,11 @@ def test_the_table_by_hand():
         ["cast", "format", "tile", "scale", "timing", "rounding", "Hadamard"],
         ["fwd_x", "e4m3", "2 x 64", "Pow2(margin=3)", "current", "stochastic", "-"],
         ["fwd_w", "e5m2", "tensor", "fp32", "delayed, max of 4", "nearest", "-"],
-        *[[name, "high precision"] for name in ("dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")],
+        *[[name, "high precision"] for name in ("dgrad_g", "dgrad_w", "wgrad_x")],
+        ["wgrad_g", "e5m2", "tensor, shared", "fp32", "current", "nearest", "-"],
     ]
     assert repr(recipe) == (
         "Recipe('mine', fwd_x: e4m3 2 x 64 Pow2(margin=3) current stochastic;"
         " fwd_w: e5m2 tensor fp32 delayed, max of 4;"
-        " dgrad_g+dgrad_w+wgrad_x+wgrad_g: high precision)"
+        " dgrad_g+dgrad_w+wgrad_x: high precision; wgrad_g: e5m2 tensor, shared fp32 current)"
     )

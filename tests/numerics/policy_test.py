@@ -8,13 +8,13 @@ import pytest
 from fp8jax.model.config import MODULES
 from fp8jax.numerics.cast_options import OPTIONS
 from fp8jax.numerics.formats import FORMATS
-from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 from fp8jax.numerics.scales import Constant, Fp32, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
-from fp8jax.numerics.tiles import MX32, ROW
+from fp8jax.numerics.tiles import MX32, ROW, TOKEN
 
 CURRENT = Cast(format=FORMATS["e4m3"])
 
@@ -175,12 +175,23 @@ def casts_of(spec: str, module: str = "layers/mlp/up") -> dict[str, Cast]:
         ("fp4_naive:fp4_tile=mx32", "tile", MX32, "all"),
         ("nvfp4:hadamard=1", "hadamard", 1, "wgrad_x wgrad_g"),
         ("nvfp4:rounding=nearest", "rounding", "nearest", "dgrad_g wgrad_g"),
+        ("fp8_block:formats=fnuz", "format", FORMATS["e4m3fnuz"], "all"),
+        ("fp4_naive:wgrad_tile=token", "tile", TOKEN, "wgrad_x wgrad_g"),
+        ("fp8_rowwise:wgrad_tile=token", "tile", TOKEN, "wgrad_x wgrad_g"),
+        ("fp8_block:forward=bf16", None, None, "fwd_x fwd_w"),
+        ("fp8_block:backward=bf16", None, None, "dgrad_g dgrad_w wgrad_x wgrad_g"),
+        ("fp4_mixed:dgrad=bf16", None, None, "dgrad_g dgrad_w"),
+        ("fp4_naive:only=wgrad_x", None, None, "fwd_x fwd_w dgrad_g dgrad_w wgrad_g"),
     ],
 )
 def test_an_option_changes_what_it_is_about_and_nothing_else(spec, field, value, names):
+    """A field of None: the operand is left in high precision."""
     plain, changed = casts_of(spec.partition(":")[0]), casts_of(spec)
     for name, cast in plain.items():
         if names == "all" or name in names.split():
+            if field is None:
+                assert cast is not None and changed[name] is None
+                continue
             assert changed[name] == dataclasses.replace(cast, **{field: value}) != cast
         else:
             assert changed[name] == cast
@@ -206,6 +217,35 @@ def test_the_order_of_options_does_not_matter():
         for options in ("history=4,head=fp8_delayed", "head=fp8_delayed,history=4")
     )
     assert one == other and one.recipe("lm_head").histories == {"x": 4, "w": 4, "g": 4}
+    assert as_policy("fp8_delayed:margin=1,scale=pow2") == as_policy(
+        "fp8_delayed:scale=pow2,margin=1"
+    )
+    assert casts_of("fp8_delayed:margin=1,scale=pow2")["fwd_x"].scale == Pow2(1)
+    for options in ("gradients=e5m2,formats=fnuz", "formats=fnuz,gradients=e5m2"):
+        casts = casts_of(f"fp8_block:{options}")
+        formats = {name: cast.format.name for name, cast in casts.items()}
+        assert formats["fwd_x"] == "e4m3fnuz" and formats["wgrad_g"] == "e5m2fnuz"
+        assert as_recipe(f"fp8_block:{options}") == as_policy(f"fp8_block:{options}").recipe(
+            "layers/mlp/up"
+        )
+
+
+def test_queries_keys_and_values_share_the_scales_of_one_fused_weight():
+    """w and g of the three, in both GEMMs that read them. Other linears keep their scales."""
+    policy = as_policy("fp8_amax:qkv=shared,margin=3")
+    assert policy == as_policy("fp8_amax:margin=3,qkv=shared")
+    plain = as_recipe("fp8_amax:margin=3")
+    for path in MODULES[:-1]:
+        recipe = policy.recipe(path)
+        shared = {name for name, cast in recipe.by_name().items() if cast.shared}
+        if path in ("layers/attention/q", "layers/attention/k", "layers/attention/v"):
+            assert shared == {"fwd_w", "dgrad_w", "dgrad_g", "wgrad_g"} and recipe.shared
+            unshared = recipe.map(lambda _, cast: dataclasses.replace(cast, shared=False))
+            assert unshared == plain != recipe
+        else:
+            assert recipe == plain and not recipe.shared
+    policy.check(MODULES, 1)
+    assert not any(as_policy(name).recipe("layers/attention/q").shared for name in POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +269,21 @@ def test_the_order_of_options_does_not_matter():
         ("nvfp4:bf16_last=2.5", "bf16_last=2.5 is neither"),
         ("nvfp4:hadamard=3", "got 3"),
         ("nvfp4:rounding=up", "unknown rounding 'up'"),
+        ("fp8_block:forward=fp8", "forward=fp8: expected bf16, got 'fp8'"),
+        ("fp8_block:forward=bf16,backward=bf16", "backward=bf16: .* nothing: that is 'bf16'"),
+        ("fp4_mixed:forward=bf16,fp4_tile=row", "fp4_tile=row: no cast"),
+        ("fp4_mixed:fp4_tile=row,forward=bf16", "fp4_tile=row: no cast"),
+        ("fp8_rowwise_wgrad_bf16:only=wgrad_x", "only=wgrad_x: .* would quantize nothing"),
+        ("fp8_block:only=wgrad", "only=wgrad: unknown cast 'wgrad'; did you mean 'wgrad_x'"),
+        ("fp8_block:formats=ocp", "formats=ocp: expected fnuz"),
+        ("fp4_naive:formats=fnuz", "formats=fnuz: no cast"),
+        ("fp4_naive:fp4_tile=token", "fp4_tile=token: .* in wgrad only: add wgrad_tile=token"),
+        ("fp8_delayed:wgrad_tile=token", "delayed scaling contradicts tile=token"),
+        ("fp8_cscale:wgrad_tile=token", "wgrad_tile=token: no cast"),
+        ("fp8_amax:qkv=fused", "qkv=fused: expected qkv=shared"),
+        ("fp8_block:qkv=shared", "qkv=shared: no cast of 'fp8_block' has one current scale"),
+        ("fp8_delayed:qkv=shared", "qkv=shared: no cast of 'fp8_delayed' has one current scale"),
+        ("fp8_amax:qkv=shared,only=wgrad_x", "qkv=shared: no cast"),
     ],
 )
 def test_options_that_cannot_be_honored_are_refused(spec, message):

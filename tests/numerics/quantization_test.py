@@ -12,13 +12,14 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
 from fp8jax.numerics.scales import SCALES, Constant, Fp32, Pow2
-from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
+from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, TOKEN, NV16x16, Tile
 from tests.support import reference
 from tests.support.arrays import normal, rotate
 
 TILES = {
     "TENSOR": TENSOR,
     "ROW": ROW,
+    "TOKEN": TOKEN,
     "TILE128": TILE128,
     "BLOCK128": BLOCK128,
     "MX32": MX32,

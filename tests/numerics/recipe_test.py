@@ -12,7 +12,7 @@ from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import CSCALE_BIAS, HIGH_PRECISION, HISTORY, RECIPES
 from fp8jax.numerics.scales import SCALES, Constant, Pow2
-from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16
+from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, TOKEN, NV16x16
 from tests.support import ROOT
 
 E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
@@ -75,6 +75,12 @@ CURRENT = Cast(format=E4M3)
             dict(format=E4M3, timing="constant", scale=Constant(2.0), hadamard=16),
             ["hadamard=16", "timing='constant'"],
         ),
+        (dict(format=E4M3, tile=ROW, shared=True), ["shared=True", "tile=row"]),
+        (dict(format=E4M3, shared=True, hadamard=16), ["shared=True", "hadamard=16"]),
+        (
+            dict(format=E4M3, timing="delayed", history=4, shared=True),
+            ["shared=True", "timing='delayed'"],
+        ),
     ],
 )
 def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
@@ -100,12 +106,21 @@ def test_what_does_not_contradict_itself_is_a_cast(kwargs):
 
 
 def test_a_scale_is_separable_if_constant_along_the_contraction():
-    separable = {tile: Cast(format=E4M3, tile=tile).separable for tile in (TENSOR, ROW, TILE128)}
-    assert separable == {TENSOR: True, ROW: True, TILE128: False}
+    tiles = (TENSOR, ROW, TILE128, TOKEN)
+    separable = {tile: Cast(format=E4M3, tile=tile).separable for tile in tiles}
+    assert separable == {TENSOR: True, ROW: True, TILE128: False, TOKEN: False}
     assert not Cast(format=E2M1, tile=TENSOR, scale=SCALES["nvfp4"]).separable
 
 
 # Recipes ------------------------------------------------------------------------------------------
+
+
+def test_weights_do_not_share_x():
+    shared = Cast(format=E4M3, shared=True)
+    assert Recipe(fwd_w=shared, wgrad_g=shared).shared and not Recipe(fwd_w=CURRENT).shared
+    for field in ("fwd_x", "wgrad_x"):
+        with pytest.raises(ValueError, match="a cast of x is shared"):
+            Recipe(**{field: shared})
 
 
 @pytest.mark.parametrize(
