@@ -10,9 +10,9 @@ docs/results/fp4_schedule.md. To train in FP4 to the end:
 
 Together with that option, --config.precision=bf16 and fp8_block are the baselines, and fp4_naive,
 fp4_block and fp4_backward are the other corners of the paper's 2 x 2 comparison. Options cover what
-the paper leaves open: fp4_mixed:fp4_tile=row (scales along a whole token and channel) and
-fp4_mixed:gradients=e5m2. To end one of them in BF16 as well, give
---config.precision_schedule='((0.9,"bf16"),)'.
+the paper leaves open: fp4_mixed:fp4_tile=row (scales along a whole token and channel),
+fp4_mixed:gradients=e5m2, and fp4_mixed:dgrad=bf16 (the input gradient in BF16 instead of FP8). To
+end one of them in BF16 as well, give --config.precision_schedule='((0.9,"bf16"),)'.
 
 The paper's sizes are --config=configs/fp4.py:SIZE with SIZE one of gpt2_125m, gpt2_335m,
 llama_125m, llama_1b, with rows of 1024 tokens. Its other settings are not published; those here are

@@ -2,8 +2,14 @@
 
 python -m experiments.train --config=configs/graphcore.py --workdir=runs/graphcore
 
-trains a GPT of 1.0M parameters on bytes, on a laptop. The recipe is current scaling with E4M3 in
-the forward and E5M2 gradients. The baseline is --config.precision=bf16.
+trains a GPT of 1.0M parameters on bytes, on a laptop. The recipe is FP8-AMAX: one power-of-two
+scale for each tensor, from its own amax, with E4M3 weights and activations and E5M2 gradients. The
+projections to queries, keys and values are one tensor in the paper, so they share a scale. The
+baseline is --config.precision=bf16. Options cover what is open:
+
+    --config.precision=fp8_amax                             a scale for each of the three
+    --config.precision=fp8_amax:qkv=shared,margin=3         three binades left free
+    --config.precision=fp8_amax:qkv=shared,formats=fnuz     formats with the largest number 240
 
 The paper's sizes are --config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m,
 gpt_1.3b, gpt_6.7b, gpt_13b, llama2_7b, llama2_13b, llama2_70b, with rows of 2048 tokens; gpt_256m
@@ -26,7 +32,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     config = base.get_config()
-    config.precision = "fp8_current"
+    config.precision = "fp8_amax:qkv=shared"
     if size == "small":
         config.model = "gpt2_tiny"
         config.model_overrides.mlp = "gelu"

@@ -18,6 +18,8 @@ from fp8jax.data.loader import train_batches
 from fp8jax.data.sources import parse_sources
 from fp8jax.device.mesh import MeshAxes
 from fp8jax.model.config import ModelConfig
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.tiles import TOKEN
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.training.build import build
 from fp8jax.training.settings import Settings
@@ -77,7 +79,8 @@ def test_config_builds_at_smoke_size(name, tmp_path):
         for step in (run.stages[0].programs.seed_step, run.stages[0].programs.step):
             state, metrics = jax.eval_shape(step, run.stages[0].state, batch)
             assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
-            assert {k: v.shape for k, v in metrics.items()} == dict.fromkeys(
+            promoted = {"promoted": (2,)} if config.gnmr_alpha else {}
+            assert {k: v.shape for k, v in metrics.items()} == promoted | dict.fromkeys(
                 ("loss", "grad_norm", "learning_rate"), ()
             )
         sums = jax.eval_shape(run.stages[0].programs.eval_step, run.stages[0].state, batch)
@@ -91,6 +94,23 @@ def test_config_resolves_as_it_is(name, size):
     assert not config.size_gate  # a policy of a published config is all of it
     assert config.unroll in (1, run.stages[0].model.config.n_layers)
     parse_sources(config.data)
+
+
+def test_papers_run_as_their_papers_say():
+    assert {load("graphcore", size).precision for size in sizes("graphcore")} == {
+        "fp8_amax:qkv=shared"
+    }
+    most = {"llama_60m": 2, "llama_125m": 4, "llama_350m": 6, "llama_1b": 6}  # the first is ours
+    for size in sizes("gnmr"):
+        config = load("gnmr", size)
+        low, high = (as_recipe(name) for name in (config.precision, config.gnmr_precision))
+        assert config.gnmr_alpha and low.wgrad_x != high.wgrad_x
+        assert low.wgrad_x.tile == TOKEN and low.wgrad_x.format.bits == 4
+        assert config.gnmr_most == most.get(size, 1)
+        layers = build(config).stages[0].model.config.n_layers
+        assert config.gnmr_most <= layers / 4 or size == "llama_125m"  # the paper's 4 of 12
+        if size != "naive":  # only the saved activations are quantized
+            assert [low.casts, high.casts] == [(low.wgrad_x,), (high.wgrad_x,)]
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if sizes(name)])
