@@ -14,7 +14,8 @@ The paper's split of LLaMA-7B at length 4096, `PAPER_SPLIT`, follows from the sh
 attention core counts in full, with 4 * seq_len * N * H FLOPs per token and layer, and embedding and
 head are left out: 57.3 : 28.4 : 14.2. With half of the square, as `flops_per_token` counts causal
 attention (`causal=True`), it would be 61.7 : 30.6 : 7.7. At the speeds 1, 2 and 4, the split gives
-35.7% for FP4 everywhere, and 52.4% for the paper's own scheme.
+35.7% for FP4 everywhere. The paper's own scheme costs 52.4% with its input gradient in FP8
+(`fp4_mixed`), and 66.7% with the input gradient in BF16 (`fp4_mixed:dgrad=bf16`).
 """
 
 import dataclasses

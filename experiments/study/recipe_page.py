@@ -23,6 +23,7 @@ from fp8jax.linear.vjp import KEY_ORDER
 from fp8jax.model.models import MODELS
 from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS
 from fp8jax.numerics.cast_options import OPTIONS, Option
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
@@ -37,6 +38,11 @@ PAPERS = {
     "fp8_block_ue8m0": "2509.22536", "mxfp8": "2506.08027", "fp4_block": "2502.11458",
     "fp4_naive": "2502.11458", "nvfp4": "2509.25149", "mxfp4": "2509.25149",
 }  # fmt: skip
+
+
+# Other readings of a paper whose costs differ: policies with options. The FP4 paper's input
+# gradient is in FP8 in `fp4_mixed`.
+READINGS = ("fp4_mixed:dgrad=bf16",)
 
 
 # Matrix units at twice and four times the speed of BF16, and at speeds closer to measured ones.
@@ -75,7 +81,7 @@ def _tables() -> dict[str, str]:
         ),
         "policies": markdown_table(
             ["policy", "rules", "BF16 layers", *costs],
-            [_policy_row(name, policy) for name, policy in POLICIES.items()],
+            [_policy_row(name, as_policy(name)) for name in (*POLICIES, *READINGS)],
         ),
         "options": markdown_table(
             ["option", "what it says", "taken by"],
@@ -199,7 +205,11 @@ def _recipe_name(recipe: Recipe) -> str:
 
 
 def _policy_row(name: str, policy: Policy) -> list[str]:
-    rules = "; ".join(f"`{pattern}`: {_recipe_name(recipe)}" for pattern, recipe in policy.rules)
+    base, _, options = name.partition(":")
+    if options:
+        rules = f"those of `{base}`, with `{options}`"
+    else:
+        rules = "; ".join(f"`{pattern}`: {_recipe_name(of)}" for pattern, of in policy.rules)
     ends = {"first": policy.bf16_first, "last": policy.bf16_last}
     exempt = [f"{end} {n:.0%}" if n < 1 else f"{end} {n}" for end, n in ends.items() if n]
     costs = [relative_cost(policy, MODELS["llama2_7b"], 4096, speeds) for speeds in SPEEDS]

@@ -27,15 +27,18 @@ LLAMA = MODELS["llama2_7b"]
 #   fp4_block     [n + 2 ((f + a)/2 + c)] / 3
 #   fp4_backward  [f/4 + a/2 + c + 2 n] / 3
 #   fp4_mixed     [f/4 + a/2 + c + 2 ((f + a)/2 + c)] / 3
+#     dgrad=bf16  [f/4 + a/2 + c + 1 + (f + a)/2 + c] / 3
 ON_PAPER = {
     ("fp4_naive", PAPER): 35.725,
     ("fp4_backward", PAPER): 38.11667,
     ("fp4_block", PAPER): 50.00833,
     ("fp4_mixed", PAPER): 52.4,
+    ("fp4_mixed:dgrad=bf16", PAPER): 66.68333,
     ("fp4_naive", CAUTIOUS): 57.15,
     ("fp4_backward", CAUTIOUS): 59.2,
     ("fp4_block", CAUTIOUS): 69.39286,
     ("fp4_mixed", CAUTIOUS): 71.44286,
+    ("fp4_mixed:dgrad=bf16", CAUTIOUS): 79.60476,
     ("bf16", CAUTIOUS): 100.0,
 }
 
