@@ -135,7 +135,8 @@ def _has_free_fp4_tile(name: str, cast: Cast) -> bool:
 
 
 def _has_free_wgrad_tile(name: str, cast: Cast) -> bool:
-    return name.startswith("wgrad") and _has_free_scale_rule(name, cast)
+    free = cast.timing == "current" and _has_free_scale_rule(name, cast)
+    return free and name.startswith("wgrad")
 
 
 def _is_ocp_fp8(name: str, cast: Cast) -> bool:

@@ -5,7 +5,8 @@ options of the recipe's name (cast_options.py), given in parentheses:
 
     fp8_amax    Graphcore, arXiv 2309.17224: a power-of-two bias from the current amax, with margin
                 0. The paper is said to use margin 3 (`margin=3`), which a re-implementation found
-                unstable.
+                unstable. Its queries, keys and values are one tensor, with one bias (the policy's
+                option `qkv=shared`). Formats with the largest number 240 are `formats=fnuz`.
     fp8_cscale  The same with one constant bias. CSCALE_BIAS is the middle of the interval in which
                 small models train here (docs/results/cscale_bias.md). No constant is right for
                 every model.
@@ -28,8 +29,11 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 the policy nvfp4_mixed.
     mxfp4       The methods of nvfp4 with MX tiles, which that paper compares with.
     fp4_block   2502.11458: FP4 forward, FP8 backward. The paper does not state its block size and
-                its backward format; here they are tiles of 128 and the backward of fp8_block.
-    fp4_naive   The baseline of that paper: FP4 everywhere, rounded to nearest.
+                its backward format; here they are tiles of 128 and the backward of fp8_block. Its
+                input gradient may be meant in FP8, as here, or in BF16 (`dgrad=bf16`).
+    fp4_naive   The baseline of that paper: FP4 everywhere, rounded to nearest. One scale a token is
+                `fp4_tile=row,wgrad_tile=token`. GNMR's stress (2606.00539) has only the activations
+                saved for wgrad in 4 bits: `only=wgrad_x,wgrad_tile=token`.
 """
 
 import dataclasses
