@@ -2,10 +2,16 @@
 
 python -m experiments.train --config=configs/stosignsgd.py --workdir=runs/stosignsgd
 
-trains a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's baselines are
---config.optimizer=adamw and lion. Moments are stored in float32 here. The paper stores them in FP8
-without scales, which is --config.moments=fp8_unscaled; docs/results/moments.md shows what scales
-change. The paper also rounds gradients to E5M2 before the update, for which there is no key.
+trains a GPT-2 of 1.0M parameters on bytes, on a laptop. The paper's second version is
+--config.optimizer=stosignsgd_v2, its baselines are signum, lion and adamw.
+
+The formats are the paper's: every linear, the LM head too, in FP8 with the current scale of each
+tensor; clipped gradients rounded to E5M2, momentum stored in E4M3, both without a scale; master
+weights in BF16. What the paper leaves open: gradients are rounded after clipping, weights to
+nearest, and StoSignSGD's largest magnitude G stays in float32, since in E4M3 it would underflow and
+never decay. What differs from the paper's code: gradients are float32 until they become E5M2, and
+norms, logits and the optimizer compute in float32. AdamW diverges in these formats: its second
+moment underflows, which --config.moments=fp8 avoids. docs/results/stosignsgd.md has the losses.
 
 The paper's run is --config=configs/stosignsgd.py:gpt2_125m: OpenWebText, 256 rows of 1024 tokens in
 a step, 50,000 steps. Give the text with --config.data and GPT-2's tokenizer with
@@ -23,8 +29,11 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     config = base.get_config()
-    config.precision = "fp8_current"
+    config.precision = "fp8_current:head=fp8_current"
     config.optimizer = "stosignsgd"
+    config.gradients = "e5m2"
+    config.moments = "fp8_unscaled"
+    config.master_weights = "bfloat16"
     config.model_overrides.biases = "none"
     config.final_fraction = 0.01
     if size == "small":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from configs import base
@@ -111,6 +112,19 @@ def test_papers_run_as_their_papers_say():
         assert config.gnmr_most <= layers / 4 or size == "llama_125m"  # the paper's 4 of 12
         if size != "naive":  # only the saved activations are quantized
             assert [low.casts, high.casts] == [(low.wgrad_x,), (high.wgrad_x,)]
+
+
+@pytest.mark.parametrize("size", ["small", "gpt2_125m"])
+def test_stosignsgd_has_the_formats_of_its_paper(size):
+    """Every linear in FP8, gradients in E5M2, momentum in E4M3 without a scale, BF16 weights; the
+    largest magnitude is float32."""
+    (stage,) = build(load("stosignsgd", size)).stages
+    assert {r.name for r in map(stage.policy.recipe, stage.model.config.linears)} == {"fp8_current"}
+    state = stage.state
+    parts = [state.params, *(optax.tree.get(state.opt_state, name) for name in ("mu", "bound"))]
+    for part, dtype in zip(parts, ("bfloat16", "float8_e4m3fn", "float32"), strict=True):
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(part)} == {dtype}
+    assert load("stosignsgd", size).gradients == "e5m2"
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if sizes(name)])
