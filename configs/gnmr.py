@@ -6,10 +6,10 @@ trains a Llama of 0.9M parameters on bytes, on a laptop. As in the paper's stres
 activations that are saved for the weight gradient are quantized, with one scale for each token: in
 E2M1, and in E4M3 in promoted layers. All else is BF16. The paper does not name its 4-bit format.
 
-    --config.gnmr_alpha='()'                                             4 bits, no promotions
+    --config.gnmr_alpha='()'                                is the run without promotions,
+    --config.gnmr_alpha='()' --config.precision=bf16        the baseline, and
     --config.gnmr_alpha='()' --config.precision=fp8_rowwise:only=wgrad_x,wgrad_tile=token
-                                                                         8 bits
-    --config.gnmr_alpha='()' --config.precision=bf16                     16 bits
+                                                            the run in 8 bits throughout.
 
 The paper's sizes are --config=configs/gnmr.py:SIZE with SIZE one of llama_60m, llama_125m (its
 130M), llama_350m, llama_1b (its 1.3B): C4, 512 rows of 256 tokens in a step, warm-up over a tenth
