@@ -4,7 +4,7 @@ python -m experiments.train --config=configs/gnmr.py --workdir=runs/gnmr
 
 trains a Llama of 0.9M parameters on bytes, on a laptop. As in the paper's stress test, only the
 activations that are saved for the weight gradient are quantized, with one scale for each token: in
-E2M1, and in E4M3 in promoted layers. All else is BF16. The paper does not name its 4-bit format.
+E2M1, and in E4M3 in promoted layers. All else is BF16. The choice of the two formats is ours.
 
     --config.gnmr_alpha='()'                                is the run without promotions,
     --config.gnmr_alpha='()' --config.precision=bf16        the baseline, and
@@ -19,7 +19,8 @@ tokenizer with --config.tokenizer=bpe:PATH.
 
 --config=configs/gnmr.py:naive is a harder test of ours, on the small model: activations, weights
 and gradients in E2M1 in all three GEMMs, rounded to nearest, with one scale for each token, and for
-each channel of a weight. Promoted layers run in fp8_current. docs/results/gnmr.md has the losses.
+each channel of a weight. Promoted layers run in fp8_current. The losses are in
+docs/results/recipe_readings.md.
 """
 
 import ml_collections
