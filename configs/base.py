@@ -64,7 +64,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/optim/optimizers.py
     config.learning_rate = 1e-3  # the largest one, reached after the warm-up
     config.schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
-    config.warmup_steps = 20  # steps of linear growth of the learning rate
+    config.warmup_steps = 20  # of linear growth of the rate; if too many, a tenth of the run
     config.decay_fraction = 0.2  # wsd: fraction of the run that decays
     config.final_fraction = 0.1  # final learning rate divided by the largest
     config.weight_decay = 0.1  # applies to kernels and embeddings

@@ -15,6 +15,7 @@ models.py has the sizes of each family, and their sources.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -128,8 +129,8 @@ class ModelConfig:
             "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "head_dim",
             "norm_eps", "rope_theta",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+            if not 0 < getattr(self, name) < math.inf:  # also refuses NaN
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"

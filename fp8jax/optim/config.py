@@ -1,6 +1,7 @@
 """The settings of an optimizer and of its learning-rate schedule."""
 
 import dataclasses
+import math
 
 from ml_collections import ConfigDict
 
@@ -13,21 +14,22 @@ class OptimizerConfig:
       name: a key of `OPTIMIZERS`.
       learning_rate: the largest learning rate, reached at the end of the warm-up.
       schedule: a key of `SCHEDULES`.
-      warmup_steps: steps over which the learning rate grows linearly.
+      warmup_steps: steps over which the learning rate grows linearly; see `warmup`.
       num_steps: steps of the whole run.
       decay_fraction: fraction of the run over which the schedule "wsd" decays, in [0, 1].
       final_fraction: final learning rate divided by the largest one, in [0, 1].
       weight_decay: decoupled weight decay, scaled by the learning rate; applies to matrices only.
-      b1, b2: Adam's decay rates of the first and second moments. Lion uses both with its own
-        meaning; StoSignSGD and signum use b1 only.
+      b1, b2: Adam's decay rates of the first and second moments, in [0, 1). Lion uses both with its
+        own meaning; StoSignSGD and signum use b1 only.
       eps: added to the square root of Adam's second moment.
-      clip_norm: the gradients are scaled down to this global norm where theirs is larger.
+      clip_norm: the gradients are scaled down to this global norm where theirs is larger; infinity
+        never scales.
       gradients: a key of `GRADIENTS`, the format to which clipped gradients are rounded.
       moments: a key of `MOMENTS`, the format in which moments are stored between steps.
       seed: seeds the noise of stochastic signs and of stochastic rounding.
 
     Raises:
-      ValueError: a field is out of its range, or the warm-up is not shorter than the run.
+      ValueError: a field is out of its range.
     """
 
     name: str
@@ -47,19 +49,40 @@ class OptimizerConfig:
     seed: int
 
     def __post_init__(self):
-        if not 0 <= self.warmup_steps < self.num_steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} does not lie in [0, num_steps={self.num_steps})"
-                ": shorten the warm-up or lengthen the run"
-            )
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps={self.num_steps} must be at least 1")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps={self.warmup_steps} is negative")
+        # Each comparison is false for NaN.
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")
-        if not (self.learning_rate > 0 and self.clip_norm > 0):
-            raise ValueError(
-                f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must both be "
-                "positive"
-            )
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1)")
+        for name in ("learning_rate", "eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay={self.weight_decay} must be finite and not negative")
+        if not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm} must be positive")
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps of the decay that ends the schedule "wsd"; 0 for other schedules."""
+        return round(self.decay_fraction * self.num_steps) if self.schedule == "wsd" else 0
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up: `warmup_steps`; a tenth of the run where those do not fit.
+
+        They fit if they end before the last step, and before the decay if there is one. A tenth is
+        at most what fits. So a short run for a look needs no other warm-up.
+        """
+        longest = min(self.num_steps - 1, self.num_steps - self.decay_steps)
+        fits = self.warmup_steps <= longest
+        return self.warmup_steps if fits else min(self.num_steps // 10, longest)
 
     @classmethod
     def from_config(cls, config: ConfigDict) -> "OptimizerConfig":

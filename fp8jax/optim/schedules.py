@@ -10,7 +10,7 @@ from fp8jax.optim.config import OptimizerConfig
 def _cosine(c: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up, then half a cosine that reaches final_fraction at the last step."""
     return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=0.0, peak_value=c.learning_rate, warmup_steps=c.warmup_steps,
+        init_value=0.0, peak_value=c.learning_rate, warmup_steps=c.warmup,
         decay_steps=c.num_steps, end_value=c.final_fraction * c.learning_rate,
     )  # fmt: skip
 
@@ -20,23 +20,15 @@ def _wsd(c: OptimizerConfig) -> optax.Schedule:
 
     This is the schedule of InfiR2 (arXiv 2509.22536).
     """
-    decay = round(c.decay_fraction * c.num_steps)
-    begin = c.num_steps - decay
-    if begin < c.warmup_steps:
-        raise ValueError(
-            f"schedule='wsd': the decay over the last {decay} of {c.num_steps} steps begins within "
-            f"the {c.warmup_steps} warm-up steps: reduce decay_fraction={c.decay_fraction} or "
-            "warmup_steps"
-        )
     return optax.schedules.join_schedules(
         [
-            optax.schedules.linear_schedule(0.0, c.learning_rate, max(c.warmup_steps, 1)),
+            optax.schedules.linear_schedule(0.0, c.learning_rate, max(c.warmup, 1)),
             optax.schedules.constant_schedule(c.learning_rate),
             optax.schedules.cosine_decay_schedule(
-                c.learning_rate, max(decay, 1), alpha=c.final_fraction
+                c.learning_rate, max(c.decay_steps, 1), alpha=c.final_fraction
             ),
         ],
-        boundaries=[c.warmup_steps, begin],
+        boundaries=[c.warmup, c.num_steps - c.decay_steps],
     )
 
 

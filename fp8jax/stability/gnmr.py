@@ -53,7 +53,8 @@ class Gnmr:
     random: float | None = None
 
     def __post_init__(self):
-        if not 1 <= len(self.alpha) <= 2 or not all(a > 0 for a in self.alpha):
+        numbers = all(isinstance(a, int | float) for a in self.alpha)
+        if not numbers or not 1 <= len(self.alpha) <= 2 or not all(a > 0 for a in self.alpha):
             raise ValueError(f"gnmr_alpha={self.alpha} must be one or two positive thresholds")
         if not self.beta > 0:
             raise ValueError(f"gnmr_beta={self.beta} must be positive")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from ml_collections import ConfigDict
@@ -41,7 +42,7 @@ from fp8jax.stability.spikes import SpikeDetector
 from fp8jax.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
 from fp8jax.training.policy_switch import carried_histories
 from fp8jax.training.run import Programs, Run, Stage
-from fp8jax.training.settings import Settings
+from fp8jax.training.settings import Settings, check_numbers
 from fp8jax.training.step import TrainState, as_variables, eval_step, repeat_step, train_step
 
 
@@ -66,12 +67,19 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
       ValueError: unknown names, and sizes that do not fit together, with the numbers.
       NotImplementedError: a backend that cannot run the policy of some stage.
     """
-    settings = Settings.from_config(config)
+    check_numbers(config)
     precision = as_schedule(config.precision, config.precision_schedule)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     ladder, detector = _recovery(config)
     gnmr = _gnmr(config)
-    optimizer, schedule = make_optimizer(OptimizerConfig.from_config(config))
+    optimizing = OptimizerConfig.from_config(config)
+    optimizer, schedule = make_optimizer(optimizing)
+    if optimizing.warmup < config.warmup_steps:
+        logging.warning(
+            "warmup_steps=%d do not fit into num_steps=%d with the schedule %s: the run warms up "
+            "over %d steps", config.warmup_steps, config.num_steps, config.schedule,
+            optimizing.warmup,
+        )  # fmt: skip
     shared = _Shared(
         mesh=mesh, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer, schedule=schedule,
         master_weights=lookup("master weights", config.master_weights, MASTER_WEIGHTS),
@@ -80,6 +88,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     stages: list[Stage] = []
     for begins, policy in zip(precision.begins(config.num_steps), precision.policies, strict=True):
         stages.append(_stage(config, shared, policy, begins, stages[-1] if stages else None))
+    settings = Settings.from_config(config, warmup_steps=optimizing.warmup)
     return Run(
         settings=settings, stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
@@ -187,6 +196,8 @@ def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[
     shape = model_config(config.model, dict(config.model_overrides))
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
+    if config.unroll > shape.n_layers:
+        raise ValueError(f"unroll={config.unroll} is more than the model's {shape.n_layers} layers")
     if shape.vocab_size < words:
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {words}")
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
@@ -217,10 +228,6 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
 
 def _gnmr(config: ConfigDict) -> Gnmr | None:
     """GNMR's settings, None where `gnmr_alpha` is empty."""
-    if not config.gnmr_alpha:
-        if config.gnmr_random is not None:
-            raise ValueError(f"gnmr_random={config.gnmr_random} needs a gnmr_alpha: GNMR is off")
-        return None
     if as_policy(config.gnmr_precision).delayed:
         raise ValueError(
             f"gnmr_precision={config.gnmr_precision!r} uses delayed scaling, and a promoted"
@@ -228,11 +235,17 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
         )
     if not 0 <= config.gnmr_first <= 1:
         raise ValueError(f"gnmr_first={config.gnmr_first} does not lie in [0, 1]")
-    return Gnmr(
-        alpha=tuple(config.gnmr_alpha), beta=config.gnmr_beta, most=config.gnmr_most,
+    gnmr = Gnmr(
+        # Without thresholds, GNMR is off, but its other numbers are checked.
+        alpha=tuple(config.gnmr_alpha) or (1.0,), beta=config.gnmr_beta, most=config.gnmr_most,
         first_steps=round(config.gnmr_first * config.num_steps), lock=config.gnmr_lock,
         window=config.gnmr_window, random=config.gnmr_random,
     )  # fmt: skip
+    if config.gnmr_alpha:
+        return gnmr
+    if config.gnmr_random is not None:
+        raise ValueError(f"gnmr_random={config.gnmr_random} needs a gnmr_alpha: GNMR is off")
+    return None
 
 
 def _sampler(
@@ -246,8 +259,6 @@ def _sampler(
             f"a sample of {len(prompt)} tokens of prompt and sample_tokens={config.sample_tokens} "
             f"is longer than seq_len={config.seq_len}"
         )
-    if config.sample_temperature < 0:
-        raise ValueError(f"sample_temperature={config.sample_temperature} is negative")
 
     # Not the attention of training: cuDNN's refuses rows of an odd length.
     model = model.clone(attention=None)

@@ -6,6 +6,8 @@
 
 import dataclasses
 import json
+import math
+import threading
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -13,13 +15,14 @@ from ml_collections import ConfigDict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run; each field but `record` is the config key of that name (configs/base.py).
+    """Settings of a run; each field but two is the config key of that name (configs/base.py).
 
     Attributes:
+      warmup_steps: those of the warm-up, which are fewer than the key if that does not fit.
       record: the whole config as JSON has it, for checkpoints and config.json.
 
     Raises:
-      ValueError: a number below 1, or two keys that do not fit together.
+      ValueError: a number out of its range, or two keys that do not fit together.
     """
 
     model: str
@@ -46,11 +49,14 @@ class Settings:
     record: dict[str, Any]
 
     @classmethod
-    def from_config(cls, config: ConfigDict) -> "Settings":
-        """The settings of a run's config."""
-        _check_numbers(config)
-        names = {field.name for field in dataclasses.fields(cls)} - {"record"}
-        return cls(record=json.loads(config.to_json()), **{name: config[name] for name in names})
+    def from_config(cls, config: ConfigDict, *, warmup_steps: int) -> "Settings":
+        """The settings of a run's config, with a warm-up of `warmup_steps`."""
+        check_numbers(config)
+        names = {field.name for field in dataclasses.fields(cls)} - {"record", "warmup_steps"}
+        return cls(
+            record=json.loads(config.to_json()), warmup_steps=warmup_steps,
+            **{name: config[name] for name in names},
+        )  # fmt: skip
 
     @property
     def microbatch(self) -> int:
@@ -62,8 +68,8 @@ class Settings:
         return self.batch_size * self.seq_len
 
 
-def _check_numbers(config: ConfigDict) -> None:
-    """Raises ValueError for numbers below 1, and for keys that need another one."""
+def check_numbers(config: ConfigDict) -> None:
+    """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
         "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
         "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep",
@@ -71,6 +77,23 @@ def _check_numbers(config: ConfigDict) -> None:
     for name in names:
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed} does not lie in [0, 2^32)")
+    if not 0 < config.valid_fraction < 1:  # also refuses NaN, as the comparisons below
+        raise ValueError(f"valid_fraction={config.valid_fraction} must lie between 0 and 1")
+    if not 0 < config.data_timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"data_timeout={config.data_timeout} must be positive and at most "
+            f"{threading.TIMEOUT_MAX:.0f} seconds"
+        )
+    if not config.spike_deviations > 0:
+        raise ValueError(f"spike_deviations={config.spike_deviations} must be positive")
+    if config.checkpoint_keep_best < 0:
+        raise ValueError(f"checkpoint_keep_best={config.checkpoint_keep_best} is negative")
+    if not 0 <= config.sample_temperature < math.inf:
+        raise ValueError(
+            f"sample_temperature={config.sample_temperature} must be finite and not negative"
+        )
     if config.sample_prompt and config.sample_every is None:
         raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")
     if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:

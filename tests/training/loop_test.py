@@ -23,7 +23,7 @@ from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.device import xla
 from fp8jax.model.attention import ATTENTIONS
 from fp8jax.model.config import MODULES
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer, DamagedError
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.training.build import build
@@ -226,7 +226,7 @@ def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data
     largest = max(arrays.iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes().replace(b"\x00", b"\x01", 1))
     tampered = files()
-    with pytest.raises(RuntimeError, match=r"(?s)every checkpoint .* is damaged:\n  2: changed"):
+    with pytest.raises(DamagedError, match="every checkpoint .* is damaged: 2: changed"):
         train_and_evaluate(tiny(data, precision="bf16", num_steps=4, warmup_steps=1), str(tmp_path))
     assert files() == tampered
 
@@ -330,14 +330,18 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
         (dict(remat="ful"), "unknown remat policy 'ful'; did you mean 'full'"),
         (dict(optimizer="adam"), "unknown optimizer 'adam'; did you mean 'adamw'"),
         (dict(schedule="cosin"), "unknown schedule"),
-        (dict(warmup_steps=20), "warmup_steps=20 does not lie"),
+        (dict(warmup_steps=-1), "warmup_steps=-1 is negative"),
+        (dict(unroll=3), "unroll=3 is more than the model's 2 layers"),
         (dict(model_overrides__vocab_size=256), "vocab_size=256 is less than .* 258"),
         (dict(model="gpt2_tiny", seq_len=2048), "seq_len=2048 is more than .*positions=1024"),
         (dict(attention="cudn"), "unknown attention 'cudn'; did you mean 'cudnn'"),
         (dict(sample_every=5), "a sample of 1 tokens of prompt and sample_tokens=128 .*seq_len=64"),
         (dict(sample_prompt="The"), "sample_prompt='The' is for samples: set sample_every"),
         (dict(sample_every=5, sample_tokens=0), "sample_tokens=0 must be at least 1"),
-        (dict(sample_every=5, sample_tokens=8, sample_temperature=-1.0), "temperature=-1.0 is neg"),
+        (
+            dict(sample_every=5, sample_tokens=8, sample_temperature=-1.0),
+            "temperature=-1.0 must be finite",
+        ),
         (
             dict(checkpoint_keep_best=1, checkpoint_every=5, valid_every=10),
             "checkpoint_every=5 must be a multiple of valid_every=10",
