@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from absl import app, flags, logging
 
+from experiments.config_flag import check_config_flags
+
 ERRORS = (ValueError, NotImplementedError, OSError)
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
 
@@ -29,10 +31,9 @@ def run(
     """Parses the flags, calls `main` and exits; with status 130 after Ctrl-C.
 
     Args:
-      main: takes the arguments that are not flags, without the program's name. It may raise
-        `app.UsageError`, which prints the help of the module.
+      main: takes the arguments that are not flags, without the program's name.
       errors: exceptions that end the process with the line `error: MESSAGE` and status 1 instead of
-        a traceback. `--verbosity=1` logs the traceback, too.
+        a traceback, as `app.UsageError` does. `--verbosity=1` logs the traceback, too.
       verbosity: absl's logging level, unless --verbosity is given.
       quiet: Python loggers that log warnings and errors only.
     """
@@ -40,7 +41,7 @@ def run(
     logging.get_absl_handler().setFormatter(_Plain())
     for name in quiet:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
-    app.run(functools.partial(_call, main, tuple(errors)), flags_parser=parse_flags)
+    app.run(functools.partial(call, main, errors), flags_parser=parse_flags)
 
 
 class _Plain(python_logging.Formatter):
@@ -53,12 +54,14 @@ class _Plain(python_logging.Formatter):
         return f"{record.levelname.lower()}: {text}"
 
 
-def _call(
-    main: Callable[[Sequence[str]], None], errors: tuple[type[Exception], ...], argv: list[str]
+def call(
+    main: Callable[[Sequence[str]], None], errors: Iterable[type[Exception]], argv: Sequence[str]
 ) -> None:
+    """Calls `main` with the arguments after the first; ends the process as `run` says."""
+    caught: tuple[type[Exception], ...] = (app.UsageError, *errors)
     try:
         main(argv[1:])
-    except errors as error:
+    except caught as error:
         logging.debug("", exc_info=True)
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -70,16 +73,14 @@ def _call(
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the flags as absl does, and returns the program's name and the other arguments.
 
-    For a wrong --config or --config.KEY=VALUE, ml_collections raises the error that matters as the
-    first argument of other exceptions. Its message becomes one line, without a traceback.
+    A wrong flag, or a wrong --config or --config.KEY=VALUE, ends the process with one line and
+    status 1.
     """
     try:
-        return app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        inner: BaseException = error
-        while inner.args and isinstance(inner.args[0], Exception):
-            inner = inner.args[0]
-        sys.exit(f"error: {inner.args[0] if inner.args else inner}")
+        check_config_flags(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, *ERRORS) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
 
 
 def refuse_arguments(arguments: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import fp8jax  # sets the XLA flags, before JAX starts
 from configs import base
 from experiments import command
 from fp8jax.device import xla
+from fp8jax.records.checkpoint import DamagedError
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training import dry_run, parameter_table, programs
@@ -46,6 +47,8 @@ _COORDINATOR = flags.DEFINE_string(
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, from 0.", 0)
 flags.mark_flag_as_required("config")
+
+ERRORS = (*command.ERRORS, StoppedError, DamagedError)  # that end in one line
 
 
 def _inspect(config: ConfigDict, workdir: str) -> None:
@@ -110,4 +113,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(*command.ERRORS, StoppedError), verbosity=logging.INFO)
+    command.run(main, errors=ERRORS, verbosity=logging.INFO)

@@ -25,6 +25,7 @@ from experiments import command
 from experiments.study import attention_ties, bias_sweep, loss_curves, recipe_page
 from fp8jax.device import xla
 from fp8jax.numerics.policy import POLICIES
+from fp8jax.records.checkpoint import DamagedError
 from fp8jax.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
@@ -115,6 +116,7 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     command.run(
-        main, errors=(*command.ERRORS, StoppedError, ImportError), verbosity=logging.INFO,
+        main, errors=(*command.ERRORS, StoppedError, DamagedError, ImportError),
+        verbosity=logging.INFO,
         quiet=("jax", "matplotlib"),  # matplotlib logs when it builds its font cache
     )  # fmt: skip

@@ -42,6 +42,10 @@ from fp8jax.records.differences import abstract_leaf, require_same_structure, tr
 _META = "meta"
 
 
+class DamagedError(RuntimeError):
+    """There are checkpoints, but none can be read."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
     """A restored checkpoint.
@@ -78,6 +82,7 @@ class Checkpointer:
         Raises:
           ValueError: `every` or `keep` is less than 1, `keep_best` is negative, or the directory is
             a URL.
+          NotADirectoryError: the directory is a file.
         """
         if every < 1 or keep < 1:
             raise ValueError(f"{every=} and {keep=} must be at least 1")
@@ -89,6 +94,8 @@ class Checkpointer:
             )
         self.rejected = []
         self._directory = Path(os.path.abspath(directory))
+        if self._directory.exists() and not self._directory.is_dir():
+            raise NotADirectoryError(f"{self._directory} is a file: checkpoints need a directory")
         self._every, self._keep, self._keep_best = every, keep, keep_best
         self._manager: ocp.CheckpointManager | None = None  # the first save creates it
         self._hashing: threading.Thread | None = None
@@ -173,7 +180,7 @@ class Checkpointer:
         Raises:
           ValueError: a leaf has no sharding, or the newest undamaged step holds other arrays than
             `abstract` (the message lists the differences).
-          RuntimeError: there are steps, but all are damaged.
+          DamagedError: there are steps, but all are damaged.
         """
         abstract = {name: jax.tree.map(abstract_leaf, tree) for name, tree in abstract.items()}
         self.wait()
@@ -199,7 +206,7 @@ class Checkpointer:
           (step, meta), or None if there are no steps.
 
         Raises:
-          RuntimeError: there are steps, but all are damaged.
+          DamagedError: there are steps, but all are damaged.
         """
         self.wait()
         for step in self._steps(at_most):
@@ -255,8 +262,11 @@ class Checkpointer:
     def _refuse_if_any(self, at_most: int | None) -> None:
         """Raises if there are steps, none of which could be read: a fresh start would be wrong."""
         if self._steps(at_most):
-            reasons = "\n".join(f"  {step}: {reason}" for step, reason in self.rejected)
-            raise RuntimeError(f"every checkpoint in {self._directory} is damaged:\n{reasons}")
+            reasons = "; ".join(f"{step}: {reason}" for step, reason in self.rejected)
+            raise DamagedError(
+                f"every checkpoint in {self._directory} is damaged: {reasons}. Take another "
+                "--workdir, or delete them to begin anew"
+            )
 
     def _reject(self, step: int, reason: str) -> None:
         self._damaged.add(step)

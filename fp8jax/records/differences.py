@@ -1,13 +1,13 @@
 """Describes how a checkpoint differs from a run: in its config, or in its arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 _MISSING = "(missing)"  # unlike any value, whose repr would be quoted
-_MAX_LINES = 20  # of differences in an error message
+_MOST = 10  # differences in an error message
 
 
 def config_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -32,6 +32,12 @@ def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     """Returns dotted key -> repr of the value in `new`, for each key whose value differs."""
     flat_old, flat_new = _flat(old), _flat(new)
     return {k: v for k, v in flat_new.items() if k not in flat_old or flat_old[k] != v}
+
+
+def listed(differences: Sequence[str]) -> str:
+    """Returns the first differences on one line, and how many more there are."""
+    more = f"; and {len(differences) - _MOST} more" if len(differences) > _MOST else ""
+    return "; ".join(differences[:_MOST]) + more
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -91,17 +97,12 @@ def require_same_structure(
       abstract: the run's pytrees, by name.
 
     Raises:
-      ValueError: the arrays differ. The message lists the differences, at most `_MAX_LINES`.
+      ValueError: the arrays differ. The message lists the differences, as `listed` does.
     """
     for name, tree in abstract.items():
         if name not in saved:
             raise ValueError(f"{path} holds no {name!r}, only {sorted(saved)}")
-        lines = config_difference(saved[name], tree_structure(tree))
-        if lines:
-            shown = lines[:_MAX_LINES]
-            if len(lines) > _MAX_LINES:
-                shown.append(f"… and {len(lines) - _MAX_LINES} more")
+        if lines := config_difference(saved[name], tree_structure(tree)):
             raise ValueError(
-                f"{path}: its {name!r} differs from this run's (checkpoint -> run):\n  "
-                + "\n  ".join(shown)
+                f"{path}: its {name!r} differs from this run's (checkpoint -> run): {listed(lines)}"
             )

@@ -56,10 +56,16 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Atomically drops the lines of a file for which `keep` is false, and an incomplete last line.
 
     The other lines stay the same byte for byte. Does nothing if the file does not exist.
+
+    Raises:
+      ValueError: as `read_jsonl`, or a line lacks a key that `keep` reads.
     """
     if not path.exists():
         return
-    remaining = b"".join(line for line, parsed in whole_lines(path) if keep(parsed))
+    try:
+        remaining = b"".join(line for line, parsed in whole_lines(path) if keep(parsed))
+    except KeyError as error:
+        raise ValueError(f"{path}: a line has no {error}") from error
     if len(remaining) == path.stat().st_size:
         return
     copy = path.with_name(path.name + ".tmp")

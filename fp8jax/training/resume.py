@@ -13,7 +13,7 @@ from absl import logging
 
 from fp8jax.data.corpus import Corpus
 from fp8jax.records.checkpoint import Checkpointer, Restored
-from fp8jax.records.differences import config_difference
+from fp8jax.records.differences import config_difference, listed
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.step import TrainState
@@ -60,9 +60,9 @@ def read_checkpoint(
         changes.append(f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}")
     if changes and not run.settings.resume_with_changes:
         raise ValueError(
-            f"the checkpoint of step {step} in this workdir comes from another config:\n  "
-            + "\n  ".join(changes)
-            + "\nTake another --workdir, or ask for it with --config.resume_with_changes=True"
+            f"the checkpoint of step {step} in this workdir comes from another config: "
+            f"{listed(changes)}. Take another --workdir, or ask for it with "
+            "--config.resume_with_changes=True"
         )
     for line in changes:
         logging.warning("resuming with a change: %s", line)

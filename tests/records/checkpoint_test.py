@@ -19,8 +19,8 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.differences import config_difference
+from fp8jax.records.checkpoint import Checkpointer, DamagedError
+from fp8jax.records.differences import config_difference, listed
 
 
 class Moments(NamedTuple):
@@ -300,7 +300,7 @@ def test_any_damage_to_any_file_falls_back(tmp_path, harm):
 # threads, with complaints that pytest would lay at the door of whatever test runs by then.
 _READ_EACH = """
 import sys, jax, jax.numpy as jnp
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer, DamagedError
 for directory in sys.argv[1:]:
     with Checkpointer(directory, every=1, keep=1, keep_best=0) as read:
         restored = read.restore({"state": {"x": jnp.zeros((64, 64))}})
@@ -347,7 +347,7 @@ _READ_FORGED = """
 import hashlib, json, os, pickle, sys
 from pathlib import Path
 import jax.numpy as jnp
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer, DamagedError
 
 class Bomb:
     def __reduce__(self):
@@ -421,10 +421,11 @@ def test_all_damaged_raises_with_the_list(tmp_path):
     for step in (1, 2):
         os.remove(tmp_path / str(step) / "meta" / "metadata")
     with _open(tmp_path) as read:
-        message = r"(?s)every checkpoint in .* is damaged:\n  2: missing: meta/metadata\n  1: "
-        with pytest.raises(RuntimeError, match=message):
+        message = r"every checkpoint in .* is damaged: 2: missing: meta/metadata; 1: "
+        with pytest.raises(DamagedError, match=message) as error:
             read.restore({"state": _like(_state())})
-        with pytest.raises(RuntimeError, match=message):
+        assert "\n" not in str(error.value)
+        with pytest.raises(DamagedError, match=message):
             read.read_meta()
     assert _steps_of(tmp_path) == [1, 2]
 
@@ -454,11 +455,12 @@ def test_another_model_is_an_error_that_says_what_differs(tmp_path):
     with _open(tmp_path) as read:
         with pytest.raises(ValueError) as error:
             read.restore({"state": other})
-        assert str(error.value).splitlines()[1:] == [
-            "  params/gate: (missing) -> 'float32[2]'",
-            "  params/w: 'float32[16,24]' -> 'float32[4,4]'",
-            "  rng: 'uint32[2]' -> (missing)",
-        ]
+        assert str(error.value).endswith(
+            "its 'state' differs from this run's (checkpoint -> run): "
+            "params/gate: (missing) -> 'float32[2]'; "
+            "params/w: 'float32[16,24]' -> 'float32[4,4]'; "
+            "rng: 'uint32[2]' -> (missing)"
+        )
         narrow = jax.tree.map(lambda x: x, _like(state))
         narrow["params"]["w"] = jax.ShapeDtypeStruct((16, 24), jnp.bfloat16, sharding=_on(8, P()))
         with pytest.raises(ValueError, match=r"params/w: 'float32\[16,24\]' -> 'bfloat16"):
@@ -468,7 +470,16 @@ def test_another_model_is_an_error_that_says_what_differs(tmp_path):
         assert read.rejected == []
 
 
+def test_a_message_lists_the_first_differences():
+    assert listed(["a: 1 -> 2"]) == "a: 1 -> 2"
+    assert listed(list("abcdefghij")) == "a; b; c; d; e; f; g; h; i; j"
+    assert listed(list("abcdefghijkl")) == "a; b; c; d; e; f; g; h; i; j; and 2 more"
+
+
 def test_what_cannot_be_kept_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="file is a file: checkpoints need a directory"):
+        _open(tmp_path / "file")
     with pytest.raises(ValueError, match="every=0 and keep=1"):
         _open(tmp_path, every=0, keep=1)
     with pytest.raises(ValueError, match="keep_best=-1 must be at least 0"):
@@ -535,7 +546,7 @@ def test_a_failed_save_displaces_no_best_one(tmp_path, small_files_only):
 _KILLED = """
 import os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.checkpoint import Checkpointer, DamagedError
 out = Checkpointer(sys.argv[1], every=1, keep=3, keep_best=0)
 out.save(1, {"state": {"x": jnp.arange(8.0)}}, {"at": 1}, None)
 out.wait()

@@ -1,0 +1,129 @@
+"""Checks --config=FILE[:SIZE] and --config.KEY=VALUE before absl and ml_collections parse them.
+
+Their own errors for a wrong file or key name neither of the two, take several lines or are
+tracebacks. A config must have the keys of configs/base.py: all of them, since the run reads them,
+and no other, since the run would ignore it.
+"""
+
+import difflib
+import inspect
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
+
+
+def check_config_flags(arguments: Sequence[str]) -> None:
+    """Checks the config that the command line names, if it names one, and the keys it changes.
+
+    Raises:
+      ValueError: the file cannot be run, or has no `get_config` that returns a config; the config
+        lacks a key or has an unknown one; or the command line changes an unknown key.
+    """
+    if (spec := _value_of_config(arguments)) is None:
+        return
+    config = _load(spec)
+    _require_keys(spec, config, base.get_config())
+    for argument in arguments:
+        if match := _OVERRIDE.fullmatch(argument):
+            _require_key(config, match[1])
+
+
+def _value_of_config(arguments: Sequence[str]) -> str | None:
+    """Returns the value of the last --config, written with "=" or as the next argument."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        name, equals, text = argument.partition("=")
+        if name in ("-config", "--config"):
+            value = text if equals else following
+    return value
+
+
+def _load(spec: str) -> ConfigDict:
+    """Runs the file as ml_collections does: after the first colon comes get_config's argument."""
+    path, colon, size = spec.partition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"--config={spec}: there is no file {path!r}")
+    names = {"__name__": "config", "__file__": path}
+    sizes = [size] if colon else []
+    try:
+        exec(compile(Path(path).read_bytes(), path, "exec"), names)
+        get_config = names["get_config"] if "get_config" in names else None
+        if callable(get_config) and _takes(get_config, sizes):
+            config = get_config(*sizes)
+    except ValueError as error:  # a config's own refusal, of a size say
+        raise ValueError(f"--config={spec}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"--config={spec}: {_place(error, path)}{_name(error)}") from error
+    if not callable(get_config):
+        raise ValueError(f"--config={spec}: the file has no function get_config")
+    if not _takes(get_config, sizes):
+        needs = "takes no size" if colon else "needs a size"
+        raise ValueError(f"--config={spec}: get_config {needs}, which follows a colon")
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        raise ValueError(f"--config={spec}: get_config must return a ConfigDict, got {kind}")
+    return config
+
+
+def _takes(function: object, arguments: list[str]) -> bool:
+    assert callable(function)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _place(error: Exception, path: str) -> str:
+    """Returns "line 3: " for the line of the file at which it failed, "" if it failed elsewhere."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: " if error.filename == path else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+def _name(error: Exception) -> str:
+    text = error.msg if isinstance(error, SyntaxError) else error
+    return f"{type(error).__name__}: {text}"
+
+
+def _require_keys(spec: str, config: ConfigDict, whole: ConfigDict, group: str = "") -> None:
+    """Raises ValueError unless both have the same keys, in their groups, too."""
+    for key in config:
+        if key not in whole:
+            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole)}")
+    if missing := [group + key for key in whole if key not in config]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"--config={spec} lacks {', '.join(missing[:3])}{more}: begin with "
+            "configs.base.get_config()"
+        )
+    for key, value in whole.items():
+        if isinstance(value, ConfigDict):
+            if not isinstance(config[key], ConfigDict):
+                raise ValueError(f"--config={spec}: {group}{key} must be a group of keys")
+            _require_keys(spec, config[key], value, f"{group}{key}.")
+
+
+def _require_key(config: ConfigDict, path: str) -> None:
+    """Raises ValueError unless the config has the key, such as "mesh_axes.data"."""
+    node: object = config
+    for key in path.split("."):
+        if not isinstance(node, ConfigDict) or key not in node:
+            known = node if isinstance(node, ConfigDict) else ()
+            raise ValueError(f"--config.{path}: {_unknown(path, key, known)}")
+        node = node[key]
+
+
+def _unknown(path: str, key: str, known: Iterable[str]) -> str:
+    similar = difflib.get_close_matches(key, list(known), n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
+    return f"configs/base.py has no key {path!r}{hint}"
