@@ -32,7 +32,7 @@ class Corpus:
         """Returns a table of the sources.
 
         It shows documents, bytes and tokens by source and split, each source's share of the
-        training rows, and what was skipped.
+        training rows, what was skipped, and whether documents were cut.
         """
         width = max(len(stats.name) for stats in self.stats)
         lines = [f"{'source':{width}}  split{'documents':>16}{'bytes':>16}{'tokens':>16}   share"]
@@ -44,6 +44,11 @@ class Corpus:
                 share = self.train.schedule[stats.name] / cycle
                 lines.append(line + (f"{share:8.2%}" if split == "train" else ""))
             lines.append(f"{'':{width}}  {stats.skipped()}")
+            if stats.piece_size:
+                lines.append(
+                    f"{'':{width}}  its documents were too few to hold any out: they are cut into "
+                    f"pieces of up to {stats.piece_size:,} characters"
+                )
         return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -16,6 +17,9 @@ from absl import logging
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
+
+BLANK = "blank"  # the separator of text files that stands for blank lines
+_BLANK_LINES = re.compile(r"(?<=\n)(?:[^\S\n]*\n)+")
 
 BATCH = 1024  # records read at a time, where a format allows it
 
@@ -29,12 +33,15 @@ class Tally:
       no_text: records skipped because they are null, or bytes that are not UTF-8.
       too_short: documents skipped by `read_documents` because they are too short.
       bytes_read: bytes read from the files, before decompression; for showing progress.
+      piece_size: characters of the pieces into which `read_documents` cut documents; 0 if it did
+        not.
     """
 
     not_utf8: int = 0
     no_text: int = 0
     too_short: int = 0
     bytes_read: int = 0
+    piece_size: int = 0
 
 
 @runtime_checkable
@@ -136,18 +143,32 @@ def _utf8_files(paths: Sequence[Path], tally: Tally) -> Iterator[tuple[Path, Bin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles:
-    """Each file is a document; line ends are not changed."""
+    """Each file is a document, or has several; line ends are not changed.
+
+    Between two documents of a file is `separator`. "blank" stands for one or more blank lines, ""
+    for none: a file is a document.
+    """
 
     label: str
     paths: tuple[Path, ...]
-    reads: tuple[str, ...] = ()
+    separator: str = ""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.separator,) if self.separator else ()
 
     def files(self) -> Sequence[Path]:
         return self.paths
 
     def documents(self, tally: Tally) -> Iterator[str]:
         for _, file in _utf8_files(self.paths, tally):
-            yield file.read().decode("utf-8")
+            text = file.read().decode("utf-8")
+            if not self.separator:
+                yield text
+            elif self.separator == BLANK:
+                yield from _BLANK_LINES.split(text)
+            else:
+                yield from text.split(self.separator)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

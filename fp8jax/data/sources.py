@@ -10,14 +10,15 @@ other sources (mixture.py); either all sources have a weight or none has. KIND i
 `SOURCES`:
 
     python_stdlib               the .py files of the running Python's standard library
-    text:GLOB                   each file is a document
+    text:GLOB[#split=SEPARATOR] each file is a document; or each part of one between separators
     jsonl:GLOB[#FIELD]          each line {"FIELD": "…"} is a document
     parquet:GLOB[#COLUMN]       each row is a document
     tfds:NAME[@SPLIT][#FIELD]   each example of a TensorFlow dataset is a document
 
 FIELD and COLUMN default to `text`. Files of `text` and `jsonl` whose names end in .gz or .zst are
 decompressed while they are read. The text after the last # is a field if it looks like a name:
-letters, digits, _, - and ., starting with a letter or _.
+letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text without commas, such
+as <|endoftext|>, or the word `blank` for one or more blank lines.
 
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
 the config is parsed, so it may look for files but must not read them.
@@ -79,7 +80,12 @@ def _python_stdlib(argument: str) -> Reader:
 
 
 def _text(argument: str) -> Reader:
-    return TextFiles(label=_stem(argument), paths=_found(argument))
+    pattern, given, separator = argument.rpartition("#split=")
+    if not given:
+        pattern, separator = separator, ""
+    elif not separator:
+        raise ValueError("#split= needs a separator, such as blank")
+    return TextFiles(label=_stem(pattern), paths=_found(pattern), separator=separator)
 
 
 def _jsonl(argument: str) -> Reader:

@@ -29,7 +29,6 @@ from fp8jax.data.documents import (
     SPLITS,
     read_documents,
     require_fraction,
-    split_of,
 )
 from fp8jax.data.readers import Tally
 from fp8jax.data.sources import Source
@@ -54,6 +53,8 @@ class SourceStats:
       not_utf8: files skipped because they are not UTF-8.
       too_short: documents skipped because they are too short.
       no_text: records skipped because they are null, or bytes that are not UTF-8.
+      piece_size: characters of the pieces into which documents were cut (documents.py); 0 if they
+        were not.
       documents: documents of each split, "train" and "valid".
       bytes: bytes of UTF-8 text of each split.
       tokens: tokens of each split, BOS and EOS included.
@@ -64,6 +65,7 @@ class SourceStats:
     not_utf8: int = 0
     too_short: int = 0
     no_text: int = 0
+    piece_size: int = 0
     documents: dict[str, int] = dataclasses.field(default_factory=_zeros)
     bytes: dict[str, int] = dataclasses.field(default_factory=_zeros)
     tokens: dict[str, int] = dataclasses.field(default_factory=_zeros)
@@ -138,8 +140,7 @@ def _write_source(
         total = sum(path.stat().st_size for path in files)
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=None)
         stack.enter_context(bar)
-        for text, raw in read_documents(source, tally):
-            split = split_of(raw, fraction)
+        for text, raw, split in read_documents(source, tally, fraction):
             ids = tokenizer.encode(text)
             ids = np.concatenate([[tokenizer.bos], ids, [tokenizer.eos]]).astype(dtype)
             outputs[split, "tokens"].write(ids.tobytes())
@@ -149,7 +150,7 @@ def _write_source(
             stats.tokens[split] += len(ids)
             bar.update(tally.bytes_read - bar.n)
     stats.not_utf8, stats.no_text = tally.not_utf8, tally.no_text
-    stats.too_short = tally.too_short
+    stats.too_short, stats.piece_size = tally.too_short, tally.piece_size
     return stats
 
 
@@ -192,6 +193,9 @@ def _read_cache(folder: Path) -> list[SourceStats] | None:
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
         if sizes != manifest["files"]:
             raise ValueError(f"sizes are {sizes}, expected {manifest['files']}")
+        for stats in manifest["stats"]:
+            if "piece_size" not in stats and 0 in stats["documents"].values():
+                raise ValueError(f"its source {stats['name']} was not cut, and has an empty split")
         return [SourceStats(**stats) for stats in manifest["stats"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning("the token cache %s is damaged and will be rebuilt: %s", folder, error)

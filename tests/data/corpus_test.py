@@ -43,6 +43,18 @@ def test_summary(tmp_path):
     assert "skipped 0 of 1 files (not UTF-8) and 0 documents under 16 bytes" in table
 
 
+def test_one_big_file_trains_and_the_summary_says_how(tmp_path):
+    text = "".join(f"line {i} of a text of one file\n" for i in range(3000))
+    (tmp_path / "big.txt").write_text(text)
+    corpus = build(f"text:{tmp_path}/big.txt", tmp_path)
+    assert len(corpus.train) and len(corpus.valid["text-big"])
+    size = corpus.stats[0].piece_size
+    assert (
+        "its documents were too few to hold any out: they are cut into pieces of up to "
+        f"{size:,} characters" in corpus.summary()
+    )
+
+
 def test_weights_leave_the_fingerprint_alone(tmp_path):
     specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
     data = ["{},{}", "2*{},1*{}", "0.1*{},0.9*{}"]

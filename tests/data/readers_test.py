@@ -95,6 +95,23 @@ def test_a_hash_that_begins_no_name_belongs_to_the_glob(tmp_path):
     assert read(f"text:{tmp_path}/a#*") == [json_lines(TEXTS).decode()]
 
 
+def test_separators_of_text_files(tmp_path):
+    text = "one\ntwo\n\nthree\n \t\n\r\n\nfour\n<|end|>five<|end|>\n"
+    (tmp_path / "a.txt").write_text(text, newline="")
+    (tmp_path / "b#c").write_text("six\n\nseven")
+    # Only lines without a word between two documents are dropped.
+    assert read(f"text:{tmp_path}/a.txt#split=blank") == [
+        "one\ntwo\n", "three\n", "four\n<|end|>five<|end|>\n"
+    ]  # fmt: skip
+    assert read(f"text:{tmp_path}/a.txt#split=<|end|>") == [*text.split("<|end|>")]
+    assert read(f"text:{tmp_path}/*#split=<|end|>")[-1] == "six\n\nseven"
+    assert read(f"text:{tmp_path}/b#c#split=blank") == ["six\n", "seven"]
+    (source,) = parse_sources(f"text:{tmp_path}/a.txt#split=blank")
+    assert (source.name, source.reader.reads) == ("text-a", ("blank",))
+    (source,) = parse_sources(f"text:{tmp_path}/a.txt")
+    assert source.reader.reads == ()  # caches of before stay valid
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_utf8_is_checked_across_pieces(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"

@@ -80,6 +80,7 @@ def test_weights_are_exact(tmp_path):
         ("text:DIR", "no file matches"),
         ("text", "no file matches '', in the source 'text'"),
         ("jsonl:", "no file matches ''"),
+        ("text:DIR/a.txt#split=", "#split= needs a separator, such as blank, in the source 'text:"),
         ("parquet:DIR/none#text", "no file matches '.*/none', in the source .*/none#text'"),
         ("python_stdlib:3.11", "takes no argument, got '3.11'"),
         ("tfds", r"expected NAME\[@SPLIT\]\[#FIELD\], got ''"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.data.byte_tokenizer import ByteTokenizer
-from fp8jax.data.documents import MIN_DOCUMENT_BYTES, training_documents
+from fp8jax.data.documents import HELD_OUT, MIN_DOCUMENT_BYTES, cut, training_documents
 from fp8jax.data.sources import SOURCES, parse_sources
 from fp8jax.data.token_cache import TokenizedSources, TokenStream, tokenize_sources
 from tests.support.text import generated_text, write_generated_text, write_jsonl
@@ -337,3 +337,68 @@ def test_training_documents_are_those_of_the_corpus(tmp_path):
 def test_training_documents_refuse_bad_specs_at_the_call():
     with pytest.raises(ValueError, match="unknown source 'jsnol'"):
         training_documents("jsnol:x", 0.1)
+
+
+# Sources with too few documents.
+
+
+def lines(count: int) -> str:
+    return "".join(f"{text}\n" for text in generated_text(documents=count))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_big_file_is_cut_so_that_some_of_it_validates(tmp_path, seed):
+    """All of its text arrives, in order, and about 16 of its pieces validate."""
+    text = str(seed) + lines(1000)
+    (tmp_path / "a.txt").write_text(text)
+    corpus = build(f"text:{tmp_path}/a.txt", tmp_path, valid_fraction=0.05)
+    (stats,) = corpus.stats
+    assert stats.piece_size == int(len(text) * 0.05 / HELD_OUT)
+    train, valid = (documents_of(corpus.streams[split]["text-a"]) for split in ("train", "valid"))
+    # A binomial number of mean 16 to 32 (a piece is at least half of its size) and a standard
+    # deviation below 6: within four of them.
+    assert 0 < len(valid) < 32 + 4 * 6 and len(train) > 5 * len(valid)
+    left = text
+    while left:  # each piece is the next one of its split
+        (piece,) = {split[0] for split in (train, valid) if split and left.startswith(split[0])}
+        assert len(piece) <= stats.piece_size and piece.endswith("\n")
+        (train if train and train[0] == piece else valid).pop(0)
+        left = left[len(piece) :]
+    assert not train and not valid
+    data = f"text:{tmp_path}/a.txt"
+    assert_same(corpus, build(data, tmp_path / "again", valid_fraction=0.05))
+    learned = list(training_documents(data, 0.05))
+    assert learned == documents_of(corpus.streams["train"]["text-a"])
+
+
+def test_documents_of_both_splits_are_not_cut(tmp_path):
+    """However large and few they are: runs of before resume."""
+    texts = [lines(200) + str(i) for i in range(8)]
+    corpus = build(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path, valid_fraction=0.4)
+    (stats,) = corpus.stats
+    assert min(stats.documents.values()) > 0 and sum(stats.documents.values()) == 8
+    assert stats.piece_size == 0
+
+
+def test_pieces_end_at_lines_or_words():
+    assert list(cut("a" * 100, 40)) == ["a" * 40, "a" * 40, "a" * 20]
+    assert list(cut("a" * 55, 40)) == ["a" * 55]  # what is left is too short for a document
+    assert list(cut("a" * 30 + "\n" + "b c" * 20, 40))[0] == "a" * 30 + "\n"
+    assert list(cut("a" * 10 + "\n" + "b" * 20 + " " + "c" * 60, 40))[0][-2:] == "b "
+    assert list(cut("", 40)) == [""]
+
+
+def test_a_cache_from_before_documents_were_cut_is_rebuilt(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text(lines(300))
+    data = f"text:{tmp_path}/a.txt"
+    corpus = build(data, tmp_path)
+    (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+    before = json.loads(manifest.read_text())
+    del before["stats"][0]["piece_size"]
+    manifest.write_text(json.dumps(before))
+    assert not rebuilds(data, tmp_path)  # it has both splits
+    before["stats"][0]["documents"] = {"train": 1, "valid": 0}
+    manifest.write_text(json.dumps(before))
+    assert_same(build(data, tmp_path), corpus)
+    assert "was not cut, and has an empty split" in caplog.text
+    assert json.loads(manifest.read_text())["stats"][0]["piece_size"] > 0

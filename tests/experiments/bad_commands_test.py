@@ -283,6 +283,7 @@ DATA = [
     ("no file", ["data=text:DIR/none-*.txt"], "no file matches '.*none-.*', in the source 'text:"),
     ("no data", ["data="], "unknown source ''. There are: python_stdlib, text"),
     ("empty file", ["data=text:DIR/empty.txt"], "'text-empty': its train split does not fill"),
+    ("no separator", ["data=text:DIR/short.txt#split="], "#split= needs a separator"),
     ("short file", ["data=text:DIR/short.txt"], "1 documents under 16 bytes"),
     ("not UTF-8", ["data=text:DIR/bytes.txt"], r"skipped 1 of 1 files \(not UTF-8\)"),
     ("no lines", ["data=jsonl:DIR/empty.jsonl"], "It has 0 of 0 documents"),
