@@ -21,8 +21,8 @@ from fp8jax.data.sources import parse_sources
 from fp8jax.device.mesh import MeshAxes
 from fp8jax.model.config import ModelConfig
 from fp8jax.numerics.names import as_recipe
-from fp8jax.numerics.tiles import TOKEN
 from fp8jax.numerics.schedule import as_schedule
+from fp8jax.numerics.tiles import TOKEN
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.training.build import build
