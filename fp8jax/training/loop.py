@@ -349,7 +349,8 @@ class _Loop:
                 cast_gemms=summary.cast, compile_s=round(seconds, 2),
             )  # fmt: skip
             if stage.slower and is_measured_here():
-                self.metrics.say(stage.slower)
+                for line in labeled("size gate", stage.slower):
+                    self.metrics.say(line)
         return dispatched
 
     def _check_gemms(self, step: int, batch: Batch) -> list[tuple[Stage, Summary]]:

@@ -86,6 +86,8 @@ def numbers(fmt: str) -> np.ndarray:
     exponents, m, largest = {
         "e4m3": (range(-6, 9), 3, 448),
         "e5m2": (range(-14, 16), 2, 57344),
+        "e4m3fnuz": (range(-7, 8), 3, 240),
+        "e5m2fnuz": (range(-15, 16), 2, 57344),
         "e2m1": (range(0, 3), 1, 6),
         "bf16": (range(-126, 128), 7, np.inf),
     }[fmt]
