@@ -48,7 +48,9 @@ def mlp():
 def short(data, **changes):
     """Nine steps of one layer."""
     fast = dict(num_steps=9, warmup_steps=2, valid_every=2, checkpoint_every=1, checkpoint_keep=9)
-    return tiny(data, model_overrides__n_layers=1, model_overrides__mlp="gelu", **fast | changes)
+    return tiny(
+        data, model_overrides__n_layers=1, unroll=1, model_overrides__mlp="gelu", **fast | changes
+    )
 
 
 def one_device(config):

@@ -7,6 +7,14 @@ import pytest
 from fp8jax.training.stop_request import StopRequest
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_handler():
+    """Python inherits an ignored SIGINT from a shell that runs the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_is_raised_at_the_end():
     before = signal.getsignal(signal.SIGINT)
     reached = False
