@@ -12,7 +12,6 @@ import functools
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -40,6 +39,7 @@ from fp8jax.linear.updates import UpdateState
 from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.scales import SCALES, Fp32
 from fp8jax.numerics.tiles import TILES
+from tests.support.annotations import unchecked_annotations  # noqa: F401
 
 MAX_LENGTH = 380  # of a message; the longest list all models
 
@@ -47,14 +47,6 @@ X, W = jnp.ones((2, 4)), jnp.ones((4, 3))
 KEY = jax.random.key(0)
 MATMUL = (((1,), (0,)), ((), ()))
 HISTORIES, E4M3 = nn.HISTORIES, FORMATS["e4m3"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unchecked_annotations():
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 # What the rows call -------------------------------------------------------------------------------

@@ -244,6 +244,7 @@ def format_table(gemms: Iterable[Gemm]) -> str:
 
     Totals follow, and one line for each reason why GEMMs that should be FP8 are not.
     """
+    gemms = list(gemms)
     groups = _group(gemms)
     rows = [("module", "recipe and role", "GEMMs", "operands", "M x K x N", "kernel")]
     for g, count in groups.items():
@@ -251,7 +252,7 @@ def format_table(gemms: Iterable[Gemm]) -> str:
         loops = "" if g.trips == 1 else f" ({g.trips or '?'} turns)"
         shape = " x ".join(map(str, g.shape)) if g.shape else "?"
         rows.append((g.name, role, f"{count}{loops}", g.precision, shape, g.runs))
-    notes = [_totals(groups), *_fallbacks(groups)]
+    notes = [_totals(summarize(gemms), groups), *_fallbacks(groups)]
     wrapped = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
     return "\n".join([*aligned(rows), *wrapped])
 
@@ -268,17 +269,13 @@ def _group(gemms: Iterable[Gemm]) -> dict[Gemm, int]:
     return groups
 
 
-def _totals(groups: Mapping[Gemm, int]) -> str:
+def _totals(summary: "Summary", groups: Mapping[Gemm, int]) -> str:
     """Returns how many GEMMs run in FP8, of those that should, and which other GEMMs there are."""
-    fp8, wanted = 0, 0
     others: dict[str, int] = collections.Counter()
     for g, count in groups.items():
-        fp8 += count if g.fp8 else 0
-        if g.fp8 or g.reason:
-            wanted += count
-        else:
+        if not (g.fp8 or g.reason):
             others[f"{g.name} {g.precision}"] += count
-    parts = [f"FP8: {fp8} of {wanted} GEMMs that recipes cast to it"]
+    parts = [f"FP8: {summary.fp8} of {summary.cast} GEMMs that recipes cast to it"]
     if others:
         parts.append(f"others: {', '.join(f'{name} ({n})' for name, n in others.items())}")
     return "; ".join(parts)

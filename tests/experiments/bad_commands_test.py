@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from absl import flags
@@ -26,6 +25,7 @@ from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.training.resume import CHECKPOINT_VERSION
 from tests.support import ROOT
+from tests.support.annotations import unchecked_annotations  # noqa: F401
 from tests.support.text import write_generated_text
 
 # ml_collections loads config files in a way that Python 3.12 drops.
@@ -61,15 +61,6 @@ CONFIG_FILES = {
 def _write_checkpoint(workdir: Path, meta: dict) -> None:
     with Checkpointer(workdir / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
         checkpointer.save(3, {"state": {"a": np.zeros(3)}}, meta, None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unchecked_annotations():
-    """Users do not have the check of annotations."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="module")

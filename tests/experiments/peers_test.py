@@ -156,8 +156,8 @@ def test_mx_has_the_bits_of_jax_nn(mode, fmt):
     """Scales are powers of two rounded up, of amax / max there and by bit patterns here. Where they
     could differ is at max * 2^k and just beside it, so some tiles have such an amax."""
     if mode == "mxfp4" and jax.__version_info__ < (0, 12):
-        # An older JAX has no such function to compare with. .ci/run has JAX 0.11 and 0.12 too, and
-        # qwix, below, has the same bits under every JAX.
+        # An older JAX has no such function to compare with. `.ci/run --all` runs this on the newest
+        # JAX, too, and qwix, below, has the same bits under every JAX.
         pytest.skip("jax.nn knows mxfp4 from JAX 0.12 on")
     x = normal()
     top = np.float32(reference.MAX[fmt])
