@@ -13,7 +13,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
     config.size_gate = False  # use BF16 for linears of sizes at which FP8 is slower on an H200
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
-    config.attention = placeholder(str)  # a key of ATTENTIONS (model/attention.py); None: xla
+    config.attention = placeholder(str)  # a key of ATTENTIONS (model/attention.py); None: fastest
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default
     config.remat = "none"  # what the backward recomputes: none, quantized, dots or full

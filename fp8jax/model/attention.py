@@ -6,11 +6,13 @@ Attention itself is never quantized. Scores and softmax are computed in float32 
 the last two variants below; inputs and outputs have the activations' dtype. Packed rows carry
 segment ids: a query sees the keys of its own segment, at its own position and before.
 
-    xla           `jax.nn.dot_product_attention`; it writes the T x T scores to memory
-    cudnn         the same call with cuDNN's fused kernels; the segment mask is an additive bias of
-                  T x T numbers for each row of the batch
+    flash         our kernels for Hopper (kernels/flash_attention.py): their time falls with the
+                  lengths of documents, their memory grows with T, and they give the same bits twice
+    cudnn         `jax.nn.dot_product_attention` with cuDNN's fused kernels; the segment mask is an
+                  additive bias of T x T numbers for each row of the batch
     cudnn_causal  as cudnn, without the segment mask: a document also sees the documents before it
                   in its row, as in most published training code
+    xla           the same call without fused kernels; it writes the T x T scores to memory
     reference     the blockwise algorithm written out in JAX (blockwise_attention.py); it runs on
                   every device, and its memory grows with T instead of T^2
 
@@ -37,8 +39,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8jax.device import hardware
+from fp8jax.kernels import requirements
 from fp8jax.lookup import lookup
 from fp8jax.model.blockwise_attention import Blockwise, Rounded, RowMax
+
+# More registers than a warpgroup has would be needed.
+_LARGEST_FLASH_HEAD = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +75,9 @@ def dot_product_attention(
     Args:
       q_BTNH, k_BTKH, v_BTKH: all of one float dtype, which the result has too.
       segments_BT: number of each position's document within its row; 0 is padding, which attends
-        to padding.
-      implementation: a key of `ATTENTIONS` or an `Implementation`. None is "xla", which runs on
-        every device and is deterministic.
+        to padding. The positions of a document are consecutive.
+      implementation: a key of `ATTENTIONS` or an `Implementation`. None is the first of
+        `FASTEST` that can run on this device.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -92,7 +98,7 @@ def choose_attention(
     """Returns the implementation that `name` stands for, after a check that it can run.
 
     Args:
-      name: as in `dot_product_attention`.
+      name: as `implementation` in `dot_product_attention`.
       q_BTNH: queries, or their shape and dtype.
       beta, tolerance: where given, replace the fields of the implementation's `RowMax`.
 
@@ -100,7 +106,7 @@ def choose_attention(
       ValueError: the name is unknown, or the implementation has no `RowMax` to change.
       NotImplementedError: as in `dot_product_attention`.
     """
-    known = "xla" if name is None else name
+    known = _fastest(q_BTNH) if name is None else name
     chosen = known if isinstance(known, Implementation) else lookup("attention", known, ATTENTIONS)
     reason = chosen.refuses(q_BTNH)
     if reason is not None:
@@ -121,16 +127,21 @@ def choose_attention(
     )
 
 
-def _mask(segments_BT: Int[Array, "B T"]) -> Array:
-    """Returns bool [B, 1, T, S]: whether a query sees a key."""
-    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    causal_TT = jnp.tril(jnp.ones((segments_BT.shape[1],) * 2, bool))
-    return (same_BTT & causal_TT[None])[:, None]
+def _fastest(q_BTNH: Array | jax.ShapeDtypeStruct) -> str:
+    return next(name for name in FASTEST if ATTENTIONS[name].refuses(q_BTNH) is None)
+
+
+def _flash(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    from fp8jax.kernels.flash_attention import flash_attention  # Pallas, when a kernel first runs
+
+    return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT)
 
 
 def _jax_nn(implementation: Any, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    same_B1TT = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    # cuDNN skips the blocks above the diagonal only if it is told that there is one.
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, mask=_mask(segments_BT), implementation=implementation
+        q_BTNH, k_BTKH, v_BTKH, mask=same_B1TT, is_causal=True, implementation=implementation
     )
 
 
@@ -138,6 +149,18 @@ def _cudnn_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     return jax.nn.dot_product_attention(
         q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
     )
+
+
+def _flash_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
+    """Returns why our kernels cannot run these queries on this device, or None."""
+    reason = requirements.jax_too_old() or requirements.refuses(hardware.device())
+    if reason is not None:
+        return reason
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, got {q_BTNH.dtype}"
+    if q_BTNH.shape[3] > _LARGEST_FLASH_HEAD:
+        return f"it needs a head_dim up to {_LARGEST_FLASH_HEAD}, got {q_BTNH.shape[3]}"
+    return None
 
 
 def _cudnn_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
@@ -170,6 +193,7 @@ def reference(
 
 
 ATTENTIONS: dict[str, Implementation] = {
+    "flash": Implementation(attend=_flash, refuses=_flash_refuses),
     "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=_refuses_nothing),
     "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
     "cudnn_causal": Implementation(attend=_cudnn_causal, refuses=_cudnn_refuses),
@@ -180,3 +204,6 @@ ATTENTIONS: dict[str, Implementation] = {
     "reference_all_bf16": reference(rounded=Rounded.ALL),
     "stabilized_all_bf16": reference(RowMax(), rounded=Rounded.ALL),
 }
+
+# Without a choice, the first of these that can run; documents never see each other in any of them.
+FASTEST = ("flash", "cudnn", "xla")

@@ -58,7 +58,7 @@ class Transformer(nn.Module):
       policy: a key of `POLICIES` or a `Policy`. With delayed scaling, the first step runs with
         `policy.seeding()`, since the histories are empty.
       backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
-      attention: a key of `ATTENTIONS`, an `Implementation`, or None for "xla".
+      attention: a key of `ATTENTIONS`, an `Implementation`, or None for the fastest here.
       remat: a key of `REMAT`: what the backward recomputes.
       unroll: layers in one iteration of the loop over layers. n_layers removes the loop, which
         takes longer to compile and saves the copies into and out of the stack.

@@ -260,7 +260,7 @@ def _sampler(
             f"is longer than seq_len={config.seq_len}"
         )
 
-    # Not the attention of training: cuDNN's refuses rows of an odd length.
+    # Not the attention of training: cuDNN's refuses rows of an odd length, for example.
     model = model.clone(attention=None)
 
     def sample(state: TrainState) -> Array:

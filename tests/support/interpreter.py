@@ -13,9 +13,18 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8jax.kernels import block_gemm, quantize, requirements, row_gemm
+from fp8jax.kernels import (
+    block_gemm,
+    flash_backward,
+    flash_forward,
+    flash_tiles,
+    quantize,
+    requirements,
+    row_gemm,
+)  # fmt: skip
 
 TOO_OLD = requirements.jax_too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
@@ -41,6 +50,54 @@ def _saturating():
     return mock.patch.object(quantize, "saturated", lambda x, limit: jnp.clip(x, -limit, limit))
 
 
+class _Staged:
+    """Products of registers by way of shared memory, since the interpreter has none of registers.
+
+    Stands in for `scoped` of the attention kernels, which then allocate some more memory, and for
+    the two functions of flash_tiles.py.
+    """
+
+    def scoped(self, **allocations):
+        shape = (flash_tiles.GROUPS, flash_tiles.ROWS, 128)
+
+        def run(body):
+            def with_memory(staged, **shared):
+                self.memory = staged
+                return body(**shared)
+
+            staged = plgpu.SMEM(shape, jnp.bfloat16)
+            return pl.run_scoped(with_memory, staged=staged, **allocations)
+
+        return run
+
+    def add_product(self, accumulator, left, right):
+        staged = self.memory.at[jax.lax.axis_index("group"), :, pl.ds(0, left.shape[1])]
+        staged[...] = left
+        plgpu.commit_smem()
+        plgpu.wgmma(accumulator, staged, right)
+
+    def plus_product(self, y, left, right, meanwhile):
+        def run(accumulator):
+            self.add_product(accumulator, left, right)
+            meanwhile()
+            return accumulator[...]
+
+        return y + pl.run_scoped(run, plgpu.ACC(y.shape, jnp.float32))
+
+
+@contextlib.contextmanager
+def _products_of_registers():
+    staged = _Staged()
+    with (
+        mock.patch.multiple(
+            flash_tiles, add_product=staged.add_product, plus_product=staged.plus_product
+        ),
+        mock.patch.object(flash_forward, "scoped", staged.scoped),
+        mock.patch.object(flash_backward, "scoped", staged.scoped),
+    ):
+        yield
+
+
 def interpret(f, *args, cores: int = 1):
     """f(*args) with its kernels in the interpreter."""
     # A deadlock ends this process, which pytest-xdist reports as a failure of the test.
@@ -49,6 +106,7 @@ def interpret(f, *args, cores: int = 1):
         with (
             allowed(cores),
             _saturating(),
+            _products_of_registers(),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
         ):
             return jax.block_until_ready(f(*args))
