@@ -119,10 +119,22 @@ def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "...
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    axes = [
-        axis if x.shape[i] % _size(mesh, axis) == 0 else None for i, axis in enumerate(spec(*names))
-    ]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, _partition(mesh, x.shape, names))
+
+
+def local_shape(shape: tuple[int, ...], *names: str | None) -> tuple[int, ...]:
+    """Returns the shape that each device has of an array of this shape after `constrain`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return shape
+    axes = _partition(mesh, shape, names)
+    return tuple(size // _size(mesh, axis) for size, axis in zip(shape, axes, strict=True))
+
+
+def _partition(mesh: Any, shape: tuple[int, ...], names: tuple[str | None, ...]) -> PartitionSpec:
+    """Returns what `RULES` says of the axes whose size is a multiple of their mesh axis."""
+    axes = zip(shape, spec(*names), strict=True)
+    return PartitionSpec(*(axis if size % _size(mesh, axis) == 0 else None for size, axis in axes))
 
 
 def _size(mesh: Any, axis: str | tuple[str, ...] | None) -> int:

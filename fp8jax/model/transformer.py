@@ -36,6 +36,7 @@ from fp8jax.model.layer import AMAXES, Block, fold_in
 from fp8jax.model.norms import norm_layer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
+from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION
 from fp8jax.numerics.tiles import tensor_amax
 
@@ -87,8 +88,10 @@ class Transformer(nn.Module):
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
         promoted: Bool[Array, " layers"] | None = None,
-    ) -> Float[Array, "B L V"]:
-        """Returns float32 logits of the next token.
+        *,
+        head: bool = True,
+    ) -> Float[Array, "B L V"] | tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
+        """Returns float32 logits of the next token, or the operands of the head.
 
         Args:
           tokens_BL: token ids.
@@ -96,6 +99,9 @@ class Transformer(nn.Module):
           positions_BL: position of each token within its segment.
           key: random key, for policies that round stochastically.
           promoted: which layers run in the policy `high` instead; None for none.
+          head: False leaves out the head, and returns its input x_BLD in `dtype` and its weight
+            w_DV as stored: the logits are x_BLD w_DV if the head's recipe casts nothing
+            (chunked_loss.py).
 
         Raises:
           ValueError: a name is unknown, the policy does not fit the model, or the rows are longer
@@ -116,6 +122,8 @@ class Transformer(nn.Module):
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
         x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key, promoted)
         x_BLD = norm_layer(c, "final_norm")(x_BLD)
+        if not head:
+            return x_BLD, self._head_weight(policy, table_VD)
         logits_BLV = self._head(policy, x_BLD, table_VD, fold_in(key, c.n_layers))
         return constrain(logits_BLV, "batch", "length", "vocab")
 
@@ -128,11 +136,19 @@ class Transformer(nn.Module):
                 x_BLD, table_VD, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32,
                 key=key,
             )  # fmt: skip
+        return self._untied_head(recipe)(x_BLD, key)
+
+    def _head_weight(self, policy: Policy, table_VD) -> Float[Array, "D V"]:
+        if self.config.tie_embeddings:
+            return table_VD.T
+        return self._untied_head(policy.recipe("lm_head")).variables_for(self.config.d_model)[0]
+
+    def _untied_head(self, recipe: Recipe) -> Dense:
         return Dense(
             self.config.vocab_size, recipe, self.backend,
             kernel_init=nn.initializers.normal(0.02), kernel_axes=("embed", "vocab"),
             preferred_element_type=jnp.float32, seeded=True, name="lm_head",
-        )(x_BLD, key)  # fmt: skip
+        )  # fmt: skip
 
     def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key, promoted):
         """Runs all layers, one stretch after the other."""

@@ -22,6 +22,7 @@ from fp8jax.data.loader import Batch
 from fp8jax.device.mesh import constrain
 from fp8jax.linear.amax_history import HISTORIES, combine_max, empty_max
 from fp8jax.linear.updates import next_histories
+from fp8jax.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
@@ -61,20 +62,34 @@ def as_variables(params: Any, histories: Any) -> dict[str, Any]:
 
 def loss_sum(
     model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
-    promoted: Array | None = None,
+    promoted: Array | None = None, total: Any = 1.0,
 ) -> Float[Array, ""]:  # fmt: skip
-    """The sum of the tokens' weighted negative log-likelihoods, in nats."""
-    return _nats(_apply(model, params, histories, batch, key, promoted), batch)
+    """The sum of the tokens' weighted negative log-likelihoods, in nats, divided by `total`."""
+    return _loss(model, params, histories, batch, key, promoted, total)[0]
 
 
-def _apply(model: Transformer, params: Any, histories: Any, batch: Batch, *rest: Any, **how: Any):
+def _loss(
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
+    promoted: Array | None, total: Any, watched: tuple[str, ...] = (),
+) -> tuple[Float[Array, ""], Any]:  # fmt: skip
+    """`loss_sum`, and the collections `watched` of the model.
+
+    Logits that are larger than a chunk are computed chunk by chunk. A head that is quantized is
+    not: its scales and histories are those of whole operands.
+    """
+    recipe = as_policy(model.policy).recipe("lm_head")
+    rows, length = batch["tokens"].shape
+    positions = chunk_length(rows, length, model.config.vocab_size)
+    whole = bool(recipe.casts) or positions == length
     inputs = batch["tokens"], batch["segments"], batch["positions"]
-    return model.apply(as_variables(params, histories), *inputs, *rest, **how)
-
-
-def _nats(logits_BLV: Array, batch: Batch) -> Float[Array, ""]:
-    nll_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
-    return jnp.sum(nll_BL * batch["weights"])
+    out, seen = model.apply(
+        as_variables(params, histories), *inputs, key, promoted, head=whole, mutable=[*watched]
+    )
+    targets, weights = batch["targets"], batch["weights"]
+    if whole:
+        return jnp.sum(token_losses(out, targets) * weights) / total, seen
+    total = jnp.asarray(total, jnp.float32)
+    return chunked_loss(recipe, positions, *out, targets, weights, total), seen
 
 
 def _promoted(model: Transformer, state: TrainState) -> Array | None:
@@ -98,7 +113,7 @@ def accumulate(
         key = None
         if as_policy(model.policy).stochastic:
             key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
-        return loss_sum(model, params, histories, micro, key, _promoted(model, state)) / total
+        return loss_sum(model, params, histories, micro, key, _promoted(model, state), total)
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
@@ -202,11 +217,11 @@ def eval_step(
     """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if as_policy(model.policy).stochastic else None
-    logits_BLV, watched = _apply(
-        model, state.params, state.histories, batch, key, _promoted(model, state), mutable=[AMAXES]
+    nats, watched = _loss(
+        model, state.params, state.histories, batch, key, _promoted(model, state), 1.0, (AMAXES,)
     )
     (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
     return {
-        "nats": _nats(logits_BLV, batch), "tokens": jnp.sum(batch["weights"]),
+        "nats": nats, "tokens": jnp.sum(batch["weights"]),
         "bytes": jnp.sum(size), "hidden": hidden,
     }  # fmt: skip

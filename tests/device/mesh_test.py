@@ -17,6 +17,7 @@ from fp8jax.device.mesh import (
     MeshAxes,
     check_batch,
     constrain,
+    local_shape,
     make_mesh,
     mesh_axes,
     spec,
@@ -174,6 +175,9 @@ def sharding_of(shape, names, sizes) -> tuple[int, ...]:
 )
 def test_constrain_cuts_what_the_mesh_divides(shape, names, sizes, part):
     assert sharding_of(shape, names, sizes) == part
+    with jax.set_mesh(mesh(*sizes)):
+        assert local_shape(shape, *names) == part
+    assert local_shape(shape, *names) == shape
 
 
 def test_constrain_without_a_mesh_is_the_identity():
