@@ -94,16 +94,16 @@ class Problem:
         """The shape of a warpgroup's scores against one block."""
         return ROWS, self.tuning.block
 
-    def memory(self, rows: int, *lead: int) -> plgpu.SMEM:
+    def memory(self, rows: int, *lead: int) -> Any:
         """Shared memory for [*lead, rows, H]."""
         transforms = swizzled(self.dtype, self.head_dim)
         return plgpu.SMEM((*lead, rows, self.head_dim), self.dtype, transforms=transforms)
 
-    def full(self, arrivals: int = 1) -> plgpu.Barrier:
+    def full(self, arrivals: int = 1) -> Any:
         """A barrier for each slot, which completes when so many copies have arrived."""
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.tuning.stages)
 
-    def empty(self) -> plgpu.Barrier:
+    def empty(self) -> Any:
         """A barrier for each slot, which completes when all warpgroups have read it."""
         return self.full(GROUPS)
 

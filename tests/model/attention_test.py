@@ -1,7 +1,8 @@
 """Attention against plain NumPy in float64: causal, within documents, grouped heads.
 
-One suite for all implementations. cuDNN's needs a GPU: it takes part in the tests in bfloat16,
-which is what it has. all_bf16_attention_test.py has those that round their scores.
+One suite for all implementations. cuDNN's and ours for Hopper need a GPU: they take part in the
+tests in bfloat16, which is what they have, ours in Pallas' interpreter, too
+(kernels/flash_attention_test.py has more). all_bf16_attention_test.py has those that round scores.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from fp8jax.model.attention import (
 )
 from fp8jax.model.blockwise_attention import Rounded, RowMax
 from fp8jax.training.build import build
+from tests.support.interpreter import interpreting, needs_pallas
 
 B, T, N, H = 2, 12, 4, 8
 # Documents of unlike lengths, a row of one document, and padding (0) at the end of the first.
@@ -33,7 +35,12 @@ SEGMENTS = np.array([[1] * 3 + [2] * 6 + [0] * 3, [1] * 12], np.int32)
 # queries see nothing of the first.
 ON_A_CPU = ["xla", "reference", "reference/5", "stabilized/5"]
 ROUNDED = ["reference_bf16/5", "stabilized_bf16/5"]  # in float32 these are the two without _bf16
-ANYWHERE = [*ON_A_CPU, *ROUNDED, pytest.param("cudnn", marks=pytest.mark.gpu)]
+FUSED = [
+    pytest.param("cudnn", marks=pytest.mark.gpu),
+    pytest.param("flash", marks=pytest.mark.gpu),
+    pytest.param("flash/interpreted", marks=needs_pallas),
+]
+ANYWHERE = [*ON_A_CPU, *ROUNDED, *FUSED]
 on_a_cpu = pytest.mark.parametrize("name", ON_A_CPU, indirect=True)
 anywhere = pytest.mark.parametrize("name", ANYWHERE, indirect=True)
 
@@ -41,10 +48,14 @@ anywhere = pytest.mark.parametrize("name", ANYWHERE, indirect=True)
 @pytest.fixture
 def name(request, monkeypatch):
     """An implementation; after a slash, how many keys a block of the reference has."""
-    name, _, size = request.param.partition("/")
-    if size:
-        monkeypatch.setattr(blockwise_attention, "BLOCK", int(size))
-    return name
+    name, _, how = request.param.partition("/")
+    if how == "interpreted":
+        with interpreting():
+            yield name
+        return
+    if how:
+        monkeypatch.setattr(blockwise_attention, "BLOCK", int(how))
+    yield name
 
 
 def attention_of(name: str | Implementation):
@@ -174,13 +185,13 @@ def test_what_is_not_seen_does_not_count_at_all(name, poison):
     [
         *((n, jnp.float32) for n in ON_A_CPU),
         *((n, jnp.bfloat16) for n in ON_A_CPU),
-        pytest.param("cudnn", jnp.bfloat16, marks=pytest.mark.gpu),
+        *(pytest.param(*p.values, jnp.bfloat16, marks=p.marks) for p in FUSED),
     ],
     indirect=["name"],
 )
 def test_padding_is_finite_forward_and_backward(name, dtype):
     """A whole row of padding, and padding at an end: its values are not used, but a NaN among
-    them would reach the gradients of all. (cuDNN takes no float32.)"""
+    them would reach the gradients of all. (Fused kernels take no float32.)"""
     q, k, v = (jnp.asarray(a, dtype) for a in inputs(2))
     segments = jnp.asarray(np.stack([np.zeros(T, np.int32), SEGMENTS[0]]))
     for value in gradients_of(name)(q, k, v, segments, jnp.ones_like(q)):

@@ -98,8 +98,9 @@ def _products_of_registers():
         yield
 
 
-def interpret(f, *args, cores: int = 1):
-    """f(*args) with its kernels in the interpreter."""
+@contextlib.contextmanager
+def interpreting(cores: int = 1):
+    """Kernels that are traced in this context run in the interpreter."""
     # A deadlock ends this process, which pytest-xdist reports as a failure of the test.
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     try:
@@ -109,9 +110,15 @@ def interpret(f, *args, cores: int = 1):
             _products_of_registers(),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
         ):
-            return jax.block_until_ready(f(*args))
+            yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def interpret(f, *args, cores: int = 1):
+    """f(*args) with its kernels in the interpreter."""
+    with interpreting(cores):
+        return jax.block_until_ready(f(*args))
 
 
 def lower(f, *args) -> str:
