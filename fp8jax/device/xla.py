@@ -10,8 +10,11 @@ import hashlib
 import os
 import platform as host
 import warnings
+from typing import Any
 
 import jax
+import numpy as np
+from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax.device.hardware import platform
@@ -20,6 +23,8 @@ _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 
 # JAX's default is 1 s. It would skip the many small programs of a run, whose compile times add up.
 _CACHE_MIN_COMPILE_SECONDS = 0.5
+
+_jax_cache_key = compiler._get_cache_key
 
 
 def set_xla_flags() -> None:
@@ -111,7 +116,8 @@ def compiler_options() -> dict[str, bool]:
 def set_compilation_cache(directory: str | None = None) -> str | None:
     """Stores compiled programs on disk, so that a restarted run does not compile them again.
 
-    Starts JAX's backends: call it after `jax.distributed.initialize`.
+    Starts JAX's backends: call it after `jax.distributed.initialize`. On CPUs, only programs of one
+    device are stored and read (`cache_no_program_of_several_cpus`).
 
     Args:
       directory: where to store them. None uses the directory that the user set in JAX
@@ -125,6 +131,7 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
     """
     if not jax.config.values["jax_enable_compilation_cache"]:
         return None
+    cache_no_program_of_several_cpus()
     users = jax.config.values["jax_compilation_cache_dir"]
     if directory is None and users:
         return users
@@ -143,6 +150,26 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
     # JAX reads the setting once, at its first compilation. The reset makes it read it again.
     compilation_cache.reset_cache()
     return directory
+
+
+def cache_no_program_of_several_cpus() -> None:
+    """Makes JAX compile programs for several CPU devices always, with or without a cache directory.
+
+    XLA runs the thunks (operations) of a CPU program as soon as their operands are there. In a
+    program that was just compiled, all collectives share one resource, which makes every device
+    run them in the same order. XLA stores that resource once for each sequence of thunks. So in a
+    program that was read from the cache, a collective inside of a loop, branch or call is not
+    ordered with those outside, and devices wait for each other in different collectives until XLA
+    aborts the process. JAX offers no public way to leave some programs out.
+    """
+    compiler._get_cache_key = _cache_key  # type: ignore[assignment]
+
+
+def _cache_key(options: Any, *, backend: Any, devices: np.ndarray, **named: Any) -> str | None:
+    """Returns JAX's key of a program, or None for a program that JAX is not to cache."""
+    if backend.platform == "cpu" and devices.size > 1:
+        return None
+    return _jax_cache_key(options, backend=backend, devices=devices, **named)
 
 
 def host_fingerprint() -> str:
