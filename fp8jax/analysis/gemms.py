@@ -33,12 +33,13 @@ from fp8jax.model.config import MODULES
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.tiles import TENSOR
 from fp8jax.records.text_table import aligned
 
 
 class Fp8FallbackError(ValueError):
-    """A GEMM whose operands are both cast to FP8 or FP4 runs in another precision, or with another
-    accumulation than its recipe's."""
+    """A GEMM whose operands are both cast to FP8 or FP4 runs in another precision, with another
+    accumulation than its recipe's, or with a rounded scale."""
 
 
 def find_gemms(
@@ -79,7 +80,10 @@ def judged(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> G
     """Returns the GEMM of a linear that runs `recipe`, with `fp8` and `reason` filled in."""
     narrow = all(dtype.startswith(("f8", "f4")) for dtype in gemm.operands)
     fp8 = narrow and device.fp8 and gemm.kernel not in BARE
-    reason = _wrong_sum(gemm, recipe) if fp8 else _reason(gemm, recipe, backend, device)
+    if fp8:
+        reason = _wrong_sum(gemm, recipe) or _rounded_scale(gemm, recipe)
+    else:
+        reason = _reason(gemm, recipe, backend, device)
     return dataclasses.replace(gemm, fp8=fp8, reason=reason)
 
 
@@ -109,6 +113,24 @@ def _wrong_sum(gemm: Gemm, recipe: Recipe) -> str | None:
         return None
     wanted = getattr(recipe.accumulation, gemm.role)
     return None if wanted == "fast" else f"accumulation: {wanted} was asked for, and fast runs"
+
+
+def _rounded_scale(gemm: Gemm, recipe: Recipe) -> str | None:
+    """Returns what happens to a scale that XLA should have folded into an FP8 GEMM, or None.
+
+    The backend `xla` multiplies a result by the one scale of both tensors in the result's dtype
+    (linear/xla.py): within the GEMM that is float32, after it a scale of 8 bits. It is exact for a
+    float32 result, and for scales that are powers of two.
+    """
+    if gemm.role is None or gemm.scaled is not False or gemm.result == "f32":
+        return None
+    casts = [cast for cast in recipe.gemms[gemm.role] if cast is not None]
+    if any(cast.tile != TENSOR for cast in casts) or all(c.scale.power_of_two for c in casts):
+        return None
+    return (
+        f"scale: XLA did not fold it into the GEMM and rounds it to {gemm.result}; GEMMs that it "
+        "merges stay apart with XLA_FLAGS=--xla_gpu_dot_merger_threshold_mb=0"
+    )
 
 
 def _why_emulated(recipe: Recipe, backend: str | None, device: Device) -> str:
@@ -286,14 +308,21 @@ def _fallbacks(groups: Mapping[Gemm, int]) -> list[str]:
     by_reason: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for g, count in groups.items():
         if g.reason is not None:
-            kind = "NOT SPLIT" if g.fp8 else "NOT FP8"
+            kind = _FAULTS[g.reason.partition(":")[0]][0] if g.fp8 else "NOT FP8"
             by_reason[kind, g.reason].append(f"{g.name} {g.role} in {g.precision} ({count})")
     return [f"{kind}: {', '.join(names)}: {reason}" for (kind, reason), names in by_reason.items()]
 
 
+# What a reason begins with -> what is wrong with an FP8 GEMM, and what it should do.
+_FAULTS = {
+    "accumulation": ("NOT SPLIT", "split their sums"),
+    "scale": ("NOT SCALED", "multiply their sums by their scale"),
+}
+
+
 def require_fp8(gemms: Iterable[Gemm]) -> None:
-    """Checks that every GEMM whose operands are both cast to FP8 or FP4 runs on such operands, and
-    that it adds up their products as its recipe asks.
+    """Checks that every GEMM whose operands are both cast to FP8 or FP4 runs on such operands, that
+    it adds up their products as its recipe asks, and that no scale is rounded.
 
     Raises:
       Fp8FallbackError: some do not; it says which, their precision, and why.
@@ -302,7 +331,8 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
     if groups:
         what = "run in FP8"
         if all(gemm.fp8 for gemm in groups):
-            what = "split their sums"
+            faults = {str(gemm.reason).partition(":")[0] for gemm in groups}
+            what = " and ".join(_FAULTS[fault][1] for fault in sorted(faults))
         raise Fp8FallbackError(
             f"{sum(groups.values())} GEMMs of the program should {what} and do not:\n  "
             + "\n  ".join(_fallbacks(groups))

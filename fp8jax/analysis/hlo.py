@@ -41,6 +41,9 @@ _PALLAS = (
 )  # fmt: skip
 
 
+_CUBLAS_FP8 = "__cublas$lt$matmul$f8"
+
+
 # These multiply the operands that HLO shows, but not necessarily in a matrix unit.
 BARE = ("dot", "scaled-dot", "convolution")
 
@@ -65,8 +68,11 @@ class Gemm:
       fp8: whether both operands have 8 or 4 bits and a matrix unit multiplies them.
       accumulation: how a GEMM of FP8 codes adds up its products, an entry of `ACCUMULATIONS`; None
         if HLO does not say. It does for cuBLAS and Triton, but not for Pallas kernels.
-      reason: why `fp8` is False although the recipe casts both operands, or which accumulation runs
-        instead of the recipe's; else None.
+      scaled: whether cuBLAS multiplies the sums of an FP8 GEMM by a scale before it rounds them.
+        False if both of its scales are the constant 1, so that scales are multiplied into the
+        rounded result; None if the GEMM is not cuBLAS's FP8 GEMM.
+      reason: why `fp8` is False although the recipe casts both operands, which accumulation runs
+        instead of the recipe's, or that a scale is rounded; else None.
     """
 
     module: str
@@ -81,6 +87,7 @@ class Gemm:
     merged: tuple[str, ...] = ()
     fp8: bool = False
     accumulation: str | None = None
+    scaled: bool | None = None
     reason: str | None = None
 
     @property
@@ -100,8 +107,10 @@ class Gemm:
 
     @property
     def runs(self) -> str:
-        """The kernel, with its accumulation if known: "__cublas$lt$matmul$f8, fast"."""
-        return f"{self.kernel}, {self.accumulation}" if self.accumulation else self.kernel
+        """The kernel, its accumulation and where scales are multiplied, if known, such as
+        "__cublas$lt$matmul$f8, fast, scaled after"."""
+        after = "scaled after" if self.scaled is False else None
+        return ", ".join(filter(None, (self.kernel, self.accumulation, after)))
 
 
 def module_position(path: str) -> int:
@@ -298,6 +307,7 @@ def _parse_gemm(program: _HloProgram, computation: str, right: str) -> Gemm | No
         operands=dtypes, result=result, accumulation=_accumulation(right, kernel, dtypes),
         shape=_shape(right, operands[0][1] if operands else [], dims),
         kernel=kernel, count=runs.count, trips=runs.trips,
+        scaled=_scaled(program, computation, instruction[2]) if kernel == _CUBLAS_FP8 else None,
     )  # fmt: skip
 
 
@@ -312,9 +322,19 @@ def _accumulation(right: str, kernel: str, operands: tuple[str, ...]) -> str | N
     if kernel.startswith("__triton"):
         return "fast"
     precision = _PRECISION.search(right)
-    if kernel != "__cublas$lt$matmul$f8" or precision is None:
+    if kernel != _CUBLAS_FP8 or precision is None:
         return None
     return "fast" if set(re.findall(r"\w+", precision[1])) == {"DEFAULT"} else "split"
+
+
+def _scaled(program: _HloProgram, computation: str, operands: str) -> bool:
+    """Returns whether one of the scales of cuBLAS's FP8 GEMM is not the constant 1.
+
+    Its operands are two matrices, a third one if it adds that to the result, and two scalars.
+    """
+    body = program.computations[computation]
+    scalars = [body[name] for name in re.findall(r"%([\w.-]+)", operands)[2:] if name in body]
+    return not all("constant(1)" in each for each in scalars if each.startswith("f32[] "))
 
 
 def _shape(right: str, lhs: list[int], result: list[int]) -> tuple[int, int, int] | None:

@@ -69,7 +69,7 @@ def test_a_program_that_falls_back_is_refused():
         fp8jax.assert_fp8(plain)
 
 
-@pytest.mark.parametrize("name", ["h200_delayed", "h200_current", "h200_rowwise"])
+@pytest.mark.parametrize("name", ["h200_delayed", "h200_llama_delayed", "h200_rowwise"])
 def test_programs_of_a_gpu_are_judged_as_with_their_policy(name):
     policy, layers, roles = STORED[name]
     text = stored(name)

@@ -26,8 +26,10 @@ from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.runs import tiny
 from tests.support.stored_hlo import (
+    GATE_UP,
     H200,
     LAYERS,
+    QKV,
     STORED,
     stored,
 )
@@ -112,8 +114,41 @@ def test_shapes_are_those_of_the_products():
 
 def test_what_should_be_fp8_and_is_passes():
     for name in STORED:
-        if name != "h200_block":
+        if name not in ("h200_block", "h200_current"):
             require_fp8(gemms_of(name))
+
+
+def test_a_scale_that_xla_did_not_fold_is_found():
+    """In a real program: XLA merged q, k and v, whose scales differ, and gate and up. It multiplies
+    the bfloat16 results by scales that it rounds to bfloat16; the float32 weight gradients exactly.
+    """
+    gemms = gemms_of("h200_current")
+    after = {(g.name, g.role) for g in gemms if g.scaled is False}
+    assert after == {(name, role) for name in (QKV, GATE_UP) for role in ("fwd", "wgrad")}
+    assert {(g.name, g.role) for g in gemms if g.reason} == {(QKV, "fwd"), (GATE_UP, "fwd")}
+    assert all(g.scaled for g in gemms if g.fp8 and (g.name, g.role) not in after)
+    with pytest.raises(
+        Fp8FallbackError,
+        match=r"^4 GEMMs .* should multiply their sums by their scale and do not:\n  NOT SCALED: "
+        r".*q\+k\+v fwd in f8e4m3fn \(2\), .*gate\+up fwd .*: scale: .* rounds it to bf16; .*"
+        "xla_gpu_dot_merger_threshold_mb=0",
+    ):
+        require_fp8(gemms)
+    assert "__cublas$lt$matmul$f8, fast, scaled after" in format_table(gemms)
+
+
+def test_scales_that_are_powers_of_two_are_not_rounded():
+    text = stored("h200_current").replace("fp8_current.", "fp8_amax.")
+    gemms = find_gemms(text, POLICIES["fp8_amax"], device=H200)
+    assert any(g.scaled is False for g in gemms)
+    require_fp8(gemms)
+
+
+@pytest.mark.parametrize("name", ["h200_delayed", "h200_llama_delayed"])
+def test_scales_of_gemms_that_are_not_merged_are_folded(name):
+    """Also where cuBLAS adds the result to a third operand, which comes before the scales."""
+    assert {g.scaled for g in gemms_of(name) if g.fp8} == {True}
+    assert {g.scaled for g in gemms_of(name) if not g.fp8} == {None}
 
 
 def test_the_emulated_backend_is_a_fall_back_and_says_so():
