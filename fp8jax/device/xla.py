@@ -101,7 +101,7 @@ def folds_scales() -> bool:
     return platform() == "gpu" and "xla_allow_excess_precision=false" not in flags.lower()
 
 
-def compiler_options() -> dict[str, bool]:
+def compiler_options() -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
 
     On CPUs they make XLA execute every bfloat16 rounding of the program. By default XLA skips the
@@ -109,8 +109,19 @@ def compiler_options() -> dict[str, bool]:
     of devices: with it, the first loss of a per-tensor recipe changed by 2e-5, through one bit of
     one amax. On GPUs the default stays, since it lets a GEMM's epilogue apply the scale in float32
     (`folds_scales`).
+
+    On GPUs they turn two of XLA's optimizations off (docs/results/xla_findings.md):
+
+    - It merges small GEMMs with a common operand. Their scales differ, so they are not folded into
+      the merged FP8 GEMM, but rounded to bfloat16.
+    - In a loop over layers it fuses a GEMM with the write of its result to where the backward reads
+      it, and runs the GEMM a second time for its other users.
     """
-    return {"xla_allow_excess_precision": False} if platform() == "cpu" else {}
+    if platform() == "cpu":
+        return {"xla_allow_excess_precision": False}
+    if platform() == "gpu":
+        return {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_dynamic_slice_fusion": False}
+    return {}
 
 
 def set_compilation_cache(directory: str | None = None) -> str | None:
