@@ -47,6 +47,9 @@ _POLICIES = flags.DEFINE_string(
 _ATTENTION = flags.DEFINE_list("attention", None, "Keys of ATTENTIONS; `step` takes one.")
 
 
+_DOCUMENTS = flags.DEFINE_list("documents", ["1", "8"], "attention: documents in a row.")
+
+
 _REMAT = flags.DEFINE_string("remat", "none", "What `step` rematerializes: a key of REMAT.")
 
 
@@ -106,9 +109,11 @@ def _accumulation(shapes: Sequence[str], timed: Timer) -> Report:
 
 
 def _attention(shapes: Sequence[str], timed: Timer) -> Report:
-    names = _ATTENTION.value or ["xla", "cudnn", "cudnn_causal"]
-    limits = _limits(timed)
-    return operators.measure_attention(shapes, names, timed, limits, peers=_PEERS.value)
+    names = _ATTENTION.value or ["flash", "cudnn", "cudnn_causal", "xla"]
+    limits, counts = _limits(timed), [int(count) for count in _DOCUMENTS.value]
+    return operators.measure_attention(
+        shapes, names, timed, limits, counts=counts, peers=_PEERS.value
+    )
 
 
 def _step(shapes: Sequence[str], timed: Timer) -> Report:
@@ -163,7 +168,7 @@ _COMMANDS = (
         tiny_shapes=["256x128x384"],
     ),
     _Benchmark(
-        name="attention", measure=_attention, takes=["shapes", "attention", "peers"],
+        name="attention", measure=_attention, takes=["shapes", "attention", "documents", "peers"],
         shapes=["4x4096x32x8x128"], tiny_shapes=["2x64x4x2x32"],
     ),
     _Benchmark(

@@ -18,6 +18,7 @@ on this device, or the time of its bytes at the rate of a device copy. The figur
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -25,14 +26,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import fp8_ops
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from experiments.bench import torch_peers
 from experiments.bench.report import Report, Row, mean_ratio
 from experiments.bench.timing import Contestants, Program, Timer
-from fp8jax.device import hardware, xla
+from fp8jax.device import xla
 from fp8jax.kernels.block_gemm import TuningConfig, block_scaled_matmul
 from fp8jax.kernels.row_gemm import row_scaled_matmul
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD, Producer
@@ -41,7 +43,7 @@ from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.backends import BACKENDS
 from fp8jax.linear.dot import dot_general
 from fp8jax.linear.operands import CastRequest
-from fp8jax.model.attention import dot_product_attention
+from fp8jax.model.attention import dot_product_attention, fastest_attention
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipes import RECIPES
@@ -416,15 +418,32 @@ def measure_quantize(shapes: Sequence[str], timed: Timer, limits: Limits) -> Rep
 
 
 def default_attention() -> str:
-    """Returns the fastest attention for rows of one document: cuDNN's if it runs here."""
-    capability = hardware.compute_capability()
-    return "xla" if capability is None or capability < (8, 0) else "cudnn_causal"
+    """Returns the attention that training takes without a choice, for heads of the usual sizes."""
+    return fastest_attention(jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16))
 
 
-def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[], Program]:
-    """Returns a function that prepares an attention implementation, forward and backward."""
+def documents(rows: int, length: int, count: int) -> Int[Array, "rows length"]:
+    """Returns the segments of rows that hold `count` documents of random lengths each."""
+    rng = np.random.default_rng(0)
+    begins = np.zeros((rows, length), np.int32)
+    begins[:, 0] = 1
+    for row in begins:
+        row[rng.choice(np.arange(1, length), count - 1, replace=False)] = 1
+    return jnp.asarray(np.cumsum(begins, axis=1, dtype=np.int32))
+
+
+def attend(
+    name: str, b: int, length: int, n: int, k: int, h: int, count: int = 1
+) -> Callable[[], Program]:
+    """Returns a function that prepares an attention implementation, forward and backward.
+
+    Args:
+      name: a key of `ATTENTIONS`.
+      b, length, n, k, h: rows, positions, query heads, key heads, head size.
+      count: documents in a row.
+    """
     q, key, v, g = (normal(i, (b, length, heads, h)) for i, heads in enumerate((n, k, k, n)))
-    segments = jnp.ones((b, length), jnp.int32)
+    segments = documents(b, length, count)
 
     def both(q, key, v, g, segments):
         f = functools.partial(dot_product_attention, segments_BT=segments, implementation=name)
@@ -435,29 +454,47 @@ def attend(name: str, b: int, length: int, n: int, k: int, h: int) -> Callable[[
 
 
 def measure_attention(
-    shapes: Sequence[str], names: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
+    shapes: Sequence[str],
+    names: Sequence[str],
+    timed: Timer,
+    limits: Limits,
+    *,
+    counts: Sequence[int] = (1,),
+    peers: bool,
 ) -> Report:
     """Measures forward and backward of attention implementations.
 
-    The FLOPs of a row are the model's, not those that a kernel executes: three times the FLOPs of
-    the forward, and only half of the L x L square.
+    The FLOPs of a row are the model's with one document, not those that a kernel executes: three
+    times the FLOPs of the forward, and only half of the L x L square.
 
     Args:
       shapes: B x L x N x K x H: batch, length, query heads, key heads, head size.
       names: keys of ATTENTIONS.
       timed: times contestants.
       limits: the device's.
-      peers: whether torch takes part.
+      counts: documents in a row, of random lengths.
+      peers: whether torch takes part, which knows no documents.
+
+    Returns:
+      The report; its figures are the times of `flash` over those of `cudnn_causal`, which skips
+      nothing.
     """
-    rows = []
-    for shape in shapes:
+    rows, figures = [], {}
+    for shape, count in itertools.product(shapes, counts):
         b, length, n, k, h = sizes(shape, "BxLxNxKxH")
-        contestants = {name: attend(name, b, length, n, k, h) for name in names}
+        contestants = {name: attend(name, b, length, n, k, h, count) for name in names}
         if peers:
             contestants |= torch_peers.attention(b, length, n, k, h)
         work = 6 * b * length * length * n * h
+        found = timed(contestants)
+        case = f"{shape}, {count} documents a row"
         rows += [
-            Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.bf16)
-            for name, timing in timed(contestants).items()
+            Row(case=case, name=name, timing=timing, work=work, limit=work / limits.bf16)
+            for name, timing in found.items()
         ]
-    return Report(title="Attention", rate="TFLOP/s", rows=rows, figures={}, notes=[limits.note()])
+        if {"flash", "cudnn_causal"} <= set(names):
+            ratio = found["flash"].seconds / found["cudnn_causal"].seconds
+            figures[f"packed_attention/{shape}/{count}"] = ratio
+    return Report(
+        title="Attention", rate="TFLOP/s", rows=rows, figures=figures, notes=[limits.note()]
+    )

@@ -38,7 +38,15 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.bench import torch_peers
-from experiments.bench.operators import Limits, attend, compiled, normal, policy_and_backend, sizes
+from experiments.bench.operators import (
+    Limits,
+    attend,
+    compiled,
+    default_attention,
+    normal,
+    policy_and_backend,
+    sizes,
+)
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer, Timing
 from fp8jax.data.loader import Batch, to_devices
@@ -392,7 +400,10 @@ def measure_training(
     contestants["optimizer"] = functools.partial(training.prepare, policies[0], _optimizer)
     found = timed(contestants)
     case = f"{config.model} {config.batch_size}x{config.seq_len}"
-    micro, attention = config.batch_size // config.grad_accum, config.attention or "xla"
+    micro, attention = (
+        config.batch_size // config.grad_accum,
+        config.attention or default_attention(),
+    )
     floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits)
     flops = flops_per_token(training.model, config.seq_len) * config.batch_size * config.seq_len
     rows = []

@@ -106,7 +106,7 @@ def choose_attention(
       ValueError: the name is unknown, or the implementation has no `RowMax` to change.
       NotImplementedError: as in `dot_product_attention`.
     """
-    known = _fastest(q_BTNH) if name is None else name
+    known = fastest_attention(q_BTNH) if name is None else name
     chosen = known if isinstance(known, Implementation) else lookup("attention", known, ATTENTIONS)
     reason = chosen.refuses(q_BTNH)
     if reason is not None:
@@ -127,7 +127,8 @@ def choose_attention(
     )
 
 
-def _fastest(q_BTNH: Array | jax.ShapeDtypeStruct) -> str:
+def fastest_attention(q_BTNH: Array | jax.ShapeDtypeStruct) -> str:
+    """Returns the first of `FASTEST` that can run these queries, or such a shape, here."""
     return next(name for name in FASTEST if ATTENTIONS[name].refuses(q_BTNH) is None)
 
 

@@ -41,9 +41,9 @@ from fp8jax.linear.operands import PlainOperand
 from fp8jax.linear.vjp import VjpContext, named_matmul
 from fp8jax.numerics.recipe import Recipe
 
-# Float32 logits of one chunk on one device. Each chunk reads and writes the whole dw, so chunks are
-# not smaller than memory asks for.
-CHUNK_BYTES = 2**29
+# Float32 logits of one chunk on one device. Each chunk reads and writes the whole dw: chunks of 512
+# MiB cost a step of Qwen2.5-1.5B 2% more, and save nothing at the step's peak of memory.
+CHUNK_BYTES = 2**31
 
 
 def chunk_length(rows: int, length: int, vocab: int) -> int:

@@ -314,11 +314,20 @@ def test_sweep():
 
 def test_attention(without_torch):
     names = ["xla", "cudnn_causal"]
-    made = operators.measure_attention(["2x64x4x2x32"], names, QUICK, LIMITS, peers=True)
+    made = operators.measure_attention(
+        ["2x64x4x2x32"], names, QUICK, LIMITS, counts=[1, 5], peers=True
+    )
     assert ran(made) == {"xla"} and made.rows[0].timing.bytes > 0
+    assert made.rows[-1].case == "2x64x4x2x32, 5 documents a row" and not made.figures
     assert "needs an NVIDIA GPU" in by_name(made)["cudnn_causal"].reason
     assert made.rows[-1].name.startswith("torch ") and "torch" in made.rows[-1].timing.reason
     assert made.rows[0].work == 3 * (2 * 2 * 64 * 64 * 4 * 32 * 2 / 2)
+
+
+def test_documents_of_the_attention_benchmark():
+    segments = np.asarray(operators.documents(3, 64, 5))
+    assert (segments[:, 0] == 1).all() and (segments[:, -1] == 5).all()
+    assert np.isin(np.diff(segments, axis=1), (0, 1)).all()
 
 
 def test_step(hasty):
