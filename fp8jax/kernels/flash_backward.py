@@ -228,22 +228,12 @@ def gradient_kv(
             collective_axes="group",
         )  # fmt: skip
         def _(**shared):
-            def pieces(wide_g, wide_s, narrow_g, narrow_s):
-                def of(i, slot):
-                    rows, head = tile.queries(i)
-                    return [
-                        (wide_g.at[tile.row, rows, head], wide_s.at[slot]),
-                        (narrow_g.at[tile.row, head, rows], narrow_s.at[slot]),
-                    ]
-
-                return of
-
             queries = Stream(
-                pieces(q_g, shared["q_s"], lse_g, shared["lse_s"]),
+                tile.pieces(q_g, shared["q_s"], lse_g, shared["lse_s"]),
                 shared["q_full"], shared["q_empty"],
             )  # fmt: skip
             gradients = Stream(
-                pieces(dy_g, shared["dy_s"], delta_g, shared["delta_s"]),
+                tile.pieces(dy_g, shared["dy_s"], delta_g, shared["delta_s"]),
                 shared["dy_full"], shared["dy_empty"],
             )  # fmt: skip
 
@@ -298,6 +288,18 @@ class _KeyTile:
         block = self.p.tuning.block
         head = self.key_head * self.p.heads_of_key + lax.rem(i, self.p.heads_of_key)
         return pl.ds(self.first_query(i), block), head
+
+    def pieces(self, wide_g, wide_s, narrow_g, narrow_s) -> Any:
+        """The pieces of a `Stream` of [B, T, N, H] and of the numbers [B, N, T] beside it."""
+
+        def of(i, slot):
+            rows, head = self.queries(i)
+            return [
+                (wide_g.at[self.row, rows, head], wide_s.at[slot]),
+                (narrow_g.at[self.row, head, rows], narrow_s.at[slot]),
+            ]
+
+        return of
 
     def first_query(self, i: Any) -> Any:
         return (self.first + lax.div(i, self.p.heads_of_key)) * self.p.tuning.block

@@ -11,7 +11,7 @@ from jax import P
 
 from fp8jax.kernels import flash_backward, flash_forward
 from fp8jax.kernels.flash_attention import document_bounds, flash_attention
-from tests.model.attention_test import gradients_in_numpy
+from tests.support.attention import forward_in_numpy, gradients_in_numpy
 from tests.support.interpreter import interpreting, lower, needs_pallas
 
 ANYWHERE = pytest.mark.parametrize(
@@ -42,19 +42,6 @@ def inputs(heads, key_heads, head_dim, segments, seed=0):
     drawn = (rng.normal(size=(*segments.shape, n, head_dim)) for n in sizes)
     q, k, v, dy = (jnp.asarray(a, jnp.bfloat16) for a in drawn)
     return q, k, v, jnp.asarray(segments, jnp.int32), dy
-
-
-def forward_in_numpy(q, k, v, segments):
-    """y, and the sum of weights times |v|, in float64."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    k, v = (np.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
-    segments = np.asarray(segments)
-    seen = segments[:, None, :, None] == segments[:, None, None, :]
-    seen = seen & np.tri(segments.shape[1], dtype=bool)
-    s = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[3]), -np.inf)
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
-    p /= p.sum(axis=-1, keepdims=True)
-    return np.einsum("bnts,bsnh->btnh", p, v), np.einsum("bnts,bsnh->btnh", p, np.abs(v))
 
 
 def float32_units(q, k, length) -> float:
