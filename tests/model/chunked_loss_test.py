@@ -123,16 +123,16 @@ def test_a_recipe_that_casts_is_refused():
     ("shape", "sizes", "positions"),
     [
         ((16, 64, 256), None, 64),  # small models have one chunk
-        ((4, 4096, 2**13), None, 4096),  # 2^29 bytes exactly
-        ((4, 4096, 2**13 + 1), None, 2048),
-        # 2^29 bytes are 220.8 positions: 19 chunks, so 215.6 positions each, 864 tokens.
-        ((4, 4096, 151936), None, 216),
-        ((3, 4096, 151936), None, 280),  # 294.5: 14 chunks, 292.6; 293 would be 879 tokens
-        ((4, 4099, 151936), None, 216),  # a prime length
+        ((4, 4096, 2**15), None, 4096),  # 2^31 bytes exactly
+        ((4, 4096, 2**15 + 1), None, 2048),
+        # 2^31 bytes are 883.4 positions: 5 chunks, so 819.2 positions each, 3,280 tokens.
+        ((4, 4096, 151936), None, 820),
+        ((3, 4096, 151936), None, 1024),  # 1,177.8: 4 chunks
+        ((4, 4099, 151936), None, 820),  # a prime length
         ((1, 3, 2**28), None, 3),  # eight tokens at least, or all
-        ((32, 4096, 151936), (8, 1, 1), 216),
-        ((32, 4096, 151936), (2, 2, 2), 216),
-        ((8, 4096, 151936), (1, 4, 2), 820),  # 2 rows and 75,968 words each
+        ((32, 4096, 151936), (8, 1, 1), 820),
+        ((32, 4096, 151936), (2, 2, 2), 820),
+        ((8, 4096, 151936), (1, 4, 2), 2048),  # 2 rows and 75,968 words each: 3,533.5
     ],
 )
 def test_as_few_chunks_as_fit(shape, sizes, positions):
