@@ -16,7 +16,10 @@ from tests.support.interpreter import interpreting, lower, needs_pallas
 
 ANYWHERE = pytest.mark.parametrize(
     "where",
-    [pytest.param("interpreter", marks=needs_pallas), pytest.param("gpu", marks=pytest.mark.gpu)],
+    [
+        pytest.param("interpreter", marks=[needs_pallas, pytest.mark.slow]),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
 )
 # A document that ends within a tile, one of a single token, one that begins at a tile's first
 # position, one over two tiles, and padding. Rows of 320 positions end within the third tile.
