@@ -25,7 +25,6 @@ from fp8jax.kernels.flash_tiles import (
     ROWS,
     Problem,
     QueryTile,
-    Stream,
     Tuning,
     filled,
     run_groups,
@@ -68,15 +67,8 @@ def forward(
             collective_axes="group",
         )  # fmt: skip
         def _(**shared):
-            k_s, v_s = shared["k_s"], shared["v_s"]
-            keys = Stream(
-                lambda i, slot: [(k_g.at[tile.keys(i)], k_s.at[slot])],
-                shared["k_full"], shared["k_empty"],
-            )  # fmt: skip
-            values = Stream(
-                lambda i, slot: [(v_g.at[tile.keys(i)], v_s.at[slot])],
-                shared["v_full"], shared["v_empty"],
-            )  # fmt: skip
+            keys = tile.stream(k_g, shared["k_s"], shared["k_full"], shared["k_empty"])
+            values = tile.stream(v_g, shared["v_s"], shared["v_full"], shared["v_empty"])
 
             def multiply(group):
                 _Forward(tile, group, **shared).run(q_g, y_g, lse_g)

@@ -216,6 +216,10 @@ class QueryTile:
         block = self.p.tuning.block
         return self.row, pl.ds((self.first + i) * block, block), self.key_head
 
+    def stream(self, source_g: Any, target_s: Any, full: Any, empty: Any) -> Stream:
+        """The tile's blocks of keys or values."""
+        return Stream(lambda i, slot: [(source_g.at[self.keys(i)], target_s.at[slot])], full, empty)
+
     def parts(self, base: Any) -> tuple[tuple[Any, Any, bool, bool], ...]:
         """Splits the blocks of the warpgroup whose first query is at `base`.
 
