@@ -519,6 +519,7 @@ def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_pat
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.slow
 def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, monkeypatch):
     """Before the first step, which seeds and is a second program; the next step compiles none."""
     compiled, tables, noted = [], [], []
@@ -598,6 +599,7 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
     assert missing(sizes) == [(o, "fwd", 4), (up, "fwd", 4)]
 
 
+@pytest.mark.slow
 def test_requiring_fp8_is_a_change_of_config(data, tmp_path):
     config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
     train_and_evaluate(config, str(tmp_path))
