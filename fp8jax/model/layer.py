@@ -212,14 +212,19 @@ class FeedForward(nn.Module):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
             gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
-            hidden_BLF = mlp.activation(gate_BLF) * up_BLF
+            hidden_BLF = _recomputed(lambda gate, up: mlp.activation(gate) * up)(gate_BLF, up_BLF)
         else:
             (up_BLF,) = self.linears(x_BLD, up)
-            hidden_BLF = mlp.activation(up_BLF)
+            hidden_BLF = _recomputed(mlp.activation)(up_BLF)
         hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
         self.sow("intermediates", HIDDEN, hidden_BLF)
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
         return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
+
+
+def _recomputed(activation):
+    """Saves only the arguments: a scan would store every value in between for every layer."""
+    return jax.checkpoint(activation, prevent_cse=False)
 
 
 def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:

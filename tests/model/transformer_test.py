@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fp8jax.device import xla
 from fp8jax.linear import emulated
 from fp8jax.linear import modules as linears
 from fp8jax.linear.amax_history import HISTORIES, merge_history
@@ -121,10 +122,15 @@ def _mean_loss(params, histories, model, batch, key=None):
     return step.loss_sum(model, params, histories, batch, key) / jnp.sum(batch["weights"])
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def gradients(model, params, histories, batch, key=None):
+def traced_gradients(model, params, histories, batch, key=None):
     """loss, (gradients, new histories)."""
     return jax.value_and_grad(_mean_loss, argnums=(0, 1))(params, histories, model, batch, key)
+
+
+# Compiled as training is: without these options, what XLA fuses decides which values are rounded.
+gradients = jax.jit(
+    traced_gradients, static_argnames="model", compiler_options=xla.compiler_options()
+)
 
 
 # Parameters ---------------------------------------------------------------------------------------
@@ -653,7 +659,7 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
     quantize = emulated.quantize_unchecked
     monkeypatch.setattr(emulated, "quantize_unchecked", spy)
     model = Transformer(CONFIG, dataclasses.replace(stochastic(), bf16_first=1))
-    f = jax.jit(lambda key: gradients(model, enlarged(), {}, batch(), key))
+    f = jax.jit(lambda key: traced_gradients(model, enlarged(), {}, batch(), key))
     one = f(jax.random.key(1))
     jax.effects_barrier()
     recorded = sorted(seen)
