@@ -40,9 +40,11 @@ def look_up(
     Args:
       rows: logical name of the table's first axis, a key of `RULES` (device/mesh.py).
     """
-    # The constraint gathers the table over fsdp before the look-up, in `dtype`. Otherwise XLA would
-    # shard the result like the table and then move all of it.
-    return jnp.take(constrain(table_VD.astype(dtype), rows, "residual"), ids_BL, axis=0)
+    # The second constraint gathers the table over fsdp before the look-up. Otherwise XLA would
+    # shard the result like the table and then move all of it. With the second alone, XLA would
+    # gather first and then cast, and so move float32 numbers.
+    cast_VD = constrain(table_VD.astype(dtype), rows, "embed")
+    return jnp.take(constrain(cast_VD, rows, "residual"), ids_BL, axis=0)
 
 
 def _look_up_fwd(table_VD, ids_BL, rows, dtype):

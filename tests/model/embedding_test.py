@@ -1,5 +1,7 @@
 """The look-up's gradient: sums of what read a row, in one order, on every mesh."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,19 @@ def test_look_up_is_take_with_a_float32_gradient():
     assert np.array_equal(ours, jnp.take(table.astype(jnp.bfloat16), ids, axis=0))
     (gradient,) = pull(g.astype(jnp.bfloat16))
     assert gradient.dtype == jnp.float32 and np.array_equal(gradient, by_hand(ids, g))
+
+
+@pytest.mark.parametrize("path", ["cpu"], indirect=True)
+def test_fsdp_casts_the_table_before_it_is_gathered():
+    """A partitioned program moves the table once, rounded (CPUs then widen what they send)."""
+    ids = jax.ShapeDtypeStruct((8, 12), jnp.int32)
+    with jax.set_mesh(mesh := make_mesh(MeshAxes(fsdp=8))):
+        shards = NamedSharding(mesh, spec("vocab", "embed"))
+        table = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=shards)
+        text = jax.jit(lambda t, i: look_up(t, i, "vocab", jnp.bfloat16)).lower(table, ids)
+        moved = re.findall(r"\[([\d,]+)\]\S* all-gather\(%(\w+)", text.compile().as_text())
+    ((shape, operand),) = moved
+    assert shape == "64,32" and "convert" in operand
 
 
 @pytest.mark.gpu
