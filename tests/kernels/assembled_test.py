@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from fp8jax.kernels import block_gemm
+from fp8jax.kernels import block_gemm, flash_backward, flash_forward
 from fp8jax.kernels.block_gemm import E4M3, block_scaled_matmul, tuned
 from fp8jax.kernels.quantize import (
     cast_rows_columns,
@@ -178,3 +178,41 @@ def test_cast_produced_spills_nothing(assembled, producer, axes):
 def test_tiles_produced_spills_nothing(assembled, producer, axes, rule):
     f = functools.partial(tiles_produced, producer, fmt=FORMATS["e4m3"], rule=rule, axes=axes)
     assert assembled(f, (shape(M, K),) * producer.sources) == 0
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+# 2 rows of 1,024 positions, 8 query heads on 2.
+HEAD_SIZES = pytest.mark.parametrize("head_dim", [64, 128])
+
+
+def attention_operands(head_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return dict(
+        q=shape(2, 1024, 8, head_dim), kv=shape(2, 1024, 2, head_dim),
+        statistic=shape(2, 8, 1024, dtype=F32), bound=shape(2, 1024, dtype=jnp.int32),
+    )  # fmt: skip
+
+
+@HEAD_SIZES
+def test_flash_forward_spills_nothing(assembled, head_dim):
+    a = attention_operands(head_dim)
+    f = functools.partial(flash_forward.forward, scale=0.1)
+    assert assembled(f, a["q"], a["kv"], a["kv"], a["bound"]) == 0
+
+
+@HEAD_SIZES
+def test_flash_gradient_q_spills_nothing(assembled, head_dim):
+    a = attention_operands(head_dim)
+    f = functools.partial(flash_backward.gradient_q, scale=0.1)
+    queries = a["q"], a["kv"], a["kv"], a["q"], a["q"]
+    assert assembled(f, *queries, a["statistic"], a["bound"]) == 0
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 0), (128, 120)])
+def test_flash_gradient_kv_spills_no_sums(assembled, head_dim, most):
+    """With heads of 128, dk and dv take 128 registers of a thread, and s and dp 64 more: ptxas
+    stores up to 30 others, nearly all where tiles are masked. The sums alone would be 512 bytes."""
+    a = attention_operands(head_dim)
+    f = functools.partial(flash_backward.gradient_kv, scale=0.1)
+    operands = a["q"], a["kv"], a["kv"], a["q"], a["statistic"], a["statistic"]
+    assert assembled(f, *operands, a["bound"]) <= most
