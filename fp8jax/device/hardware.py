@@ -8,6 +8,7 @@ import dataclasses
 import re
 
 import jax
+import jax.extend
 
 # Dense BF16 peak in FLOP/s per device, from the vendors' data sheets: without sparsity, at boost
 # clock and full power. (The T4 has no BF16: its figure is for FP16.) `peak_flops` tries the names
@@ -96,6 +97,12 @@ def compute_capability() -> tuple[int, int] | None:
     # CUDA reports "9.0"; ROCm reports, for example, "gfx942".
     version = re.fullmatch(r"(\d+)\.(\d+)", str(jax.local_devices()[0].compute_capability))
     return None if version is None else (int(version[1]), int(version[2]))
+
+
+def cuda_version() -> int | None:
+    """Returns the version of CUDA that JAX uses, 13000 for 13.0; None without CUDA."""
+    version = re.search(r"\bcuda (\d+)", jax.extend.backend.get_backend().platform_version)
+    return None if version is None else int(version[1])
 
 
 def device() -> Device:

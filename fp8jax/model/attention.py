@@ -157,6 +157,10 @@ def _flash_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
     reason = requirements.jax_too_old() or requirements.refuses(hardware.device())
     if reason is not None:
         return reason
+    version = hardware.cuda_version()
+    if version is not None and 12_080 <= version < 12_091:
+        # JAX refuses its own causal kernels of this kind there.
+        return f"it needs another CUDA than {version}: ptxas of 12.8 to 12.9.0 is faulty"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, got {q_BTNH.dtype}"
     if q_BTNH.shape[3] > _LARGEST_FLASH_HEAD:

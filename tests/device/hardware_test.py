@@ -38,6 +38,17 @@ def test_units_by_compute_capability(monkeypatch, capability, fp8, block_scaled)
 
 
 @pytest.mark.parametrize(
+    "text, version",
+    [("PJRT C API\ncuda 13000", 13_000), ("PJRT C API\ncuda 12080", 12_080), ("rocm 70000", None)],
+)
+def test_the_version_of_cuda(monkeypatch, text, version):
+    assert hardware.cuda_version() is None
+    backend = types.SimpleNamespace(platform_version=text)
+    monkeypatch.setattr(jax.extend.backend, "get_backend", lambda: backend)
+    assert hardware.cuda_version() == version
+
+
+@pytest.mark.parametrize(
     "kind, flops",
     [
         ("Tesla T4", 65e12),

@@ -15,12 +15,14 @@ import pytest
 
 from configs import base
 from fp8jax.device import hardware, xla
+from fp8jax.kernels import requirements
 from fp8jax.model import blockwise_attention
 from fp8jax.model.attention import (
     ATTENTIONS,
     Implementation,
     choose_attention,
     dot_product_attention,
+    fastest_attention,
     reference,
 )
 from fp8jax.model.blockwise_attention import Rounded, RowMax
@@ -623,3 +625,14 @@ def test_none_is_xla_and_unknown_names_raise_with_the_near_ones():
     q, k, v = map(jnp.asarray, inputs(2))
     with pytest.raises(ValueError, match="unknown attention 'referense'.*'reference'"):
         dot_product_attention(q, k, v, jnp.asarray(SEGMENTS), implementation="referense")
+
+
+@pytest.mark.parametrize(
+    "version, fastest", [(12_080, "cudnn"), (12_090, "cudnn"), (12_091, "flash"), (13_000, "flash")]
+)
+def test_flash_is_not_chosen_with_a_ptxas_that_miscompiles_it(monkeypatch, version, fastest):
+    monkeypatch.setattr(requirements, "jax_too_old", lambda: None)
+    monkeypatch.setattr(hardware, "device", lambda: hardware.Device("gpu", "H200", (9, 0)))
+    monkeypatch.setattr(hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(hardware, "cuda_version", lambda: version)
+    assert fastest_attention(jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)) == fastest
