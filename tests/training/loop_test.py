@@ -28,6 +28,7 @@ from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.programs import lower_program
 from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.validate import sample_text
 from tests.support.products import float8_products
@@ -133,6 +134,17 @@ def test_a_training_step_holds_three_float8_products_a_linear(precision, data):
 
 
 # The loop -----------------------------------------------------------------------------------------
+
+
+def test_the_seeding_step_loops_over_layers_where_the_others_do_not(data):
+    """It runs once, so that it should compile fast."""
+    config = tiny(data, precision="fp8_delayed", model_overrides__n_layers=4, unroll=4)
+    run = build(config, jax.devices()[:1])
+    seeding, steady = (
+        lower_program(run, run.stages[0], name).as_text().count("stablehlo.while")
+        for name in ("seed_step", "step")
+    )
+    assert (seeding, steady) == (2, 0)  # forward and backward
 
 
 def losses_of(workdir):
