@@ -17,11 +17,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from fp8jax.lookup import lookup
+from fp8jax.model.rope import ROPE_SCALINGS, RopeScaling
 
 # The paths of all linears; a policy's patterns match them. A linear's place in this tuple is folded
 # into its random key for stochastic rounding, so the order must not change.
@@ -101,7 +103,8 @@ class ModelConfig:
       tie_embeddings: the head uses the embedding as its kernel.
       learned_positions: rows of the table of learned positions; 0 for rotary positions.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: a key of `ROPE_SCALINGS` (rope.py), or None.
+      rope_scaling: how RoPE is extended, a `RopeScaling` or a key of `ROPE_SCALINGS` (rope.py),
+        which the constructor resolves; or None.
 
     Raises:
       ValueError: a field is out of range or unknown, or two fields contradict each other.
@@ -122,7 +125,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     learned_positions: int = 0
     rope_theta: float = 10_000.0
-    rope_scaling: str | None = None
+    rope_scaling: Any = None
 
     def __post_init__(self):
         for name in (
@@ -147,6 +150,9 @@ class ModelConfig:
                 )
         if not self.learned_positions and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            scaling = lookup("RoPE scaling", self.rope_scaling, ROPE_SCALINGS)
+            object.__setattr__(self, "rope_scaling", scaling)
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

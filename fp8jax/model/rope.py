@@ -14,7 +14,7 @@ that the model has seen. A scaling multiplies each frequency by a number between
              linear in original / wavelength between them (Llama 3.1's release)
     Yarn     the same, but linear in the index i between the dimensions that turn beta_fast and
              beta_slow times within `original` positions; cos and sin are also multiplied by
-             0.1 ln(factor) + 1, which sharpens attention (arXiv 2309.00071)
+             0.1 ln(factor) + 1, or a given number, which sharpens attention (arXiv 2309.00071)
 
 Dynamic NTK scaling is left out: its frequencies depend on the length of the text so far, so that
 the same weights would see different frequencies at different steps of a generation.
@@ -22,15 +22,14 @@ the same weights would see different frequencies at different steps of a generat
 
 import dataclasses
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fp8jax.lookup import lookup
 
-
+@runtime_checkable
 class RopeScaling(Protocol):
     """A way to extend RoPE: `multipliers` of the frequencies, and a factor of cos and sin."""
 
@@ -91,15 +90,21 @@ class Yarn:
       original: positions the model was trained on.
       beta_fast: dimensions with more turns than this are unchanged.
       beta_slow: see `factor`.
+      attention_factor: multiplies cos and sin; None: 0.1 ln(factor) + 1.
+      truncate: round the two ends of the line between those dimensions outward, to whole indices.
     """
 
     factor: float
     original: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     @property
     def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         return 0.1 * math.log(self.factor) + 1
 
     def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
@@ -109,10 +114,13 @@ class Yarn:
                 head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             )
 
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = min(math.ceil(dimension(self.beta_slow)), head_dim - 1)
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
         # Where low equals high, the tiny denominator turns the line into a step.
-        divided = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        width = high - low if high != low else 1e-3
+        divided = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
         return divided / self.factor + (1 - divided)
 
 
@@ -129,24 +137,20 @@ def rotate(
     x_BLNH: Float[Array, "B L N H"],
     positions_BL: Int[Array, "B L"],
     theta: float,
-    scaling: str | None = None,
+    scaling: RopeScaling | None = None,
 ) -> Float[Array, "B L N H"]:
     """Returns x with each head rotated by its position, in x's dtype; computed in float32.
 
     Args:
       theta: base of the wavelengths.
-      scaling: a key of `ROPE_SCALINGS`, or None.
-
-    Raises:
-      ValueError: the scaling is unknown.
+      scaling: how RoPE is extended, or None.
     """
     half = x_BLNH.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     magnitude = 1.0
     if scaling is not None:
-        rule = lookup("RoPE scaling", scaling, ROPE_SCALINGS)
-        frequencies *= rule.multipliers(theta, 2 * half).astype(np.float32)
-        magnitude = rule.magnitude
+        frequencies *= scaling.multipliers(theta, 2 * half).astype(np.float32)
+        magnitude = scaling.magnitude
     angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     if magnitude != 1.0:

@@ -20,7 +20,7 @@ from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.models import MODELS
 from fp8jax.model.norms import LayerNorm
-from fp8jax.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
+from fp8jax.model.rope import Linear, Llama3, Yarn
 from fp8jax.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
@@ -40,28 +40,19 @@ LLAMA = ModelConfig(
     vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, n_kv_heads=2, d_ff=HIDDEN,
     head_dim=WIDTH // HEADS, norm_eps=EPSILON,
 )  # fmt: skip
+# With an original length that so small a model's wavelengths straddle.
+SMALL_LLAMA3 = Llama3(factor=8.0, low=1.0, high=4.0, original=64)
+SMALL_YARN = Yarn(factor=4.0, original=64)
 CONFIGS = {
     "gpt2": GPT2,
     "gpt": dataclasses.replace(GPT2, mlp="gelu"),
     "llama": LLAMA,
-    "llama_linear": dataclasses.replace(LLAMA, head_dim=16, rope_scaling="small_linear"),
-    "llama_llama3": dataclasses.replace(LLAMA, head_dim=16, rope_scaling="small_llama3"),
-    "llama_yarn": dataclasses.replace(LLAMA, head_dim=16, rope_scaling="small_yarn"),
+    "llama_linear": dataclasses.replace(LLAMA, head_dim=16, rope_scaling=Linear(factor=4.0)),
+    "llama_llama3": dataclasses.replace(LLAMA, head_dim=16, rope_scaling=SMALL_LLAMA3),
+    "llama_yarn": dataclasses.replace(LLAMA, head_dim=16, rope_scaling=SMALL_YARN),
     "qwen2": dataclasses.replace(LLAMA, biases="qkv", tie_embeddings=True),
     "qwen3": dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_embeddings=True),
 }
-SMALL_SCALINGS = {
-    "small_linear": Linear(factor=4.0),
-    "small_llama3": Llama3(factor=8.0, low=1.0, high=4.0, original=64),
-    "small_yarn": Yarn(factor=4.0, original=64),
-}
-
-
-@pytest.fixture
-def small_scalings(monkeypatch):
-    """Published ones, with an original length that so small a model's wavelengths straddle."""
-    for name, scaling in SMALL_SCALINGS.items():
-        monkeypatch.setitem(ROPE_SCALINGS, name, scaling)
 
 
 def conv1d(name: str, features: int, inputs: int) -> dict:
@@ -171,13 +162,13 @@ BOUND = 116 * 2.0**-24
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("attention", ["xla", "reference"])
-def test_logits_are_those_of_hugging_face(family, attention, small_scalings):
+def test_logits_are_those_of_hugging_face(family, attention):
     params = our_parameters(CONFIGS[family])
     assert error(family, logits_of(CONFIGS[family], params, attention=attention)) <= BOUND
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_our_tree_is_filled_exactly(family, small_scalings):
+def test_our_tree_is_filled_exactly(family):
     """No leaf of theirs is left out, none of ours is without a value."""
     ours = abstract_variables(Transformer(CONFIGS[family]))["params"]
     shapes = jax.tree.map(lambda leaf: leaf.shape, nn.meta.unbox(ours))
@@ -194,13 +185,13 @@ def test_our_tree_is_filled_exactly(family, small_scalings):
         ("llama", dict(rope_theta=1.1e4)),
         ("llama", dict(rope_scaling="linear_2")),
         ("llama_linear", dict(rope_scaling=None)),
-        ("llama_llama3", dict(rope_scaling="small_yarn")),
-        ("llama_yarn", dict(rope_scaling="small_llama3")),
+        ("llama_llama3", dict(rope_scaling=SMALL_YARN)),
+        ("llama_yarn", dict(rope_scaling=SMALL_LLAMA3)),
         ("qwen2", dict(rope_theta=1e6)),
         ("qwen3", dict(norm_eps=1e-5)),
     ],
 )
-def test_a_wrong_field_would_show(family, changes, small_scalings):
+def test_a_wrong_field_would_show(family, changes):
     """What the bound above is worth: a wrong choice is off by ten bounds at least."""
     wrong = dataclasses.replace(CONFIGS[family], **changes)
     assert error(family, logits_of(wrong, our_parameters(CONFIGS[family]))) > 10 * BOUND

@@ -30,15 +30,15 @@ def angle_error(position: int) -> float:
 # Rotation -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scaling", [None, *ROPE_SCALINGS])
+@pytest.mark.parametrize("scaling", [None, *ROPE_SCALINGS.values()])
 def test_rotation_equals_complex_numbers_in_float64(scaling):
     """A multiplier adds two roundings to each frequency, a magnitude one more to the result."""
     x, positions = random_heads(0), np.array([0, 1, 2, 77, 1000], np.int32)
     a, b = np.split(np.asarray(x, np.float64), 2, axis=-1)
     frequencies, magnitude = 1e4 ** (-np.arange(H // 2) / (H // 2)), 1.0
     if scaling is not None:
-        frequencies = frequencies * ROPE_SCALINGS[scaling].multipliers(1e4, H)
-        magnitude = ROPE_SCALINGS[scaling].magnitude
+        frequencies = frequencies * scaling.multipliers(1e4, H)
+        magnitude = scaling.magnitude
     turned = (a + 1j * b) * np.exp(1j * positions[:, None] * frequencies)[None, :, None]
     expected = magnitude * np.concatenate([turned.real, turned.imag], axis=-1)
     error = np.abs(rotated(x, positions, scaling) - expected).max(axis=(0, 2, 3))
@@ -84,8 +84,12 @@ def test_rotation_keeps_the_dtype_and_computes_in_float32():
 def test_linear_scaling_is_a_division_of_positions():
     """By a power of two exactly: 2 p times half a frequency is p times the frequency."""
     x, positions = random_heads(0), np.array([0, 1, 2, 77, 1000], np.int32)
-    np.testing.assert_array_equal(rotated(x, 2 * positions, "linear_2"), rotated(x, positions))
-    np.testing.assert_array_equal(rotated(x, 4 * positions, "linear_4"), rotated(x, positions))
+    np.testing.assert_array_equal(
+        rotated(x, 2 * positions, Linear(factor=2.0)), rotated(x, positions)
+    )
+    np.testing.assert_array_equal(
+        rotated(x, 4 * positions, Linear(factor=4.0)), rotated(x, positions)
+    )
 
 
 # Scalings -----------------------------------------------------------------------------------------
@@ -154,6 +158,15 @@ def test_a_yarn_line_of_no_length_is_a_step():
     np.testing.assert_array_equal(multipliers, [1.0, *[0.25] * 7])
 
 
-def test_an_unknown_scaling_raises_with_the_near_ones():
-    with pytest.raises(ValueError, match="unknown RoPE scaling 'linear_3'.*'linear_2'"):
-        rotated(random_heads(0), np.arange(5, dtype=np.int32), "linear_3")
+def test_a_given_attention_factor_replaces_the_papers():
+    scaling = Yarn(factor=4.0, original=64, attention_factor=1.25)
+    assert scaling.magnitude == 1.25
+    plain = Yarn(factor=4.0, original=64).multipliers(1e4, 16)
+    np.testing.assert_array_equal(scaling.multipliers(1e4, 16), plain)
+
+
+def test_a_yarn_line_may_end_between_two_dimensions():
+    """One turn at i = 2 log10(64 / (2 pi)) = 2.016000; 32 turns before 0."""
+    divided = np.minimum(np.arange(8) / 2.016000, 1)
+    multipliers = Yarn(factor=4.0, original=64, truncate=False).multipliers(1e4, 16)
+    np.testing.assert_allclose(multipliers, 1 - 0.75 * divided, atol=1e-6)
