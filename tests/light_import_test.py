@@ -8,7 +8,9 @@ import pytest
 from tests.support import ROOT
 
 # What only training, data or experiments need.
-OPTIONAL = ("grain", "orbax", "tensorboardX", "tokenizers", "pyarrow", "tensorflow_datasets")
+OPTIONAL = (
+    "grain", "orbax", "tensorboardX", "tokenizers", "pyarrow", "tensorflow_datasets", "lm_eval",
+)  # fmt: skip
 HEAVY = (*OPTIONAL, "jax.experimental.pallas", "ml_collections", "tqdm")
 
 USE = """
