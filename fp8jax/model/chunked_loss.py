@@ -101,8 +101,10 @@ def chunked_loss(
         x_BCD, targets_BC = scanned
         return None, token_losses(_logits(recipe, x_BCD, w), targets_BC)
 
-    _, nll = lax.scan(chunk, None, (_split(x_BLD, positions), _split(targets_BL, positions)))
-    return jnp.sum(_join(nll, targets_BL.shape[1]) * weights_BL) / total
+    _, nll = lax.scan(
+        chunk, None, (split_chunks(x_BLD, positions), split_chunks(targets_BL, positions))
+    )
+    return jnp.sum(join_chunks(nll, targets_BL.shape[1]) * weights_BL) / total
 
 
 def _forward(recipe: Recipe, positions: int, x_BLD, w_DV, targets_BL, weights_BL, total):
@@ -119,11 +121,11 @@ def _forward(recipe: Recipe, positions: int, x_BLD, w_DV, targets_BL, weights_BL
 
     # The gradient of the loss with respect to the tokens' own losses, as JAX computes it.
     scale_BL = (1.0 / total) * weights_BL
-    split = tuple(_split(array, positions) for array in (x_BLD, targets_BL, scale_BL))
+    split = tuple(split_chunks(array, positions) for array in (x_BLD, targets_BL, scale_BL))
     start = constrain(jnp.zeros((devices, *w_DV.shape), jnp.float32), "batch", None, "vocab")
     dw, (nll, dx) = lax.scan(chunk, start, split)
     length = targets_BL.shape[1]
-    nll_BL, dx_BLD = _join(nll, length), _join(dx, length)
+    nll_BL, dx_BLD = join_chunks(nll, length), join_chunks(dx, length)
     # Here the devices' parts are added.
     dw_DV = constrain(jnp.sum(dw, axis=0), "embed", "vocab").astype(w_DV.dtype)
     loss = jnp.sum(nll_BL * weights_BL) / total
@@ -192,7 +194,7 @@ def _weight_gradient(recipe: Recipe, x_BCD: Array, g_BCV: Array) -> Array:
 # Chunks -------------------------------------------------------------------------------------------
 
 
-def _split(x_BL: Array, positions: int) -> Array:
+def split_chunks(x_BL: Array, positions: int) -> Array:
     """Returns [chunks, B, positions, ...], with zeros behind the last position."""
     batch, length, *rest = x_BL.shape
     chunks = -(-length // positions)
@@ -201,7 +203,7 @@ def _split(x_BL: Array, positions: int) -> Array:
     return constrain(x_BL.swapaxes(0, 1), None, "batch", "length", *("residual" for _ in rest))
 
 
-def _join(x: Array, length: int) -> Array:
-    """The inverse of `_split` for rows of `length` positions."""
+def join_chunks(x: Array, length: int) -> Array:
+    """The inverse of `split_chunks` for rows of `length` positions."""
     chunks, batch, positions, *rest = x.shape
     return x.swapaxes(0, 1).reshape(batch, chunks * positions, *rest)[:, :length]

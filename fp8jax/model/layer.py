@@ -20,6 +20,7 @@ from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.linear.modules import Dense, add_bias, together
 from fp8jax.linear.promotable import promotable_dot
 from fp8jax.model.attention import Implementation, dot_product_attention
+from fp8jax.model.cache import KVCache, attend_cached, written
 from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.model.norms import RMSNorm, norm_layer
 from fp8jax.model.rope import rotate
@@ -54,6 +55,7 @@ class Linears:
       key: random key of the layer, or None.
       high: policy of promoted layers, or None.
       promoted: bool [], whether this layer is promoted; None where no layer ever is.
+      real_BL: bool [B, L], False for positions that carry zeros into every linear; None for none.
     """
 
     config: ModelConfig
@@ -63,6 +65,7 @@ class Linears:
     key: Any
     high: Policy | None = None
     promoted: Any = None
+    real_BL: Any = None
 
     def __call__(self, x, *linears: LinearSpec, input_scale=None) -> tuple[Array, ...]:
         """Applies each linear to x [..., K]; returns one array [..., features] for each.
@@ -73,6 +76,7 @@ class Linears:
         Raises:
           ValueError: an input scale in a layer that can be promoted.
         """
+        x = self.masked(x)
         layers = [self.layer(linear) for linear in linears]
         if self.promoted is not None and self.high is not None:
             if input_scale is not None:
@@ -82,6 +86,10 @@ class Linears:
                 )
             return tuple(self._promotable(layer, x, self.high) for layer in layers)
         return together(layers, x, self.keys(linear.name for linear in linears), input_scale)
+
+    def masked(self, x_BLK):
+        """Returns x with zeros in the positions that are not real."""
+        return x_BLK if self.real_BL is None else jnp.where(self.real_BL[..., None], x_BLK, 0)
 
     def layer(self, linear: LinearSpec) -> Dense:
         """Returns the linear's module."""
@@ -132,6 +140,7 @@ class Linears:
 
     def gated(self, x, gate: LinearSpec, up: LinearSpec, down: LinearSpec) -> Array:
         """Returns down(silu(gate(x)) * up(x)), computed by `fused_mlp`; only where `fuses(x)`."""
+        x = self.masked(x)
         linears = (gate, up, down)
         layers = [self.layer(linear) for linear in linears]
         input_sizes = (x.shape[-1], x.shape[-1], up.features)
@@ -161,7 +170,8 @@ class Attention(nn.Module):
     implementation: str | Implementation | None
 
     @nn.compact
-    def __call__(self, x_BLD, segments_BL, positions_BL):
+    def __call__(self, x_BLD, segments_BL, positions_BL, cache=None):
+        """Returns y; with a cache, also the cache with the new tokens."""
         c = self.config
 
         def split_heads(y, heads: int):
@@ -181,11 +191,18 @@ class Attention(nn.Module):
             q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
             k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
         v_BLKH = split_heads(v, c.n_kv_heads)
-        y_BLNH = dot_product_attention(
-            q_BLNH, k_BLKH, v_BLKH, segments_BL, implementation=self.implementation
-        )
+        updated = None
+        if cache is not None:
+            updated = written(cache, k_BLKH, v_BLKH, positions_BL, segments_BL > 0)
+        if cache is None or cache.fresh:
+            y_BLNH = dot_product_attention(
+                q_BLNH, k_BLKH, v_BLKH, segments_BL, implementation=self.implementation
+            )
+        else:
+            y_BLNH = attend_cached(q_BLNH, updated, positions_BL)
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        return self.linears(y, LinearSpec("o", c.d_model, ("heads", "embed")))[0]
+        y = self.linears(y, LinearSpec("o", c.d_model, ("heads", "embed")))[0]
+        return y if cache is None else (y, updated)
 
 
 class FeedForward(nn.Module):
@@ -216,7 +233,7 @@ class FeedForward(nn.Module):
         else:
             (up_BLF,) = self.linears(x_BLD, up)
             hidden_BLF = _recomputed(mlp.activation)(up_BLF)
-        hidden_BLF = constrain(hidden_BLF, "batch", "length", "mlp")
+        hidden_BLF = self.linears.masked(constrain(hidden_BLF, "batch", "length", "mlp"))
         self.sow("intermediates", HIDDEN, hidden_BLF)
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
         return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
@@ -242,6 +259,7 @@ class Block(nn.Module):
       policy: decides the recipes of the layer's linears by their paths.
       backend, attention: as in `Transformer`.
       high: policy of the layer while it is promoted, or None.
+      zero_padding: as in `Transformer`.
     """
 
     config: ModelConfig
@@ -249,6 +267,7 @@ class Block(nn.Module):
     backend: str | None
     attention: str | Implementation | None
     high: Policy | None = None
+    zero_padding: bool = False
 
     @nn.compact
     def __call__(
@@ -258,19 +277,25 @@ class Block(nn.Module):
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
         promoted: Bool[Array, ""] | None = None,
-    ) -> Float[Array, "B L D"]:
-        c = self.config
+        cache: KVCache | None = None,
+    ) -> Float[Array, "B L D"] | tuple[Float[Array, "B L D"], KVCache]:
+        """Returns the layer's output; with a cache, also the cache with the new tokens."""
+        c, real_BL = self.config, segments_BL > 0 if self.zero_padding else None
 
         def linears(part: str) -> Linears:
             path = f"layers/{part}"
-            return Linears(c, self.policy, self.backend, path, key, self.high, promoted)
+            return Linears(c, self.policy, self.backend, path, key, self.high, promoted, real_BL)
 
         y = norm_layer(c, "attention_norm")(x_BLD)
         attention = Attention(c, linears("attention"), self.attention, name="attention")
-        y = attention(y, segments_BL, positions_BL)
+        if cache is None:
+            y = attention(y, segments_BL, positions_BL)
+        else:
+            y, cache = attention(y, segments_BL, positions_BL, cache)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
         y = FeedForward(c, linears("mlp"), name="mlp")(norm_layer(c, "mlp_norm")(x_BLD))
-        return constrain(x_BLD + y, "batch", "length", "residual")
+        x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
+        return x_BLD if cache is None else (x_BLD, cache)
 
 
 def fold_in(key, index):

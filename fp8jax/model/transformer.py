@@ -30,6 +30,7 @@ from fp8jax.linear.modules import Dense, Fp8DotGeneral
 from fp8jax.linear.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import Implementation
+from fp8jax.model.cache import Caches, slots_of
 from fp8jax.model.config import MODULES, ModelConfig
 from fp8jax.model.embedding import look_up
 from fp8jax.model.layer import AMAXES, Block, fold_in
@@ -66,6 +67,8 @@ class Transformer(nn.Module):
       dtype: dtype of the activations and of the residual stream.
       high: policy of promoted layers, a key of `POLICIES` or a `Policy` without histories. None
         where no layer is ever promoted.
+      zero_padding: whether positions of segment 0 carry zeros into every linear, so that they raise
+        no amax. Training packs its rows and has next to no padding.
 
     `apply(..., mutable=[AMAXES])` also returns the amax of every output inside every layer. An
     output that contains a NaN has the amax NaN.
@@ -79,6 +82,7 @@ class Transformer(nn.Module):
     unroll: int = 1
     dtype: Any = jnp.bfloat16
     high: str | Policy | None = None
+    zero_padding: bool = False
 
     @nn.compact
     def __call__(
@@ -90,8 +94,12 @@ class Transformer(nn.Module):
         promoted: Bool[Array, " layers"] | None = None,
         *,
         head: bool = True,
-    ) -> Float[Array, "B L V"] | tuple[Float[Array, "B L D"], Float[Array, "D V"]]:
-        """Returns float32 logits of the next token, or the operands of the head.
+        cache: Caches | None = None,
+        only_B: Int[Array, " B"] | None = None,
+    ) -> Any:
+        """Returns float32 logits [B, L, V] of the next token, or the operands of the head.
+
+        With a cache, returns (logits or operands, the cache with these tokens).
 
         Args:
           tokens_BL: token ids.
@@ -102,14 +110,19 @@ class Transformer(nn.Module):
           head: False leaves out the head, and returns its input x_BLD in `dtype` and its weight
             w_DV as stored: the logits are x_BLD w_DV if the head's recipe casts nothing
             (chunked_loss.py).
+          cache: of the tokens before these (cache.py), one segment a row; positions_BL are then the
+            slots. Tokens of segment 0 leave the cache as it is.
+          only_B: the one index along L of each row that reaches the head, which takes L = 1 then;
+            None for all.
 
         Raises:
-          ValueError: a name is unknown, the policy does not fit the model, or the rows are longer
-            than the table of learned positions.
+          ValueError: a name is unknown, the policy does not fit the model, the rows are longer
+            than the table of learned positions or than the cache, or a cache is given together with
+            promotions or with the collection `AMAXES`.
         """
         c, policy = self.config, as_policy(self.policy)
         policy.check(c.modules, c.n_layers)
-        c.check_length(tokens_BL.shape[1])
+        c.check_length(tokens_BL.shape[1] if cache is None else slots_of(cache))
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
         table_VD: Any = self.param("embedding", init, (c.vocab_size, c.d_model))
         x_BLD = look_up(table_VD, tokens_BL, "vocab", self.dtype)
@@ -120,12 +133,22 @@ class Transformer(nn.Module):
             table_PD: Any = self.param("position_embedding", init, (c.learned_positions, c.d_model))
             x_BLD += look_up(table_PD, positions_BL, "positions", self.dtype)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
-        x_BLD = self._layers(policy, x_BLD, segments_BL, positions_BL, key, promoted)
+        inputs = _LayerInputs(segments_BL, positions_BL, key, promoted)
+        x_BLD, cache = self._layers(policy, x_BLD, inputs, cache)
+        real_BL = segments_BL > 0 if self.zero_padding else None
+        if only_B is not None:
+            x_BLD = jnp.take_along_axis(x_BLD, only_B[:, None, None], axis=1)
+            if real_BL is not None:
+                real_BL = jnp.take_along_axis(real_BL, only_B[:, None], axis=1)
         x_BLD = norm_layer(c, "final_norm")(x_BLD)
+        if real_BL is not None:
+            x_BLD = jnp.where(real_BL[..., None], x_BLD, 0)
         if not head:
-            return x_BLD, self._head_weight(policy, table_VD)
-        logits_BLV = self._head(policy, x_BLD, table_VD, fold_in(key, c.n_layers))
-        return constrain(logits_BLV, "batch", "length", "vocab")
+            out: Any = x_BLD, self._head_weight(policy, table_VD)
+        else:
+            out = self._head(policy, x_BLD, table_VD, fold_in(key, c.n_layers))
+            out = constrain(out, "batch", "length", "vocab")
+        return out if cache is None else (out, cache)
 
     def _head(self, policy: Policy, x_BLD, table_VD, key) -> Float[Array, "B L V"]:
         """Returns float32 logits. The head has its own kernel, or uses the embedding if tied."""
@@ -150,18 +173,24 @@ class Transformer(nn.Module):
             preferred_element_type=jnp.float32, seeded=True, name="lm_head",
         )  # fmt: skip
 
-    def _layers(self, policy: Policy, x_BLD, segments_BL, positions_BL, key, promoted):
-        """Runs all layers, one stretch after the other."""
+    def _layers(self, policy: Policy, x_BLD, inputs: "_LayerInputs", cache: Caches | None):
+        """Runs all layers, one stretch after the other; returns x and the cache."""
         remat = lookup("remat policy", self.remat, REMAT)
         params, histories = self._stack(policy)
         if self.is_initializing():  # the row has one token, which not every attention accepts
-            return x_BLD
-        inputs = _LayerInputs(segments_BL, positions_BL, key, promoted)
+            return x_BLD, cache
         watching, amaxes = self.is_mutable_collection(AMAXES), []
+        if cache is not None and (watching or inputs.promoted is not None):
+            raise ValueError("a cache is for inference: without promotions and amaxes of outputs")
+        caches: list[Any] = []
         for stretch in _stretches(policy, self.config.n_layers):
             variables = {"params": params}
             if _has_layer_histories(stretch.policy):
                 variables[HISTORIES] = histories
+            if cache is not None:
+                x_BLD, part = _run_cached(self, stretch, variables, x_BLD, inputs, cache)
+                caches.append(part)
+                continue
             x_BLD, stretch_amaxes = _run_stretch(
                 self, stretch, variables, x_BLD, inputs, remat, watching
             )
@@ -169,10 +198,13 @@ class Transformer(nn.Module):
         if watching:
             stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *amaxes)
             self.variable(AMAXES, "layers", lambda: stacked)
-        return x_BLD
+        return x_BLD, None if cache is None else _joined(caches)
 
     def _stack(self, policy: Policy) -> tuple[Any, Any]:
-        """Returns the parameters and histories of all layers; their leaves are [n_layers, ...]."""
+        """Returns the parameters and histories of all layers; their leaves are [n_layers, ...].
+
+        With a cache, the parameters may also be a tuple, one tree for each layer.
+        """
         c = self.config
         # Without exemptions, since all layers have histories, also those that do not use them.
         block = Block(c, policy.without_exemptions(), self.backend, None, parent=None)
@@ -184,7 +216,9 @@ class Transformer(nn.Module):
             stacked = jax.vmap(lambda key: block.init(key, *inputs)["params"])(keys)
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
-        params = self.param("layers", init_params)
+        given = None if self.is_initializing() else self.get_variable("params", "layers")
+        # flax would compare the shapes of a tuple with those of the stack; its layers check theirs.
+        params = given if isinstance(given, tuple) else self.param("layers", init_params)
         if not _has_layer_histories(policy):
             return params, {}
 
@@ -237,7 +271,10 @@ def _run_stretch(
       layer, else None.
     """
     high = None if _is_exact(stretch.policy) or model.high is None else as_policy(model.high)
-    block = Block(model.config, stretch.policy, model.backend, model.attention, high, parent=None)
+    block = Block(
+        model.config, stretch.policy, model.backend, model.attention, high, model.zero_padding,
+        parent=None,
+    )  # fmt: skip
 
     def layer(x_BLD, scanned):
         variables, index, promoted = scanned
@@ -254,6 +291,59 @@ def _run_stretch(
     promoted = None if high is None or inputs.promoted is None else inputs.promoted[begin:end]
     scanned = (part, jnp.arange(begin, end), promoted)
     return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
+
+
+def _run_cached(
+    model: Transformer,
+    stretch: _Stretch,
+    variables: dict[str, Any],
+    x_BLD: Array,
+    inputs: _LayerInputs,
+    cache: Caches,
+) -> tuple[Array, Caches]:
+    """Runs one stretch of layers with their caches; returns x and the caches of these layers.
+
+    A stack is scanned. Layers whose cache or parameters are a tuple run one after the other: a loop
+    would first copy a layer's weights out of the stack, and its cache into it.
+
+    Args:
+      variables, cache: of all layers.
+    """
+    block = Block(
+        model.config, stretch.policy, model.backend, model.attention,
+        zero_padding=model.zero_padding, parent=None,
+    )  # fmt: skip
+
+    def layer(x_BLD, scanned):
+        variables, index, cache = scanned
+        key = fold_in(inputs.key, index)
+        return block.apply(
+            variables, x_BLD, inputs.segments_BL, inputs.positions_BL, key, cache=cache
+        )
+
+    begin, end = stretch.begin, stretch.end
+    if not isinstance(cache, tuple):
+        part = jax.tree.map(lambda leaf: leaf[begin:end], (variables, cache))
+        scanned = (part[0], jnp.arange(begin, end), part[1])
+        return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
+    updated = []
+    for index in range(begin, end):
+        own = {name: _layer_of(tree, index) for name, tree in variables.items()}
+        x_BLD, part = layer(x_BLD, (own, index, cache[index]))
+        updated.append(part)
+    return x_BLD, tuple(updated)
+
+
+def _layer_of(layers: Any, index: int) -> Any:
+    """Returns one layer of a stack, or of a tuple of layers."""
+    return layers[index] if isinstance(layers, tuple) else jax.tree.map(lambda x: x[index], layers)
+
+
+def _joined(parts: list[Any]) -> Caches:
+    """Returns the cache of all layers, from those of consecutive stretches."""
+    if isinstance(parts[0], tuple):
+        return sum(parts, ())
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if parts[1:] else parts[0]
 
 
 def _apply_layer(

@@ -1,0 +1,1 @@
+"""Generation with a KV cache, sampling, and the likelihood of given text."""
