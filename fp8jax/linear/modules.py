@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Shaped
 from fp8jax.linear.amax_history import Histories, module_histories
 from fp8jax.linear.arguments import check_sizes
 from fp8jax.linear.dot import dot_general, dot_general_shared, einsum
+from fp8jax.linear.frozen import FrozenKernel, frozen_dot
 from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
@@ -113,6 +114,8 @@ class Fp8DotGeneral(nn.Module):
 
 class Dense(nn.Module):
     """y[..., N] = x[..., K] kernel[K, N] (+ bias[N]), quantized by `recipe`.
+
+    The variables may hold a `FrozenKernel` of the recipe in place of the kernel (frozen.py).
 
     Attributes:
       features: N.
@@ -230,6 +233,17 @@ def apply_together(
     kernels, biases, histories = zip(
         *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
     )
+    if any(isinstance(kernel, FrozenKernel) for kernel in kernels):
+        if input_scale is not None:
+            raise ValueError(
+                "an input scale multiplies the kernel in every call, and this kernel is frozen"
+            )
+        ys = frozen_dot(
+            x, kernels, recipe=as_recipe(first.recipe), states=histories, keys=keys,
+            backend=first.backend, preferred_element_type=first.preferred_element_type,
+            scopes=scopes, seeded=first.seeded,
+        )  # fmt: skip
+        return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
     if input_scale is not None:
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
@@ -284,13 +298,17 @@ class Einsum(nn.Module):
 def _kernel(module: nn.Module, init: Callable[..., Any], shape: tuple[int, ...]) -> Any:
     """Return the module's kernel; raises ValueError if the variables hold one of another shape."""
     if module.has_variable("params", "kernel"):
+        kernel: Any = module.get_variable("params", "kernel")
+        frozen = isinstance(kernel, FrozenKernel)
         # Not nn.meta.unbox: it adds a sharding constraint to the program.
-        (given,) = map(jnp.shape, jax.tree.leaves(module.get_variable("params", "kernel")))
+        (given,) = [kernel.shape] if frozen else map(jnp.shape, jax.tree.leaves(kernel))
         if given != shape:
             raise ValueError(
                 f"module {'/'.join(module.path) or '(the outermost)'!r}: these inputs need a kernel"
                 f" of shape {shape}, but the variables hold {given}"
             )
+        if frozen:
+            return kernel
     return module.param("kernel", init, shape)
 
 

@@ -190,13 +190,13 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
     }
 
 
-def _joint_amax(
+def shared_amax(
     context: VjpContext, casts: Sequence[str], arrays: Sequence[jax.Array]
 ) -> jax.Array | None:
     """Return max|x| over the arrays if one of the named casts is shared, else None."""
     recipe_casts = context.recipe.by_name()
     shared = [cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared]
-    if not shared or len(arrays) == 1:
+    if not shared or len(arrays) < 2:
         return None
     amax = joint_amax(arrays)
     pooled = getattr(context.pooled, casts[0][-1])
@@ -248,7 +248,7 @@ def quantized_matmuls(
 def forward(
     context: VjpContext,
     x: jax.Array,
-    ws: Sequence[jax.Array],
+    ws: Sequence[jax.Array | QuantizedOperand],
     histories: Sequence[Histories],
     keys,
     x_casts: dict[str, int],
@@ -256,6 +256,7 @@ def forward(
     """Compute the forward GEMMs of one x.
 
     Args:
+      ws: the weights, or what fwd_w has made of all of them (frozen.py).
       histories: in float32, one entry per weight, like `ws` and `keys`.
       x_casts: the casts of x to compute, name -> contracting axis; contains fwd_x.
 
@@ -264,7 +265,7 @@ def forward(
     """
     of_x = tuple({k: v for k, v in one.items() if k == "x"} for one in histories)
     qx, amax_x = quantize_operand(context, x, x_casts, largest_of(of_x), keys[0])
-    joint = _joint_amax(context, ("fwd_w",), ws)
+    joint = shared_amax(context, ("fwd_w",), [w for w in ws if isinstance(w, jax.Array)])
     ys, new_histories = [], []
     for w, one, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
         y, of_w = forward_matmul(context, qx["fwd_x"], w, one, key, scope, x.dtype, joint)
@@ -285,8 +286,13 @@ def forward_matmul(
 ) -> tuple[jax.Array, Histories]:
     """Compute one forward GEMM; return y and the new history of w.
 
-    `dtype` is that of x, `joint` the amax of all weights that share the scale.
+    Args:
+      w: the weight, or what fwd_w has made of it (frozen.py), which has no new history.
+      dtype: of x.
+      joint: the amax of all weights that share the scale.
     """
+    if isinstance(w, QuantizedOperand):
+        return named_matmul(context, "fwd", scope, qx, w, context.out_dtype), {}
     w = in_compute_dtype(w, dtype, context.recipe.fwd_w)
     qw, amax = quantize_operand(context, w, {"fwd_w": -2}, histories, key, joint)
     y = named_matmul(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
@@ -321,8 +327,8 @@ def _matmuls_fwd(context: VjpContext, x, ws, histories, keys):
 def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
     dxs, dws, histories = [], [], []
     joint = JointAmax(
-        w=_joint_amax(context, ("dgrad_w",), saved.ws),
-        g=_joint_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
+        w=shared_amax(context, ("dgrad_w",), saved.ws),
+        g=shared_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
     )
     for scope, w, old, new, key, g in zip(
         context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs, strict=True

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.device.mesh import constrain
+from fp8jax.linear.frozen import FrozenKernel, has_frozen
 from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.linear.modules import Dense, add_bias, together
 from fp8jax.linear.promotable import promotable_dot
@@ -115,6 +116,8 @@ class Linears:
         """Applies the linear in its own recipe, or in that of `high` if the layer is promoted."""
         name = str(layer.name)
         kernel, bias, histories = layer.variables_for(x.shape[-1])
+        if isinstance(kernel, FrozenKernel):
+            raise ValueError(f"layers with frozen kernels cannot be promoted: {name!r} is frozen")
         (key,) = self.keys([name])
         y = promotable_dot(
             x, kernel, self.promoted, low=as_recipe(layer.recipe),
@@ -224,7 +227,7 @@ class FeedForward(nn.Module):
         down = LinearSpec("down", self.config.d_model, ("mlp", "embed"))
         # The fused kernels never write the hidden activations, which a watched layer reports.
         watched = self.is_mutable_collection("intermediates")
-        separate = self.is_initializing() or watched
+        separate = self.is_initializing() or watched or has_frozen(self.variables)
         if mlp.fusible and not separate and self.linears.fuses(x_BLD):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:

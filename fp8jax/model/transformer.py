@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.device.mesh import constrain
 from fp8jax.linear.amax_history import HISTORIES, to_max_combining
+from fp8jax.linear.frozen import has_frozen, take_layers
 from fp8jax.linear.modules import Dense, Fp8DotGeneral
 from fp8jax.linear.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lookup import lookup
@@ -54,6 +55,8 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 
 class Transformer(nn.Module):
     """tokens -> logits. If the policy has delayed scaling, the collection `HISTORIES` holds amaxes.
+
+    For inference, `freeze` (freeze.py) replaces the kernels by what their casts make of them.
 
     Attributes:
       config: shape of the model.
@@ -151,9 +154,13 @@ class Transformer(nn.Module):
         return out if cache is None else (out, cache)
 
     def _head(self, policy: Policy, x_BLD, table_VD, key) -> Float[Array, "B L V"]:
-        """Returns float32 logits. The head has its own kernel, or uses the embedding if tied."""
+        """Returns float32 logits. The head has its own kernel, or uses the embedding if tied.
+
+        A tied head that is frozen (freeze.py) has its own codes.
+        """
         recipe = policy.recipe("lm_head")
-        if self.config.tie_embeddings:
+        frozen = has_frozen(self.get_variable("params", "lm_head"))
+        if self.config.tie_embeddings and not frozen:
             head = Fp8DotGeneral(recipe, self.backend, seeded=True, name="lm_head")
             return head(
                 x_BLD, table_VD, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32,
@@ -183,7 +190,7 @@ class Transformer(nn.Module):
         if cache is not None and (watching or inputs.promoted is not None):
             raise ValueError("a cache is for inference: without promotions and amaxes of outputs")
         caches: list[Any] = []
-        for stretch in _stretches(policy, self.config.n_layers):
+        for stretch in stretches(policy, self.config.n_layers):
             variables = {"params": params}
             if _has_layer_histories(stretch.policy):
                 variables[HISTORIES] = histories
@@ -216,9 +223,11 @@ class Transformer(nn.Module):
             stacked = jax.vmap(lambda key: block.init(key, *inputs)["params"])(keys)
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
-        given = None if self.is_initializing() else self.get_variable("params", "layers")
-        # flax would compare the shapes of a tuple with those of the stack; its layers check theirs.
-        params = given if isinstance(given, tuple) else self.param("layers", init_params)
+        given: Any = None if self.is_initializing() else self.get_variable("params", "layers")
+        # flax would compare the shapes of a tuple of layers, or of frozen kernels, with those of the
+        # stack. The layers check theirs.
+        separate = isinstance(given, tuple) or has_frozen(given)
+        params: Any = given if separate else self.param("layers", init_params)
         if not _has_layer_histories(policy):
             return params, {}
 
@@ -229,7 +238,7 @@ class Transformer(nn.Module):
         return params, self.variable(HISTORIES, "layers", init_histories).value
 
 
-class _Stretch(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive layers with the same recipes: layers `begin` to `end` - 1 run in `policy`."""
 
     begin: int
@@ -252,7 +261,7 @@ class _LayerInputs(NamedTuple):
 
 def _run_stretch(
     model: Transformer,
-    stretch: _Stretch,
+    stretch: Stretch,
     variables: dict[str, Any],
     x_BLD: Array,
     inputs: _LayerInputs,
@@ -285,7 +294,7 @@ def _run_stretch(
     if remat is not None:
         layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
     begin, end = stretch.begin, stretch.end
-    part = jax.tree.map(lambda leaf: leaf[begin:end], variables)
+    part = take_layers(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
         part[HISTORIES] = to_max_combining(part[HISTORIES])
     promoted = None if high is None or inputs.promoted is None else inputs.promoted[begin:end]
@@ -295,7 +304,7 @@ def _run_stretch(
 
 def _run_cached(
     model: Transformer,
-    stretch: _Stretch,
+    stretch: Stretch,
     variables: dict[str, Any],
     x_BLD: Array,
     inputs: _LayerInputs,
@@ -368,17 +377,17 @@ def _is_exact(policy: Policy) -> bool:
     return all(not policy.recipe(path).casts for path in MODULES)
 
 
-def _stretches(policy: Policy, n_layers: int) -> list[_Stretch]:
+def stretches(policy: Policy, n_layers: int) -> list[Stretch]:
     """Splits the layers into stretches with the same recipes, in order; none is empty."""
     exempt = Policy((("layers/*", HIGH_PRECISION),), name="bf16")
     first, last = policy.exempt(n_layers)
     last = n_layers - last
-    stretches = (
-        _Stretch(0, first, exempt),
-        _Stretch(first, last, policy.without_exemptions()),
-        _Stretch(last, n_layers, exempt),
+    parts = (
+        Stretch(0, first, exempt),
+        Stretch(first, last, policy.without_exemptions()),
+        Stretch(last, n_layers, exempt),
     )
-    return [stretch for stretch in stretches if stretch.begin < stretch.end]
+    return [stretch for stretch in parts if stretch.begin < stretch.end]
 
 
 def abstract_variables(model: Transformer) -> Any:

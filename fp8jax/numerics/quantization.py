@@ -44,11 +44,13 @@ class Quantized:
         tile is None). float32; float8_e8m0fnu for the rules e8m0, float8_e4m3fn for nvfp4.
       tensor_scale: a float32 scalar for the rule nvfp4, else None.
       tile: the tile's size along each axis. Static: the shapes alone do not determine it.
+
+    In a stack of quantized arrays each leaf has leading axes; only slices of it can be dequantized.
     """
 
     values: Shaped[Array, "..."]
     scale: Shaped[Array, "..."]
-    tensor_scale: Float[Array, ""] | None
+    tensor_scale: Float[Array, "..."] | None
     tile: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     def float_scale(self) -> Float[Array, "..."]:
