@@ -10,6 +10,7 @@ from tests.support import ROOT
 # What only training, data or experiments need.
 OPTIONAL = (
     "grain", "orbax", "tensorboardX", "tokenizers", "pyarrow", "tensorflow_datasets", "lm_eval",
+    "safetensors",
 )  # fmt: skip
 HEAVY = (*OPTIONAL, "jax.experimental.pallas", "ml_collections", "tqdm")
 

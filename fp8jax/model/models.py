@@ -10,6 +10,7 @@ weights have 355M parameters.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.lookup import Table, lookup
@@ -24,8 +25,17 @@ def model_config(name: str, overrides: dict[str, Any]) -> ModelConfig:
     Raises:
       ValueError: the model is unknown, or the fields contradict each other (`ModelConfig`).
     """
+    return with_overrides(lookup("model", name, MODELS), overrides)
+
+
+def with_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelConfig:
+    """Returns `config` with the fields replaced that `overrides` gives, except those that are None.
+
+    Raises:
+      ValueError: the fields contradict each other (`ModelConfig`).
+    """
     given = {field: value for field, value in overrides.items() if value is not None}
-    return dataclasses.replace(lookup("model", name, MODELS), **given)
+    return dataclasses.replace(config, **given)
 
 
 BYTES = 320  # the byte tokenizer's 258 ids, padded to a multiple of 64

@@ -27,7 +27,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ class Checkpointer:
         self._manager: ocp.CheckpointManager | None = None  # the first save creates it
         self._hashing: threading.Thread | None = None
         self._tip = -1  # the last saved or restored step
-        # (step, the part whose files were checked) -> the record of an undamaged step.
-        self._sound: dict[tuple[int, str], dict[str, Any]] = {}
+        # (step, what the paths of the checked files begin with) -> the record of an undamaged step.
+        self._sound: dict[tuple[int, str | tuple[str, ...]], dict[str, Any]] = {}
         self._damaged: set[int] = set()
         self._metrics: dict[int, float | None] = {}  # of all steps saved or checked so far
         python_logging.getLogger("absl").addFilter(_is_no_orbax_info)
@@ -164,7 +164,11 @@ class Checkpointer:
             self._hashing.start()
 
     def restore(
-        self, abstract: Mapping[str, Any], *, at_most: int | None = None
+        self,
+        abstract: Mapping[str, Any],
+        *,
+        at_most: int | None = None,
+        only: Iterable[str] | None = None,
     ) -> Restored | None:
         """Restores the newest undamaged step, bit for bit, with the given shardings.
 
@@ -173,6 +177,8 @@ class Checkpointer:
             are not named here are not read.
           at_most: ignore later steps than this one. Use it to go back, to the step of `best` for
             example.
+          only: check the hashes of the trees of these names and of meta, not of the whole step. So
+            files that nobody asks for are not read.
 
         Returns:
           The restored step, or None if there are no steps.
@@ -184,8 +190,9 @@ class Checkpointer:
         """
         abstract = {name: jax.tree.map(abstract_leaf, tree) for name, tree in abstract.items()}
         self.wait()
+        part = _files_of(only)
         for step in self._steps(at_most):
-            record = self._check(step)
+            record = self._check(step, part)
             if record is None:
                 continue
             require_same_structure(self._directory / str(step), record["structure"], abstract)
@@ -196,7 +203,9 @@ class Checkpointer:
         self._refuse_if_any(at_most)
         return None
 
-    def read_meta(self, *, at_most: int | None = None) -> tuple[int, dict[str, Any]] | None:
+    def read_meta(
+        self, *, at_most: int | None = None, only: Iterable[str] | None = None
+    ) -> tuple[int, dict[str, Any]] | None:
         """Returns the step and meta of the checkpoint that `restore` would read; reads no arrays.
 
         Checks the hashes of all files of the step; `restore` does not check them again. A step
@@ -209,8 +218,9 @@ class Checkpointer:
           DamagedError: there are steps, but all are damaged.
         """
         self.wait()
+        part = _files_of(only)
         for step in self._steps(at_most):
-            record = self._check(step)
+            record = self._check(step, part)
             if record is not None:
                 return step, record[_META]
         self._refuse_if_any(at_most)
@@ -282,12 +292,12 @@ class Checkpointer:
         known = [(s, m) for s, m in metrics if m is not None and s not in self._damaged]
         return sorted(known, key=lambda pair: (pair[1], -pair[0]))
 
-    def _check(self, step: int, part: str = "") -> dict[str, Any] | None:
+    def _check(self, step: int, part: str | tuple[str, ...] = "") -> dict[str, Any] | None:
         """Returns the record of a step, or None, after rejecting the step, if it is damaged.
 
         Args:
           step: a committed step.
-          part: the item whose files to check; "" checks the files of all items.
+          part: what the paths of the files to check begin with; "" checks all.
         """
         if step in self._damaged:
             return None
@@ -305,7 +315,7 @@ class Checkpointer:
                 return None
         return self._sound[step, part]
 
-    def _find_damage(self, step: int, part: str) -> str | None:
+    def _find_damage(self, step: int, part: str | tuple[str, ...]) -> str | None:
         """Returns what is wrong with the files of a step, or None; the same on all processes."""
         reason = None
         if jax.process_index() == 0:
@@ -364,8 +374,8 @@ class Checkpointer:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fp8jax.checkpoint: moved aside")
         for step in stale:  # the run may save a step of this number again
-            self._sound.pop((step, ""), None)
-            self._sound.pop((step, _META), None)
+            for key in [key for key in self._sound if key[0] == step]:
+                del self._sound[key]
             self._metrics.pop(step, None)
             self._damaged.discard(step)
         if self._manager is None:
@@ -397,6 +407,13 @@ class Checkpointer:
             os.replace(written, path / HASHES)
         except OSError as error:
             logging.warning("could not write the hashes of checkpoint %s: %s", path, error)
+
+
+def _files_of(trees: Iterable[str] | None) -> str | tuple[str, ...]:
+    """Returns what the paths of the files of some trees and of meta begin with; "" for all."""
+    if trees is None:
+        return ""
+    return (*(f"{name}/" for name in sorted({*trees, _META})), "_CHECKPOINT_METADATA")
 
 
 @dataclasses.dataclass(frozen=True)

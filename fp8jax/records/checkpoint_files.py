@@ -35,12 +35,12 @@ def hash_files(path: Path, files: list[str]) -> dict[str, str]:
         return dict(zip(files, pool.map(sha256, files), strict=True))
 
 
-def find_damage(path: Path, part: str) -> str | None:
+def find_damage(path: Path, part: str | tuple[str, ...]) -> str | None:
     """Compares the files of a step with its hashes.
 
     Args:
       path: the directory of the step.
-      part: only check files whose relative path starts with this; "" checks all.
+      part: only check files whose relative path starts with this, or one of these; "" checks all.
 
     Returns:
       What is wrong, or None if the files are as they were saved or the step has no hashes.

@@ -36,6 +36,7 @@ from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.events import Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
+from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
@@ -44,7 +45,6 @@ from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
 from fp8jax.training.recovery import Recovery, rejection_cause
 from fp8jax.training.resume import (
-    CHECKPOINT_VERSION,
     Position,
     checkpoint_items,
     initial_position,

@@ -1,8 +1,6 @@
 """Where a run begins: at step 0, or from the newest sound checkpoint of its workdir.
 
-A checkpoint has the items `state` (step, parameters, optimizer state, key) and one for each part
-of optional_state.py, and a JSON record, `meta`: the config, a fingerprint of the data, the position
-in the data, what recovery has spent, and the SwiGLU amaxes of the last validations.
+records/run_checkpoint.py says what a checkpoint contains.
 """
 
 import dataclasses
@@ -14,11 +12,10 @@ from absl import logging
 from fp8jax.data.corpus import Corpus
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.differences import config_difference, listed
+from fp8jax.records.run_checkpoint import CONVERTED_FROM, PARAMS, require_version
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.step import TrainState
-
-CHECKPOINT_VERSION = 2  # raise it when items or meta change; 1 was never released
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -52,7 +49,12 @@ def read_checkpoint(
     if newest is None:
         return None, []
     step, meta = newest
-    _require_version(step, meta)
+    require_version(step, meta)
+    if CONVERTED_FROM in meta:
+        raise ValueError(
+            f"this workdir holds weights that were converted from {meta[CONVERTED_FROM]}, and no"
+            " run: take another --workdir, and this one as --config.initial_weights"
+        )
     before, now = meta["config"], run.settings.record
     changes = config_difference(before, now)
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
@@ -73,23 +75,11 @@ def read_checkpoint(
     return checkpointer.restore(items), changes
 
 
-def _require_version(step: int, meta: dict[str, Any]) -> None:
-    version = meta["version"] if "version" in meta else 1
-    if version != CHECKPOINT_VERSION:
-        raise ValueError(
-            f"the checkpoint of step {step} in this workdir has version {version}, and this fp8jax"
-            f" reads version {CHECKPOINT_VERSION}: take another --workdir, or resume it with the"
-            " fp8jax that wrote it"
-        )
-
-
 def checkpoint_items(run: Run, state: TrainState) -> dict[str, Any]:
     """The state (of arrays or of abstract ones) as items of a checkpoint, by name."""
-    always = {
-        "step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key
-    }  # fmt: skip
+    always = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
     optional = {part.field: getattr(state, part.field) for part in run.optional_state}
-    return {"state": always, **optional}
+    return {PARAMS: state.params, "state": always, **optional}
 
 
 def initial_position(run: Run, restored: Restored | None) -> Position:
@@ -102,7 +92,7 @@ def initial_position(run: Run, restored: Restored | None) -> Position:
     # With its histories, a run is still in the stage of its last step, though the next step may
     # belong to another.
     stage = run.at(restored.step if same_policy else restored.step + 1)
-    state = dataclasses.replace(stage.state, **items["state"])
+    state = dataclasses.replace(stage.state, params=items[PARAMS], **items["state"])
     for part in run.optional_state:
         if part.field in items:
             state = dataclasses.replace(state, **{part.field: items[part.field]})

@@ -22,8 +22,8 @@ import fp8jax.training.loop  # noqa: F401  # defines Grain's flags, which are no
 from configs import base
 from experiments import command
 from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.records.workdir_lock import lock_workdir
-from fp8jax.training.resume import CHECKPOINT_VERSION
 from tests.support import ROOT
 from tests.support.annotations import unchecked_annotations  # noqa: F401
 from tests.support.text import write_generated_text

@@ -7,6 +7,7 @@ LAYERS = (
     "nn",
     "nnx",
     "training",
+    "interop",
     "analysis",
     "model",
     "linear",

@@ -25,6 +25,7 @@ from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.training import dry_run, loop, parameter_table, programs, resume
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
@@ -258,7 +259,7 @@ class Found(Checkpointer):
 
     def __init__(self, step, config, fingerprint):
         self.step = step
-        self.meta = {"version": resume.CHECKPOINT_VERSION, "config": config, "data": fingerprint}
+        self.meta = {"version": CHECKPOINT_VERSION, "config": config, "data": fingerprint}
 
     def read_meta(self):
         return self.step, self.meta
