@@ -9,13 +9,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import tree_shardings
 from fp8jax.interop.folders import HUGGING_FACE, as_folder, shape_of_model, small_file
-from fp8jax.interop.read import read_parameters
+from fp8jax.interop.read import TensorFiles, check_tensors, dropped_tensors, grouped, read_tree
+from fp8jax.interop.tensor_names import HEAD
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.transformer import Transformer, abstract_variables
@@ -24,7 +26,7 @@ from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.optim.master_weights import MASTER_WEIGHTS, to_float32
 from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.run_checkpoint import PARAMS, require_version
+from fp8jax.records.run_checkpoint import NAMES, PARAMS, require_version
 
 _HISTORIES = "histories"  # name of the checkpoint's item
 _READ = (PARAMS, _HISTORIES)  # all that is read of a checkpoint
@@ -43,6 +45,10 @@ class TrainedModel:
       name: the workdir or folder, for people.
       record: the run's config as JSON has it; None if no run trained the weights.
       step: finished steps of the run; 0 without one.
+      files: where the small files of a Hugging Face folder are; None if nowhere.
+      prefix: what the tensors' names begin with in the folder that the weights come from; None for
+        the family's own.
+      stored_head: whether that folder stored a tied head, too.
     """
 
     model: Transformer
@@ -50,7 +56,10 @@ class TrainedModel:
     tokenizer: Tokenizer | None
     name: str
     record: dict[str, Any] | None
-    step: int
+    step: int = 0
+    files: Path | None = None
+    prefix: str | None = None
+    stored_head: bool = False
 
 
 def load_model(
@@ -95,11 +104,16 @@ def _load_folder(
     words = None if found is None else tokenizer(f"bpe:{found}")
     _check(shape, policy, words, mesh, str(folder))
     model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
-    params = read_parameters(folder, shape, shardings["params"])
+    files = TensorFiles(folder)
+    prefix = check_tensors(files, shape)
+    if dropped := dropped_tensors(files, shape):
+        logging.info("%s: tensors that are computed, not read: %s", folder, grouped(dropped))
+    params = read_tree(files, shape, prefix, shardings["params"], np.float32)
     variables = {"params": params, **_empty_histories(model, shardings)}
     return TrainedModel(
-        model=model, variables=variables, tokenizer=words, name=str(folder), record=None, step=0
-    )
+        model=model, variables=variables, tokenizer=words, name=str(folder), record=None,
+        files=folder, prefix=prefix, stored_head=shape.tie_embeddings and HEAD in files.shapes,
+    )  # fmt: skip
 
 
 def _load_workdir(
@@ -127,7 +141,7 @@ def _load_workdir(
         variables |= _empty_histories(model, shardings)
     return TrainedModel(
         model=model, variables=variables, tokenizer=words, name=str(workdir), record=record,
-        step=found,
+        step=found, files=workdir / HUGGING_FACE, **(meta[NAMES] if NAMES in meta else {}),
     )  # fmt: skip
 
 

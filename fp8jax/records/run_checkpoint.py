@@ -3,7 +3,7 @@
 Items: `params`; `state` (step, optimizer state, key); one for each part that only some configs have
 (training/optional_state.py). The JSON record `meta`: version, config, fingerprint of the data,
 position in the data, what recovery has spent, and the SwiGLU amaxes of the last validations. A
-conversion writes `params` alone, and a meta with version and `converted_from`.
+conversion writes `params` alone, and a meta with version, `converted_from` and `names`.
 """
 
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 CHECKPOINT_VERSION = 3
 
 PARAMS = "params"  # name of the item
-CONVERTED_FROM = "converted_from"  # key of the meta of a conversion
+CONVERTED_FROM = "converted_from"  # key of the meta of a conversion: the folder
+NAMES = "names"  # key of the meta of a conversion: how the folder named its tensors
 
 
 def require_version(step: int, meta: dict[str, Any]) -> None:
