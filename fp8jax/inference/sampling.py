@@ -79,18 +79,30 @@ def draw(
     """Returns one token id for each row, int32, drawn with the row's own key."""
     if rule.temperature is None:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV, ids_BV = logits_BV / rule.temperature, None
-    if rule.top_k is not None or rule.top_p is not None:
-        vocab = logits_BV.shape[-1]
-        # The most likely first; of equal ones, the lower id first.
-        logits_BV, ids_BV = lax.top_k(logits_BV, min(rule.top_k or vocab, vocab))
-    if rule.top_p is not None:
-        p_BV = jax.nn.softmax(logits_BV, axis=-1)
-        before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-        # The first one stays, whatever the rounding of the sum.
-        dropped_BV = (before_BV >= rule.top_p).at[:, 0].set(False)
-        logits_BV = jnp.where(dropped_BV, -jnp.inf, logits_BV)
+    logits_BV = _kept(rule, logits_BV / rule.temperature)
     chosen_B: Any = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
-    if ids_BV is not None:
-        chosen_B = jnp.take_along_axis(ids_BV, chosen_B[:, None], axis=1)[:, 0]
     return chosen_B.astype(jnp.int32)
+
+
+def _kept(rule: Rule, logits_BV: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Returns the logits with -inf for the tokens that `top_k` and `top_p` drop.
+
+    The tokens keep their places. In the order of their logits, rounding that exchanges two of them
+    would give each the other one's noise.
+    """
+    if rule.top_k is None and rule.top_p is None:
+        return logits_BV
+    vocab = logits_BV.shape[-1]
+    # The most likely first; of equal ones, the lower id first.
+    sorted_BK, ids_BK = lax.top_k(logits_BV, min(rule.top_k or vocab, vocab))
+    last_B1 = jnp.full((len(logits_BV), 1), sorted_BK.shape[1] - 1)
+    if rule.top_p is not None:
+        p_BK = jax.nn.softmax(sorted_BK, axis=-1)
+        before_BK = jnp.cumsum(p_BK, axis=-1) - p_BK
+        # The first one stays, whatever the rounding of the sum.
+        last_B1 = jnp.maximum(jnp.sum(before_BK < rule.top_p, axis=-1, keepdims=True) - 1, 0)
+    logit_B1, id_B1 = (jnp.take_along_axis(x, last_B1, axis=1) for x in (sorted_BK, ids_BK))
+    kept_BV = (logits_BV > logit_B1) | (
+        (logits_BV == logit_B1) & (jnp.arange(vocab)[None] <= id_B1)
+    )
+    return jnp.where(kept_BV, logits_BV, -jnp.inf)

@@ -78,14 +78,17 @@ def score(
         out: Any = model.apply(variables, *arguments, head=whole)
     else:
         # Not fresh: the tokens attend to what the cache holds of them.
-        slots = dataclasses.replace(empty_cache(model.config, batch, length, cache), fresh=False)
+        slots: Any = empty_cache(model.config, batch, length, cache)
+        slots = dataclasses.replace(slots, fresh=False)
         arguments = tokens_BL, segments_BL, at_BL, key
-        out, _ = model.apply(variables, *arguments, head=whole, cache=slots)
+        scored: Any = model.apply(variables, *arguments, head=whole, cache=slots)
+        out, _ = scored
     targets_BL = jnp.roll(tokens_BL, -1, axis=1)
     if whole:
         log_p_BL, best_BL = _judged(out, targets_BL)
     else:
-        log_p_BL, best_BL = _judged_in_chunks(*out, targets_BL, positions)
+        x_BLD, w_DV = out
+        log_p_BL, best_BL = _judged_in_chunks(x_BLD, w_DV, targets_BL, positions)
     log_p_BL, best_BL = (jnp.roll(x, 1, axis=1) for x in (log_p_BL, best_BL))
     return Scores(jnp.where(inside_BL, log_p_BL, 0.0), best_BL & inside_BL)
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from fp8jax.device import hardware
 from fp8jax.device.mesh import constrain
 from fp8jax.lookup import lookup
 from fp8jax.model.config import ModelConfig
@@ -153,12 +154,8 @@ def attend_cached(
     batch, length, heads, head_dim = q_BLNH.shape
     kv_heads, slots = cache.keys.shape[1:3]
     dtype = q_BLNH.dtype
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None  # no TF32
     q_BLKGH = q_BLNH.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    s_BKGLS = jnp.einsum(
-        "blkgh,bksh->bkgls", q_BLKGH, cache.keys.astype(dtype),
-        preferred_element_type=jnp.float32, precision=precision,
-    ) * head_dim**-0.5  # fmt: skip
+    s_BKGLS = _products("blkgh,bksh->bkgls", q_BLKGH, cache.keys.astype(dtype)) * head_dim**-0.5
     if cache.key_scales is not None:
         s_BKGLS *= cache.key_scales[:, :, None, None, :]
     seen_BLS = jnp.arange(slots)[None, None, :] <= positions_BL[:, :, None]
@@ -166,8 +163,13 @@ def attend_cached(
     p_BKGLS = jax.nn.softmax(s_BKGLS, axis=-1)
     if cache.value_scales is not None:
         p_BKGLS *= cache.value_scales[:, :, None, None, :]
-    y_BLKGH = jnp.einsum(
-        "bkgls,bksh->blkgh", p_BKGLS.astype(dtype), cache.values.astype(dtype),
-        preferred_element_type=jnp.float32, precision=precision,
-    )  # fmt: skip
+    y_BLKGH = _products("bkgls,bksh->blkgh", p_BKGLS.astype(dtype), cache.values.astype(dtype))
     return y_BLKGH.astype(dtype).reshape(q_BLNH.shape)
+
+
+def _products(equation: str, a: Array, b: Array) -> Array:
+    """Returns jnp.einsum(equation, a, b) in float32."""
+    if hardware.platform() == "cpu":  # where some of these shapes have no product of bfloat16
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None  # no TF32
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

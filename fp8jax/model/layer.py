@@ -197,7 +197,7 @@ class Attention(nn.Module):
         updated = None
         if cache is not None:
             updated = written(cache, k_BLKH, v_BLKH, positions_BL, segments_BL > 0)
-        if cache is None or cache.fresh:
+        if updated is None or cache.fresh:
             y_BLNH = dot_product_attention(
                 q_BLNH, k_BLKH, v_BLKH, segments_BL, implementation=self.implementation
             )
