@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from fp8jax.inference.prepare import inference_model, prepare
 from fp8jax.inference.sampling import Rule, draw
-from fp8jax.model.cache import Caches
+from fp8jax.model.cache import Caches, empty_cache
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 
@@ -144,6 +145,36 @@ def decode(
     out_BT = jnp.full((len(state.newest_B), tokens), NO_TOKEN, jnp.int32)
     state, out_BT, _ = lax.while_loop(goes_on, step, (state, out_BT, jnp.zeros((), jnp.int32)))
     return state, out_BT
+
+
+def complete(
+    model: Transformer,
+    variables: Any,
+    prompts_BP: Int[Array, "B P"],
+    lengths_B: Int[Array, " B"],
+    requests: Requests,
+    *,
+    tokens: int,
+) -> Int[Array, "B tokens"]:
+    """Returns the new tokens of each request, `NO_TOKEN` behind its last one. Call it in `jax.jit`.
+
+    Args:
+      model: as trained.
+      variables: parameters, and amax histories if the policy has delayed scaling.
+      prompts_BP, lengths_B, requests: as in `prefill`.
+      tokens: width of the result; at least the largest limit.
+    """
+    model = inference_model(model)
+    variables = prepare(model, variables, unrolled=False)
+    kind = "fp32" if model.dtype == jnp.float32 else "bf16"
+    cache = empty_cache(model.config, len(lengths_B), prompts_BP.shape[1] + tokens, kind)
+    state = prefill(model, variables, cache, prompts_BP, lengths_B, requests)
+    first_B1 = jnp.where(requests.limits_B > 0, state.newest_B, NO_TOKEN)[:, None]
+    if tokens == 1:
+        return first_B1
+    most = jnp.asarray(tokens - 1)
+    _, more_BT = decode(model, variables, state, requests, most, tokens=tokens - 1)
+    return jnp.concatenate([first_B1, more_BT], axis=1)
 
 
 def _drawn(requests: Requests, logits_BV: Float[Array, "B V"], drawn_B: Array) -> Array:

@@ -26,7 +26,7 @@ from fp8jax.lookup import lookup
 from fp8jax.model.cache import CACHES, empty_cache
 from fp8jax.model.transformer import Transformer
 
-Prompt = Sequence[int] | Integer[np.ndarray, " length"]
+Prompt = Sequence[int | np.integer] | Integer[np.ndarray, " _"]
 
 _LEAST_POSITIONS = 16  # of padded prompts; shorter ones would only compile more programs
 
@@ -75,7 +75,7 @@ class Generator:
                 raise ValueError(f"{name}={size} must be at least 1")
         model.config.check_length(max_length)
         self.words, self.max_length = words, max_length
-        self._max_requests, self._tokens_per_call = max_requests, tokens_per_call
+        self._max_requests, self.tokens_per_call = max_requests, tokens_per_call
         unrolled = hardware.platform() == "gpu" if unrolled is None else unrolled
         model = inference_model(model)
         self._variables = prepare(model, variables, unrolled=unrolled)
@@ -99,7 +99,7 @@ class Generator:
         stops: Sequence[int] = (),
         *,
         seeds: Sequence[int] | None = None,
-    ) -> list[Int32[np.ndarray, " new"]]:
+    ) -> list[Int32[np.ndarray, " _"]]:
         """Returns the new ids of each prompt: up to `num_tokens`, or to its first stop id.
 
         Args:
@@ -116,7 +116,7 @@ class Generator:
         for begin in range(0, len(prompts), self._max_requests):
             part = slice(begin, begin + self._max_requests)
             run = self.start(prompts[part], sampling, num_tokens, stops, seeds=seeds[part])
-            pieces = list(run.pieces(self._tokens_per_call))
+            pieces = list(run.pieces(self.tokens_per_call))
             found += [np.concatenate(of_one) for of_one in zip(*pieces, strict=True)]
         return found
 
@@ -129,7 +129,7 @@ class Generator:
         *,
         seeds: Sequence[int] | None = None,
         every: int = 4,
-    ) -> Iterator[list[Int32[np.ndarray, " new"]]]:
+    ) -> Iterator[list[Int32[np.ndarray, " _"]]]:
         """Yields the new ids of each prompt, `every` tokens at a time; together, `generate`'s.
 
         At most `max_requests` prompts.
@@ -170,7 +170,7 @@ class Generator:
         )  # fmt: skip
         state = self._prefill(self._variables, prompts_BP, lengths_B, requests, slots=slots)
         step = functools.partial(self._decode, self._variables)
-        return Generation(step, state, requests, len(prompts), self._tokens_per_call)
+        return Generation(step, state, requests, len(prompts), self.tokens_per_call)
 
     def _check(self, prompts: Sequence[Prompt], num_tokens: int, seeds: Sequence[int]) -> None:
         if num_tokens < 1:
@@ -205,7 +205,7 @@ class Generation:
         self._count, self._tokens_per_call = count, tokens_per_call
         self._ended: set[int] = set()
 
-    def pieces(self, every: int) -> Iterator[list[Int32[np.ndarray, " new"]]]:
+    def pieces(self, every: int) -> Iterator[list[Int32[np.ndarray, " _"]]]:
         """Yields the new ids of each prompt, up to `every` at a time, until all have ended."""
         if not 1 <= every <= self._tokens_per_call:
             raise ValueError(

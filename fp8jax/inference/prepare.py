@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.linear.frozen import take_layers
 from fp8jax.model.config import MODULES
-from fp8jax.model.transformer import Transformer
+from fp8jax.model.transformer import Transformer, stretches
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 
@@ -24,7 +25,7 @@ def prepare(model: Transformer, variables: Any, *, unrolled: bool) -> dict[str, 
 
     Weights that no recipe quantizes are rounded to the model's dtype once, and not in each step.
     Those that one quantizes stay as they are: either float32, and quantized anew in each step, or
-    frozen (linear/frozen.py).
+    frozen (model/freeze.py).
 
     Args:
       variables: parameters, and amax histories if the policy has delayed scaling.
@@ -45,14 +46,11 @@ def prepare(model: Transformer, variables: Any, *, unrolled: bool) -> dict[str, 
 def _layers(model: Transformer, policy: Policy, stack: Any, unrolled: bool) -> Any:
     if not unrolled:
         return _layer(model, policy.without_exemptions(), stack)
-    count = model.config.n_layers
-    first, last = policy.exempt(count)
-    exempt = Policy((), name="bf16")
     layers = []
-    for index in range(count):
-        own = _layer_of(stack, index)
-        inside = first <= index < count - last
-        layers.append(_layer(model, policy.without_exemptions() if inside else exempt, own))
+    for stretch in stretches(policy, model.config.n_layers):
+        part = take_layers(stack, stretch.begin, stretch.end)
+        for index in range(stretch.end - stretch.begin):
+            layers.append(_layer(model, stretch.policy, _layer_of(part, index)))
     return tuple(layers)
 
 

@@ -31,9 +31,9 @@ class Sampling:
       ValueError: a number is out of its range, or has no effect beside temperature=0.
     """
 
-    temperature: float = 1.0
+    temperature: int | float = 1.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: int | float | None = None
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:

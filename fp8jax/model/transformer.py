@@ -224,8 +224,8 @@ class Transformer(nn.Module):
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
         given: Any = None if self.is_initializing() else self.get_variable("params", "layers")
-        # flax would compare the shapes of a tuple of layers, or of frozen kernels, with those of the
-        # stack. The layers check theirs.
+        # flax would compare the shapes of a tuple of layers, or of frozen kernels, with those of
+        # the stack. The layers check theirs.
         separate = isinstance(given, tuple) or has_frozen(given)
         params: Any = given if separate else self.param("layers", init_params)
         if not _has_layer_histories(policy):
@@ -332,12 +332,16 @@ def _run_cached(
 
     begin, end = stretch.begin, stretch.end
     if not isinstance(cache, tuple):
-        part = jax.tree.map(lambda leaf: leaf[begin:end], (variables, cache))
-        scanned = (part[0], jnp.arange(begin, end), part[1])
+        own = jax.tree.map(lambda leaf: leaf[begin:end], cache)
+        scanned = (take_layers(variables, begin, end), jnp.arange(begin, end), own)
         return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
     updated = []
+    of_stretch = {
+        name: tree[begin:end] if isinstance(tree, tuple) else take_layers(tree, begin, end)
+        for name, tree in variables.items()
+    }
     for index in range(begin, end):
-        own = {name: _layer_of(tree, index) for name, tree in variables.items()}
+        own = {name: _layer_of(tree, index - begin) for name, tree in of_stretch.items()}
         x_BLD, part = layer(x_BLD, (own, index, cache[index]))
         updated.append(part)
     return x_BLD, tuple(updated)

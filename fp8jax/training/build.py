@@ -23,10 +23,11 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device import xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
+from fp8jax.inference.decoding import Requests, complete
+from fp8jax.inference.sampling import Sampling
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import choose_attention
-from fp8jax.model.generate import generate
 from fp8jax.model.models import model_config
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
@@ -258,7 +259,10 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
 def _sampler(
     config: ConfigDict, shared: _Shared, model: Transformer
 ) -> Callable[[TrainState], Array]:
-    """A jitted function from a state to the tokens of a generated text, prompt included."""
+    """A jitted function from a state to the tokens of a generated text, prompt included.
+
+    Places behind its end hold `NO_TOKEN`.
+    """
     tokens = shared.tokenizer
     prompt = np.append(tokens.bos, tokens.encode(config.sample_prompt)).astype(np.int32)
     if len(prompt) + config.sample_tokens > config.seq_len:
@@ -272,11 +276,16 @@ def _sampler(
 
     def sample(state: TrainState) -> Array:
         variables = as_variables(state.params, state.histories)
-        return generate(
-            model, variables, jnp.asarray(prompt), num_tokens=config.sample_tokens,
-            temperature=config.sample_temperature, num_words=tokens.vocab_size,
-            key=jax.random.fold_in(state.key, state.step),
+        requests = Requests(
+            keys_B=jax.random.fold_in(state.key, state.step)[None],
+            limits_B=jnp.array([config.sample_tokens]), stops=jnp.array([tokens.eos]),
+            rule=Sampling(temperature=config.sample_temperature).rule(), words=tokens.vocab_size,
         )  # fmt: skip
+        new_1T = complete(
+            model, variables, jnp.asarray(prompt)[None], jnp.array([len(prompt)]), requests,
+            tokens=config.sample_tokens,
+        )  # fmt: skip
+        return jnp.concatenate([jnp.asarray(prompt), new_1T[0]])
 
     everywhere = NamedSharding(shared.mesh, PartitionSpec())
     return jax.jit(sample, out_shardings=everywhere, compiler_options=xla.compiler_options())

@@ -7,6 +7,7 @@ LAYERS = (
     "nn",
     "nnx",
     "training",
+    "inference",
     "interop",
     "analysis",
     "model",
