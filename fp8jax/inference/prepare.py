@@ -5,10 +5,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.linear.frozen import take_layers
+from fp8jax.linear.frozen import layer_of
 from fp8jax.model.config import MODULES
 from fp8jax.model.transformer import Transformer, stretches
 from fp8jax.numerics.names import as_policy
@@ -48,15 +47,9 @@ def _layers(model: Transformer, policy: Policy, stack: Any, unrolled: bool) -> A
         return _layer(model, policy.without_exemptions(), stack)
     layers = []
     for stretch in stretches(policy, model.config.n_layers):
-        part = take_layers(stack, stretch.begin, stretch.end)
-        for index in range(stretch.end - stretch.begin):
-            layers.append(_layer(model, stretch.policy, _layer_of(part, index)))
+        for index in range(stretch.begin, stretch.end):
+            layers.append(_layer(model, stretch.policy, layer_of(stack, index)))
     return tuple(layers)
-
-
-def _layer_of(stack: Any, index: int) -> Any:
-    # Not leaf[index]: that would compile a program for each index.
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
 
 
 def _layer(model: Transformer, policy: Policy, layer: Any) -> Any:

@@ -14,6 +14,7 @@ that `lax.scan` runs over them. Where a policy exempts the first or last layers,
 has one part for each stretch of layers: codes for one, high-precision kernels for the others.
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.linear.amax_history import Histories, to_float32
@@ -102,6 +104,21 @@ def take_layers(tree: Any, begin: int, end: int) -> Any:
         if isinstance(node, StackedKernel):
             return node.part(begin, end)
         return jax.tree.map(lambda leaf: leaf[begin:end], node)
+
+    return jax.tree.map(take, tree, is_leaf=_is_node)
+
+
+def layer_of(tree: Any, index: int) -> Any:
+    """Return layer `index` of a tree whose leaves have a leading axis of layers."""
+
+    def take(node: Any) -> Any:
+        if isinstance(node, StackedKernel):
+            at = bisect.bisect_right(node.begins, index) - 1
+            return layer_of(node.parts[at], index - node.begins[at])
+        # Not leaf[index]: that would compile a program for each index.
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), node
+        )
 
     return jax.tree.map(take, tree, is_leaf=_is_node)
 

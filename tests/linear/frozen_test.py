@@ -17,6 +17,7 @@ from fp8jax.linear.frozen import (
     freeze_kernels,
     frozen_dot,
     has_frozen,
+    layer_of,
     take_layers,
 )
 from fp8jax.linear.modules import Dense, together
@@ -219,6 +220,11 @@ def test_layers_of_a_stack():
     _, ys = jax.jit(lambda kernel: jax.lax.scan(layer, None, kernel))(rest["kernel"])
     _, expected = jax.jit(lambda kernel: jax.lax.scan(layer, None, kernel))(stack[1:])
     np.testing.assert_array_equal(ys, expected)
+    np.testing.assert_array_equal(layer_of(tree, 0)["kernel"], stack[0])
+    alone = layer_of(tree, 2)
+    assert alone["scale"] == 2.0
+    y = jax.jit(lambda kernel: layer(None, kernel)[1])(alone["kernel"])
+    np.testing.assert_array_equal(y, expected[1])
     with pytest.raises(ValueError, match=r"layers 0 to 2 run in one recipe.*begin at .* \[0, 1\]"):
         take_layers(tree, 0, 3)
 
