@@ -2,6 +2,7 @@
 
     python -m experiments.convert --from=hf:DIR --to=WORKDIR
     python -m experiments.convert --from=WORKDIR --to=hf:DIR --format=bf16
+    python -m experiments.convert --from=WORKDIR --to=hf:DIR --format=fp8_block
 
 The target must not exist; it appears whole at the end, or not at all. docs/hugging_face.md says
 what is converted and what is refused.
@@ -19,6 +20,7 @@ import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
 from fp8jax.interop import convert
 from fp8jax.interop.export import EXPORTS
+from fp8jax.interop.fp8_format import SCALE_RULES
 from fp8jax.interop.write import MAX_SHARD_BYTES
 from fp8jax.lookup import lookup
 from fp8jax.model.transformer import count_params
@@ -27,6 +29,9 @@ from fp8jax.records.checkpoint import DamagedError
 _FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True)
 _TO = flags.DEFINE_string("to", None, "hf:DIR, or a workdir; must not exist.", required=True)
 _FORMAT = flags.DEFINE_string("format", None, f"Of hf:DIR in --to: {', '.join(EXPORTS)}.")
+_SCALES = flags.DEFINE_enum(
+    "scales", None, list(SCALE_RULES), "Of FP8 formats; by default those of the run."
+)
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of a workdir; the newest without.")
 _SHARD = flags.DEFINE_integer(
     "max_shard_bytes", MAX_SHARD_BYTES, "A safetensors file ends before it becomes larger.", 1
@@ -49,11 +54,12 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(f"--to={target} needs a --format: {', '.join(EXPORTS)}")
         lookup("export format", _FORMAT.value, EXPORTS)
         notes = convert.export(
-            source, path, _FORMAT.value, step=_STEP.value, max_shard_bytes=_SHARD.value
-        )
+            source, path, _FORMAT.value, scales=_SCALES.value, step=_STEP.value,
+            max_shard_bytes=_SHARD.value,
+        )  # fmt: skip
         print("\n".join([f"wrote {path} in {_FORMAT.value}", *notes]))
         return
-    for flag in (_FORMAT, _STEP, _SHARD):
+    for flag in (_FORMAT, _SCALES, _STEP, _SHARD):
         if flag.present:
             raise ValueError(f"--{flag.name} is for --to=hf:DIR, not for --to={target}")
     if not source.startswith("hf:"):

@@ -27,13 +27,13 @@ _WITHOUT_EFFECT = frozenset({
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
     "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
     "initializer_range", "label2id", "max_position_embeddings", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict",
     "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
 })  # fmt: skip
 
 # Keys of any family -> the values that mean what this decoder computes.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "auto_map": (None,),  # names code of the folder, which is never executed
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),

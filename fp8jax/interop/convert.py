@@ -50,7 +50,7 @@ def import_folder(source: str, workdir: Path) -> TrainedModel:
 
 
 def export(
-    source: str, target: Path, fmt: str, *, step: int | None = None,
+    source: str, target: Path, fmt: str, *, scales: str | None = None, step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[str, ...]:  # fmt: skip
     """Writes the model of a workdir or of `hf:DIR` as a Hugging Face folder; returns notes.
@@ -61,7 +61,7 @@ def export(
     """
     refuse_existing(target)  # before the long work
     trained = load_model(source, step=step, mesh=_host())
-    return export_model(trained, target, fmt, max_shard_bytes=max_shard_bytes)
+    return export_model(trained, target, fmt, scales=scales, max_shard_bytes=max_shard_bytes)
 
 
 def _host() -> jax.sharding.Mesh:

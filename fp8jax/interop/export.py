@@ -1,6 +1,7 @@
 """Takes a trained model out, to a Hugging Face folder in one of `EXPORTS`' formats.
 
-    bf16, float32, float16    the weights, rounded to nearest
+    bf16, float32, float16           the weights, rounded to nearest
+    fp8_block, compressed_tensors    codes and scales for servers (fp8_format.py), the rest in bf16
 
 A format is a function of the model and its tensors in float32. It says at once what it refuses,
 before anything is written, and gives functions that make the tensors one by one.
@@ -20,11 +21,15 @@ from fp8jax.data.byte_tokenizer import ByteTokenizer, Tokenizer
 from fp8jax.interop.byte_tokenizer_json import byte_level_bpe, tokenizer_config
 from fp8jax.interop.config_json import family_for, load_json, to_config_json, to_model_config
 from fp8jax.interop.folders import copy_small_files, small_file
+from fp8jax.interop.fp8_format import FP8_FORMATS, fp8_tensors, plan_export
 from fp8jax.interop.tensor_names import HEAD, names_for, tensors_of
 from fp8jax.interop.trained import TrainedModel
 from fp8jax.interop.write import MAX_SHARD_BYTES, Tensors, new_folder, write_json, write_tensors
 from fp8jax.lookup import lookup
 from fp8jax.model.config import ModelConfig
+from fp8jax.numerics.names import as_policy
+
+QUANTIZATION = "quantization_config"  # the key of config.json that a format of FP8 sets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,15 +47,17 @@ class Export:
     notes: tuple[str, ...] = ()
 
 
-# (the model, its tensors in float32) -> what is written
-Format = Callable[[TrainedModel, Tensors], Export]
+# (the model, its tensors in float32, the rule of scales or None) -> what is written
+Format = Callable[[TrainedModel, Tensors, str | None], Export]
 
 
 def _rounded(name: str, dtype: Any) -> Format:
     """A format that rounds all tensors to a dtype; `name` is torch's."""
     dtype = np.dtype(dtype)
 
-    def export(trained: TrainedModel, tensors: Tensors) -> Export:
+    def export(trained: TrainedModel, tensors: Tensors, scales: str | None) -> Export:
+        if scales is not None:
+            raise ValueError(f"scales={scales} is for FP8 formats: {name} has none")
         made = {key: _cast(key, make, dtype) for key, make in tensors.items()}
         return Export(tensors=made, config={"dtype": name})
 
@@ -70,10 +77,27 @@ def _cast(name: str, make: Callable[[], np.ndarray], dtype: np.dtype) -> Callabl
     return cast
 
 
+def _quantized(fmt: str) -> Format:
+    def export(trained: TrainedModel, tensors: Tensors, scales: str | None) -> Export:
+        plan = plan_export(
+            trained.model.config, as_policy(trained.model.policy), fmt, scales=scales,
+            prefix=prefix_of(trained),
+        )  # fmt: skip
+        rounded = {
+            name: make if name in plan.casts else _cast(name, make, np.dtype(ml_dtypes.bfloat16))
+            for name, make in tensors.items()
+        }
+        config = {"dtype": "bfloat16", QUANTIZATION: plan.quantization_config()}
+        return Export(tensors=fp8_tensors(plan, rounded), config=config, notes=plan.notes)
+
+    return export
+
+
 EXPORTS: dict[str, Format] = {
     "bf16": _rounded("bfloat16", ml_dtypes.bfloat16),
     "float32": _rounded("float32", np.float32),
     "float16": _rounded("float16", np.float16),
+    **{fmt: _quantized(fmt) for fmt in FP8_FORMATS},
 }
 
 
@@ -82,12 +106,16 @@ def export_model(
     target: Path,
     fmt: str,
     *,
+    scales: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> tuple[str, ...]:
     """Writes a Hugging Face folder; returns the format's notes.
 
     Weights may lie on any mesh; one tensor at a time is gathered. Names of tensors and the small
     files are those of the folder that the model came from, if it came from one.
+
+    Args:
+      scales: of FP8 formats, a key of `SCALE_RULES` (fp8_format.py); None follows the run.
 
     Raises:
       ValueError: the format is unknown or refuses the model; no architecture of Hugging Face
@@ -96,7 +124,7 @@ def export_model(
     """
     make = lookup("export format", fmt, EXPORTS)
     config = config_of(trained)
-    export = make(trained, float32_tensors(trained))
+    export = make(trained, float32_tensors(trained), scales)
     with new_folder(target) as folder:
         write_tensors(folder, export.tensors, max_shard_bytes=max_shard_bytes)
         _write_small_files(trained, folder)
@@ -111,11 +139,16 @@ def float32_tensors(trained: TrainedModel) -> Tensors:
         jax.tree_util.keystr(keys, simple=True, separator="/"): leaf
         for keys, leaf in jax.tree_util.tree_leaves_with_path(trained.variables["params"])
     }
-    prefix = names_for(model).prefix if trained.prefix is None else trained.prefix
-    tensors = dict(tensors_of(model, leaves.__getitem__, prefix))
+    tensors = dict(tensors_of(model, leaves.__getitem__, prefix_of(trained)))
     if trained.stored_head:
         tensors[HEAD] = lambda: np.asarray(leaves["embedding"])
     return tensors
+
+
+def prefix_of(trained: TrainedModel) -> str:
+    """Returns what the names of tensors begin with: as in the folder that the model came from."""
+    own = names_for(trained.model.config).prefix
+    return own if trained.prefix is None else trained.prefix
 
 
 def config_of(trained: TrainedModel) -> dict[str, Any]:
@@ -132,7 +165,7 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     if kept is not None:
         config = load_json(kept)
         if to_model_config(config, str(kept)) == _as_hugging_face(model):
-            return config
+            return {key: value for key, value in config.items() if key != QUANTIZATION}
     length = 2048 if trained.record is None else trained.record["seq_len"]
     config = to_config_json(model, max_length=length)
     return config | _special_ids(trained.tokenizer)

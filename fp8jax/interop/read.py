@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from fp8jax.interop.config_json import load_json
+from fp8jax.interop.fp8_read import CODES, DequantizedFiles, read_codes, read_format
 from fp8jax.interop.tensor_names import (
     HEAD,
     Slices,
@@ -56,6 +57,7 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._file_of: dict[str, Any] = {}
+        self._path_of: dict[str, Path] = {}
         listed = _listed(folder)
         if (folder / HASHES).exists() and (damage := find_damage(folder, "")) is not None:
             raise ValueError(f"{folder}: {damage}")
@@ -74,14 +76,26 @@ class TensorFiles:
             if name in self._file_of:
                 raise ValueError(f"{path}: tensor {name} is in another file of the folder, too")
             part = file.get_slice(name)
-            self._file_of[name] = file
+            self._file_of[name], self._path_of[name] = file, path
             self.shapes[name] = tuple(part.get_shape())
             self.dtypes[name] = part.get_dtype()
 
     def read(self, name: str, index: Slices) -> np.ndarray:
         """Returns a part of a tensor, in its own dtype."""
+        if self.dtypes[name] == CODES:
+            return read_codes(self._path_of[name], name)[index]
         part = self._file_of[name].get_slice(name)
         return part[index if len(index) > 1 else index[0]]
+
+
+def open_tensors(folder: Path) -> TensorFiles | DequantizedFiles:
+    """Returns the tensors of a folder; those of an FP8 checkpoint dequantized to float32.
+
+    Raises ValueError as their constructors do, and for a quantization that is not supported.
+    """
+    path = folder / "config.json"
+    files, fmt = TensorFiles(folder), read_format(load_json(path), str(path))
+    return files if fmt is None else DequantizedFiles(files, fmt)
 
 
 def _listed(folder: Path) -> dict[str, str]:
@@ -139,13 +153,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
 
 
-def dropped_tensors(files: TensorFiles, model: ModelConfig) -> list[str]:
+def dropped_tensors(files: TensorFiles | DequantizedFiles, model: ModelConfig) -> list[str]:
     """Returns the names of tensors that are not read: buffers, and a tied head that is stored."""
     tied = [HEAD] if model.tie_embeddings and HEAD in files.shapes else []
     return [name for name in files.shapes if is_buffer(model, name)] + tied
 
 
-def check_tensors(files: TensorFiles, model: ModelConfig) -> str:
+def check_tensors(files: TensorFiles | DequantizedFiles, model: ModelConfig) -> str:
     """Returns the prefix of the names, once the tensors are known to be those of the model.
 
     Raises:
@@ -187,7 +201,7 @@ def _grouped_by(problems: Mapping[str, str]) -> list[str]:
     return [f"{grouped(those)} {problem}" for problem, those in names.items()]
 
 
-def _check_tied_head(files: TensorFiles, embedding: str) -> None:
+def _check_tied_head(files: TensorFiles | DequantizedFiles, embedding: str) -> None:
     rows = files.shapes[embedding][0]
     same = files.shapes[HEAD] == files.shapes[embedding]
     for begin in range(0, rows, 4096) if same else ():
@@ -212,13 +226,17 @@ def read_parameters(
     Raises:
       ValueError: see `TensorFiles` and `check_tensors`; before anything is allocated.
     """
-    files = TensorFiles(folder)
+    files = open_tensors(folder)
     prefix = check_tensors(files, model)
     return read_tree(files, model, prefix, shardings, dtype)
 
 
 def read_tree(
-    files: TensorFiles, model: ModelConfig, prefix: str, shardings: Any, dtype: Any
+    files: TensorFiles | DequantizedFiles,
+    model: ModelConfig,
+    prefix: str,
+    shardings: Any,
+    dtype: Any,
 ) -> Any:
     """Reads the parameters of checked files, as `read_parameters` does."""
     flat, structure = jax.tree_util.tree_flatten_with_path(shardings)

@@ -16,7 +16,7 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import tree_shardings
 from fp8jax.interop.folders import HUGGING_FACE, as_folder, shape_of_model, small_file
-from fp8jax.interop.read import TensorFiles, check_tensors, dropped_tensors, grouped, read_tree
+from fp8jax.interop.read import check_tensors, dropped_tensors, grouped, open_tensors, read_tree
 from fp8jax.interop.tensor_names import HEAD
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig
@@ -104,7 +104,7 @@ def _load_folder(
     words = None if found is None else tokenizer(f"bpe:{found}")
     _check(shape, policy, words, mesh, str(folder))
     model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
-    files = TensorFiles(folder)
+    files = open_tensors(folder)
     prefix = check_tensors(files, shape)
     if dropped := dropped_tensors(files, shape):
         logging.info("%s: tensors that are computed, not read: %s", folder, grouped(dropped))
