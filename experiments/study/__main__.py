@@ -3,11 +3,14 @@
     python -m experiments.study recipes --output=docs/recipes.md
     python -m experiments.study curves --config=configs/smoke.py --workdir=runs/curves
     python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
+    python -m experiments.study inference --workdir=runs/lm_125m
     python -m experiments.study ties
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
-fp8_cscale that work in training and in inference, at several widths of a model. `ties` prints how
+fp8_cscale that work in training and in inference, at several widths of a model. `inference` scores
+the held-out text of a run with weights that are quantized once, in each precision, with constant
+scales, and with scales that look at later tokens; it writes inference.md. `ties` prints how
 often rows of attention share their largest score, and the bias of each arithmetic of attention.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
@@ -22,7 +25,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.study import attention_ties, bias_sweep, loss_curves, recipe_page
+from experiments.study import attention_ties, bias_sweep, inference, loss_curves, recipe_page
 from fp8jax.device import xla
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import DamagedError
@@ -50,8 +53,17 @@ _BIASES = flags.DEFINE_string("biases", "-6:10", "First and last bias that `swee
 
 
 _TOLERANCE = flags.DEFINE_float(
-    "tolerance", 0.01, "A bias works if its loss is at most this fraction above BF16's."
+    "tolerance",
+    0.01,
+    "A bias works if its loss is at most this fraction above BF16's; its perplexity in `inference`,"
+    " by default 0.005.",
 )
+
+
+_ROWS = flags.DEFINE_integer("rows", 64, "Validation rows of each source, for `inference`.", 1)
+
+
+_BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at once.", 1)
 
 
 def _recipes() -> None:
@@ -69,12 +81,29 @@ def _curves() -> None:
 
 def _sweep() -> None:
     xla.set_compilation_cache()
+    biases, widths = _parse_biases(), _parse_integers("widths", _WIDTHS.value)
+    workdir = Path(_WORKDIR.value)
+    print(bias_sweep.sweep_bias(_CONFIG.value, workdir, widths, biases, _TOLERANCE.value))
+
+
+def _inference() -> None:
+    xla.set_compilation_cache()
+    precisions = inference.PRECISIONS
+    if _PRECISIONS.present:
+        precisions = tuple(command.split_specs(_PRECISIONS.value))
+    text = inference.inference_tables(
+        _WORKDIR.value, precisions, _parse_biases(), rows=_ROWS.value, batch_size=_BATCH.value,
+        tolerance=_TOLERANCE.value if _TOLERANCE.present else 0.005,
+    )  # fmt: skip
+    (Path(_WORKDIR.value) / "inference.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _parse_biases() -> range:
     ends = _parse_integers("biases", _BIASES.value.split(":"))
     if len(ends) != 2:
         raise ValueError(f"--biases={_BIASES.value}: expected FIRST:LAST")
-    biases, widths = range(ends[0], ends[1] + 1), _parse_integers("widths", _WIDTHS.value)
-    workdir = Path(_WORKDIR.value)
-    print(bias_sweep.sweep_bias(_CONFIG.value, workdir, widths, biases, _TOLERANCE.value))
+    return range(ends[0], ends[1] + 1)
 
 
 def _ties() -> None:
@@ -103,6 +132,10 @@ _COMMANDS = (
     _Study(
         name="sweep", run=_sweep, needs=["config", "workdir"],
         takes=["widths", "biases", "tolerance"],
+    ),
+    _Study(
+        name="inference", run=_inference, needs=["workdir"],
+        takes=["precisions", "biases", "tolerance", "rows", "batch_size"],
     ),
     _Study(name="ties", run=_ties),
 )  # fmt: skip
