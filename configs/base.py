@@ -19,7 +19,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.remat = "none"  # what the backward recomputes: none, quantized, dots or full
 
     # Model; model_overrides replace single fields of it, None keeps the model's own
-    config.model = "llama_tiny"  # a key of MODELS in fp8jax/model/models.py
+    config.model = "llama_tiny"  # a key of MODELS (fp8jax/model/models.py), or hf:DIR
+    config.initial_weights = ""  # hf:DIR or a workdir, whose weights step 0 starts from; "": random
     config.model_overrides = ml_collections.ConfigDict()
     config.model_overrides.vocab_size = placeholder(int)  # rows of the embedding
     config.model_overrides.d_model = placeholder(int)  # width of the residual stream

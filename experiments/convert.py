@@ -20,6 +20,7 @@ import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
 from fp8jax.interop import convert
 from fp8jax.interop.export import EXPORTS
+from fp8jax.interop.folders import names_folder
 from fp8jax.interop.fp8_format import SCALE_RULES
 from fp8jax.interop.write import MAX_SHARD_BYTES
 from fp8jax.lookup import lookup
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     # So that `kill` cleans up as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     source, target = _FROM.value, _TO.value
-    to_folder = target.startswith("hf:")
+    to_folder = names_folder(target)
     path = Path(os.path.expanduser(target.removeprefix("hf:")))
     if not target.removeprefix("hf:"):
         raise ValueError(f"--to={target} names no folder")
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     for flag in (_FORMAT, _SCALES, _STEP, _SHARD):
         if flag.present:
             raise ValueError(f"--{flag.name} is for --to=hf:DIR, not for --to={target}")
-    if not source.startswith("hf:"):
+    if not names_folder(source):
         raise ValueError(f"one of --from={source} and --to={target} must be hf:DIR")
     trained = convert.import_folder(source, path)
     print(f"wrote {path}: {count_params(trained.model.config):,} parameters in float32")

@@ -55,6 +55,8 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
     """Prints and writes what the flags request that needs no training."""
     xla.set_compilation_cache()  # the run reuses the programs that are compiled here
     run = build(config)
+    if run.initial_weights is not None:
+        run.initial_weights.check()
     if _DRY_RUN.value:
         print(config)
     if _SHOW_PARAMS.value:

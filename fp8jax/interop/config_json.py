@@ -4,7 +4,7 @@
 (those of the library transformers), and the values of keys that decide what the model computes and
 that this decoder does not have: sliding windows, for example, or biases of other linears. Such a
 config is refused by the name of its key. Keys that do not change the logits (dropout rates, ids of
-special tokens) are listed. A key that is not listed is not read, and a warning names it.
+special tokens) are listed. Keys that are not listed are not read; `unknown_keys` names them.
 
 RoPE is read in the form of transformers 5, `rope_parameters`, and in the older one, `rope_scaling`
 beside `rope_theta`. rope_json.py has both.
@@ -15,8 +15,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from absl import logging
 
 from fp8jax.interop.rope_json import read_rope, write_rope
 from fp8jax.lookup import lookup
@@ -201,7 +199,7 @@ def _gpt2_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: str
 
 
 def _check_keys(family: Family, config: Mapping[str, Any], where: str) -> None:
-    """Refuses values that change what the model computes; warns of keys that are not known."""
+    """Refuses values of keys that change what the model computes."""
     if missing := [key for key in family.sizes.values() if key not in config]:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     only = {**_ONLY, **family.only}
@@ -213,11 +211,16 @@ def _check_keys(family: Family, config: Mapping[str, Any], where: str) -> None:
                 f"{family.architecture}, only {supported}"
             )
     _refuse_windows(config, where)
+
+
+def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
+    """Returns the keys that are not read, and of which nobody here knows what they do."""
+    family = family_of(config, where)
+    only = {**_ONLY, **family.only}
     known = {
         *_WITHOUT_EFFECT, *only, *family.without_effect, *family.defaults, *family.sizes.values()
     }  # fmt: skip
-    if unknown := sorted(config.keys() - known):
-        logging.warning("%s: keys that are not read: %s", where, ", ".join(unknown))
+    return sorted(config.keys() - known)
 
 
 def _refuse_windows(config: Mapping[str, Any], where: str) -> None:

@@ -11,7 +11,7 @@ Nothing is unpickled: a folder with .bin files only is refused.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -38,13 +38,27 @@ INDEX = "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")  # dtypes of parameters, as safetensors calls them
 
 
-class TensorFiles:
-    """The tensors of a folder, from one file or several with an index.
+@runtime_checkable
+class TensorReader(Protocol):
+    """The tensors of a folder: `TensorFiles`, or what stands before it and converts.
 
     Attributes:
       folder: where they are.
       shapes: name -> shape.
       dtypes: name -> dtype, as safetensors calls it.
+    """
+
+    folder: Path
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, name: str, index: Slices) -> np.ndarray:
+        """Returns a part of a tensor, in its own dtype."""
+        ...
+
+
+class TensorFiles:
+    """The tensors of a folder, from one file or several with an index; a `TensorReader`.
 
     Raises (the constructor):
       ValueError: there is no safetensors file, the index names a file or a tensor that is not
@@ -88,7 +102,7 @@ class TensorFiles:
         return part[index if len(index) > 1 else index[0]]
 
 
-def open_tensors(folder: Path) -> TensorFiles | DequantizedFiles:
+def open_tensors(folder: Path) -> TensorReader:
     """Returns the tensors of a folder; those of an FP8 checkpoint dequantized to float32.
 
     Raises ValueError as their constructors do, and for a quantization that is not supported.
@@ -153,13 +167,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return f"[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
 
 
-def dropped_tensors(files: TensorFiles | DequantizedFiles, model: ModelConfig) -> list[str]:
+def dropped_tensors(files: TensorReader, model: ModelConfig) -> list[str]:
     """Returns the names of tensors that are not read: buffers, and a tied head that is stored."""
     tied = [HEAD] if model.tie_embeddings and HEAD in files.shapes else []
     return [name for name in files.shapes if is_buffer(model, name)] + tied
 
 
-def check_tensors(files: TensorFiles | DequantizedFiles, model: ModelConfig) -> str:
+def check_tensors(files: TensorReader, model: ModelConfig) -> str:
     """Returns the prefix of the names, once the tensors are known to be those of the model.
 
     Raises:
@@ -201,7 +215,7 @@ def _grouped_by(problems: Mapping[str, str]) -> list[str]:
     return [f"{grouped(those)} {problem}" for problem, those in names.items()]
 
 
-def _check_tied_head(files: TensorFiles | DequantizedFiles, embedding: str) -> None:
+def _check_tied_head(files: TensorReader, embedding: str) -> None:
     rows = files.shapes[embedding][0]
     same = files.shapes[HEAD] == files.shapes[embedding]
     for begin in range(0, rows, 4096) if same else ():
@@ -214,31 +228,16 @@ def _check_tied_head(files: TensorFiles | DequantizedFiles, embedding: str) -> N
         )
 
 
-def read_parameters(
-    folder: Path, model: ModelConfig, shardings: Any, *, dtype: Any = np.float32
+def read_tree(
+    files: TensorReader, model: ModelConfig, prefix: str, shardings: Any, dtype: Any
 ) -> Any:
-    """Returns the parameters of a folder's model, in our tree.
+    """Returns the parameters of a model from files that `check_tensors` has checked, in our tree.
 
     Args:
+      prefix: as `check_tensors` returned it.
       shardings: our tree of parameters, with the sharding of each.
       dtype: of all parameters; float32 holds every readable dtype exactly.
-
-    Raises:
-      ValueError: see `TensorFiles` and `check_tensors`; before anything is allocated.
     """
-    files = open_tensors(folder)
-    prefix = check_tensors(files, model)
-    return read_tree(files, model, prefix, shardings, dtype)
-
-
-def read_tree(
-    files: TensorFiles | DequantizedFiles,
-    model: ModelConfig,
-    prefix: str,
-    shardings: Any,
-    dtype: Any,
-) -> Any:
-    """Reads the parameters of checked files, as `read_parameters` does."""
     flat, structure = jax.tree_util.tree_flatten_with_path(shardings)
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat]
     shapes, where = _shapes_of(model, paths), places(model)

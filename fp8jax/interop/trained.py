@@ -15,7 +15,14 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import tree_shardings
-from fp8jax.interop.folders import HUGGING_FACE, as_folder, shape_of_model, small_file
+from fp8jax.interop.folders import (
+    HUGGING_FACE,
+    as_folder,
+    names_folder,
+    shape_of_model,
+    small_file,
+    warn_of_unknown_keys,
+)
 from fp8jax.interop.read import check_tensors, dropped_tensors, grouped, open_tensors, read_tree
 from fp8jax.interop.tensor_names import HEAD
 from fp8jax.linear.amax_history import HISTORIES
@@ -99,6 +106,7 @@ def _load_folder(
     folder: Path, precision: str, mesh: Mesh | None, backend: Any, attention: Any
 ) -> TrainedModel:
     shape = shape_of_model(f"hf:{folder}", {})
+    warn_of_unknown_keys(f"hf:{folder}")
     policy = as_policy(precision)
     found = small_file(folder, "tokenizer.json")
     words = None if found is None else tokenizer(f"bpe:{found}")
@@ -170,7 +178,7 @@ def shape_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> ModelCo
     kept = workdir / HUGGING_FACE
     if record is None:
         return shape_of_model(f"hf:{kept}", {})
-    name = f"hf:{kept}" if as_folder(record["model"]) is not None else record["model"]
+    name = f"hf:{kept}" if names_folder(record["model"]) else record["model"]
     return shape_of_model(name, record["model_overrides"])
 
 

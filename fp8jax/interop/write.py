@@ -88,6 +88,8 @@ def write_tensors(
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     write_json(folder / HASHES, hash_files(folder, files))
+    for file in files:  # safetensors lets only their owner read them
+        shutil.copymode(folder / HASHES, folder / file)
 
 
 def _file_name(i: int, count: int) -> str:

@@ -409,6 +409,11 @@ class Checkpointer:
             logging.warning("could not write the hashes of checkpoint %s: %s", path, error)
 
 
+def has_steps(directory: Path) -> bool:
+    """Whether a directory of checkpoints has a committed step, sound or not."""
+    return directory.is_dir() and any(path.name.isdigit() for path in directory.iterdir())
+
+
 def _files_of(trees: Iterable[str] | None) -> str | tuple[str, ...]:
     """Returns what the paths of the files of some trees and of meta begin with; "" for all."""
     if trees is None:

@@ -25,10 +25,12 @@ from fp8jax.device import xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.inference.decoding import Requests, complete
 from fp8jax.inference.sampling import Sampling
+from fp8jax.interop.folders import shape_of_model, warn_of_unknown_keys
+from fp8jax.interop.initial_weights import InitialWeights
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import choose_attention
-from fp8jax.model.models import model_config
+from fp8jax.model.config import ModelConfig
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
@@ -55,6 +57,7 @@ class _Shared:
     """What all stages of a run share."""
 
     mesh: Mesh
+    shape: ModelConfig
     tokenizer: Tokenizer
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
@@ -62,6 +65,7 @@ class _Shared:
     detector: SpikeDetector | None
     gnmr: Gnmr | None
     optional_state: tuple[OptionalState, ...]
+    initial_weights: InitialWeights | None
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
@@ -76,6 +80,9 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     ladder, detector = _recovery(config)
     gnmr = _gnmr(config)
+    shape = shape_of_model(config.model, dict(config.model_overrides))
+    warn_of_unknown_keys(config.model)
+    weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
     optimizing = OptimizerConfig.from_config(config)
     optimizer, schedule = make_optimizer(optimizing)
     if optimizing.warmup < config.warmup_steps:
@@ -85,9 +92,11 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
             optimizing.warmup,
         )  # fmt: skip
     shared = _Shared(
-        mesh=mesh, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer, schedule=schedule,
+        mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
+        schedule=schedule,
         master_weights=lookup("master weights", config.master_weights, MASTER_WEIGHTS),
-        detector=detector, gnmr=gnmr, optional_state=_optional_state(config, detector, gnmr),
+        detector=detector, gnmr=gnmr, initial_weights=weights,
+        optional_state=_optional_state(detector, gnmr, shape.n_layers),
     )  # fmt: skip
     stages: list[Stage] = []
     for begins, policy in zip(precision.begins(config.num_steps), precision.policies, strict=True):
@@ -96,14 +105,13 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     return Run(
         settings=settings, stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
-        optional_state=shared.optional_state,
+        optional_state=shared.optional_state, initial_weights=shared.initial_weights,
     )  # fmt: skip
 
 
 def _optional_state(
-    config: ConfigDict, detector: SpikeDetector | None, gnmr: Gnmr | None
+    detector: SpikeDetector | None, gnmr: Gnmr | None, n_layers: int
 ) -> tuple[OptionalState, ...]:
-    n_layers = model_config(config.model, dict(config.model_overrides)).n_layers
     return (
         OptionalState(field="histories", key=histories_key, fresh=None),
         OptionalState(
@@ -120,7 +128,7 @@ def _stage(
 ) -> Stage:
     """The stage that trains in `policy`, after the stage `before`."""
     words = shared.tokenizer.vocab_size
-    model, gated = _model(config, policy, words, shared.mesh)
+    model, gated = _model(config, shared.shape, policy, words, shared.mesh)
     if shared.gnmr is not None:
         model = model.clone(high=config.gnmr_precision)
     initial = _initial_state(model, shared, config.seed)
@@ -135,7 +143,8 @@ def _stage(
         carried = carried_histories(before.model, before.state, model, state)
     return Stage(
         begins=begins, model=model, state=state, carried=carried, gains=gated.report,
-        slower=gated.slower,        programs=_programs(config, shared, model, initial, shardings),
+        slower=gated.slower,
+        programs=_programs(config, shared, model, initial, state, shardings),
     )  # fmt: skip
 
 
@@ -143,7 +152,8 @@ def _programs(
     config: ConfigDict,
     shared: _Shared,
     model: Transformer,
-    initial: Callable[[], TrainState],
+    initial: Callable[..., TrainState],
+    state: TrainState,
     shardings: Any,
 ) -> Programs:
     options = xla.compiler_options()
@@ -168,7 +178,7 @@ def _programs(
     )
     repeating = model.clone(policy=config.recovery_precision, high=None)
     return Programs(
-        initialize=jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings),
+        initialize=_initialize(shared, initial, state, shardings),
         seed_step=compiled(seeding),
         step=compiled(model),
         repeat_step=compiled(repeating, repeat_step),
@@ -180,14 +190,46 @@ def _programs(
     )
 
 
-def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[], TrainState]:
-    """A function that makes the state of step 0, boxed with logical axis names."""
+@dataclasses.dataclass(frozen=True)
+class _FromWeights:
+    """Makes the state of step 0 with given parameters, which are read when it is called."""
+
+    program: Any  # jitted, parameters -> state
+    weights: InitialWeights
+    params: Any  # abstract
+
+    def __call__(self) -> TrainState:
+        return self.program(self.weights.read(self.params))
+
+    def lower(self) -> Any:
+        return self.program.lower(self.params)
+
+
+def _initialize(
+    shared: _Shared, initial: Callable[..., TrainState], state: TrainState, shardings: Any
+) -> Any:
+    """What makes the state of step 0 when it is called, and has `lower` as jitted functions do."""
+    if shared.initial_weights is None:
+        return jax.jit(lambda: linen.meta.unbox(initial()), out_shardings=shardings)
+    program = jax.jit(
+        lambda params: linen.meta.unbox(initial(params)), donate_argnums=0, out_shardings=shardings
+    )
+    return _FromWeights(program, shared.initial_weights, state.params)
+
+
+def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[..., TrainState]:
+    """A function that makes the state of step 0, boxed with logical axis names.
+
+    It takes the parameters, not boxed, or nothing: then they are random.
+    """
     key = jax.random.key(seed)
 
-    def initial() -> TrainState:
+    def initial(given: Any = None) -> TrainState:
         tokens = jnp.zeros((1, 1), jnp.int32)
         variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
         params = to_master(variables["params"], shared.master_weights)
+        if given is not None:
+            params = linen.meta.replace_boxed(params, given)
         histories = variables[HISTORIES] if HISTORIES in variables else {}
         fresh = {p.field: p.fresh() for p in shared.optional_state if p.fresh is not None}
         return TrainState(
@@ -198,10 +240,11 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[[
     return initial
 
 
-def _model(config: ConfigDict, policy: Policy, words: int, mesh: Mesh) -> tuple[Transformer, Gated]:
+def _model(
+    config: ConfigDict, shape: ModelConfig, policy: Policy, words: int, mesh: Mesh
+) -> tuple[Transformer, Gated]:
     """The model, and the size gate's result; `size_gate` leaves linears in BF16 that FP8 slows."""
     rows = check_batch(config.batch_size, config.grad_accum, mesh)
-    shape = model_config(config.model, dict(config.model_overrides))
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
     if config.unroll > shape.n_layers:

@@ -47,6 +47,7 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
         *([] if defaults is None else _changes(settings.record, defaults)),
         *_sources(corpus, settings.seq_len),
         *labeled("model", model),
+        *(labeled("weights", settings.initial_weights) if settings.initial_weights else []),
         *labeled("policy", run.policies),
         *labeled("devices", f"{devices.size} x {hardware.device_kind()}{mesh}"),
         *labeled(

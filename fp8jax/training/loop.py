@@ -30,9 +30,10 @@ from fp8jax.data.loader import Batch, TimedIterator, to_devices, train_batches
 from fp8jax.data.mixture import Position as DataPosition
 from fp8jax.data.rows import Row
 from fp8jax.device import hardware, xla
+from fp8jax.interop.folders import keep_small_files, kept_differences
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
-from fp8jax.records.checkpoint import Checkpointer, Restored
+from fp8jax.records.checkpoint import Checkpointer, Restored, has_steps
 from fp8jax.records.events import Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
@@ -73,7 +74,8 @@ def train_and_evaluate(
     Args:
       config: all keys of configs/base.py.
       workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
-        samples.jsonl, events.jsonl, checkpoints/, tensorboard/, profile/.
+        samples.jsonl, events.jsonl, checkpoints/, tensorboard/, profile/; hugging_face/ with the
+        files of a model or tokenizer that the config names by path.
       profile: first and last step of a trace for xprof, None for none.
       faults: faults to inject (stability/faults.py).
       defaults: the console shows which keys of the config differ from these; None for no keys.
@@ -95,6 +97,15 @@ def train_and_evaluate(
     settings = run.settings
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
+        if run.initial_weights is not None and not has_steps(Path(workdir, "checkpoints")):
+            run.initial_weights.check()
+        changes = kept_differences(settings.record, Path(workdir))
+        if changes and not settings.resume_with_changes:
+            raise ValueError(
+                f"{settings.model} is no longer the model that this workdir began with: "
+                f"{'; '.join(changes)}. Take another --workdir, or ask for it with "
+                "--config.resume_with_changes=True"
+            )
         corpus = build_corpus(
             settings.data, run.tokenizer, seq_len=settings.seq_len,
             valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
@@ -187,6 +198,8 @@ class _Loop:
         run = self.run
         self._write_file("config.json", json.dumps(run.settings.record, indent=2, sort_keys=True))
         self._write_file("data.txt", self.corpus.summary())
+        if jax.process_index() == 0:
+            keep_small_files(run.settings.record, Path(self.workdir))
         for line in [*labeled("workdir", self.workdir), *start_lines(run, self.corpus, defaults)]:
             self.metrics.say(line)
         self.metrics.event(

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import Batch
+from fp8jax.interop.initial_weights import InitialWeights
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
@@ -30,7 +31,7 @@ class Programs:
     """The jitted functions of one stage. Each compiles when it is first called.
 
     Attributes:
-      initialize: () -> the state of step 0.
+      initialize: () -> the state of step 0, from random numbers or from the initial weights.
       seed_step: the first step of a delayed policy; takes current amaxes and fills the histories.
       step: every other step.
       repeat_step: a rejected step once more, in the policy `recovery_precision`.
@@ -95,6 +96,7 @@ class Run:
       batch_sharding: of every array of a batch, [B, L].
       ladder: what is tried on a rejected step.
       optional_state: the parts of the train state that only some configs have.
+      initial_weights: what step 0 starts from; None for random numbers.
     """
 
     settings: Settings
@@ -104,6 +106,7 @@ class Run:
     batch_sharding: NamedSharding
     ladder: Ladder
     optional_state: tuple[OptionalState, ...]
+    initial_weights: InitialWeights | None
 
     @property
     def policies(self) -> str:

@@ -26,6 +26,7 @@ class Settings:
     """
 
     model: str
+    initial_weights: str
     precision: str
     data: str
     valid_fraction: float
