@@ -52,45 +52,70 @@ def score(
 ) -> Scores:
     """Returns the scores of all tokens, from one pass over the rows. Call it in `jax.jit`.
 
+    See `score_targets`, also for what recipes see, and for the other arguments.
+
+    Args:
+      cache: None to attend as in training. A key of `CACHES` to attend to keys and values that are
+        stored as decoding stores them: each row is then one document, with padding on the right.
+    """
+    inside_BL = jnp.pad(
+        (segments_BL[:, 1:] == segments_BL[:, :-1]) & (segments_BL[:, 1:] > 0), ((0, 0), (1, 0))
+    )
+    at_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
+    begins_BL: Any = 0 if cache else lax.cummax(jnp.where(inside_BL, 0, at_BL), axis=1)
+    found = score_targets(
+        model, variables, tokens_BL, jnp.roll(tokens_BL, -1, axis=1), segments_BL,
+        at_BL - begins_BL, key=key, cache=cache,
+    )  # fmt: skip
+    log_p_BL, best_BL = (jnp.roll(x, 1, axis=1) for x in found)
+    return Scores(jnp.where(inside_BL, log_p_BL, 0.0), best_BL & inside_BL)
+
+
+def score_targets(
+    model: Transformer,
+    variables: Any,
+    tokens_BL: Int[Array, "B L"],
+    targets_BL: Int[Array, "B L"],
+    segments_BL: Int[Array, "B L"],
+    positions_BL: Int[Array, "B L"],
+    *,
+    key: Shaped[Array, "..."] | None = None,
+    cache: str | None = None,
+) -> Scores:
+    """Returns the scores of the tokens that follow each token. Call it in `jax.jit`.
+
+    Unlike `score` it also scores what follows the last token of a row, as training does.
+
     Logits of more than 2 GiB are computed a chunk of positions at a time, unless a recipe quantizes
     the head. Recipes with one current scale for a whole tensor take it over all tokens of all rows,
     those that come later included, but not over padding.
 
     Args:
       variables: parameters, and amax histories if the policy has delayed scaling.
+      targets_BL: the id that follows each token; any id where none does.
       segments_BL: number of each token's document within its row, from 1, consecutive; 0 is
         padding.
+      positions_BL: of each token in its document.
       key: random key, for policies that round stochastically.
-      cache: None to attend as in training. A key of `CACHES` to attend to keys and values that are
-        stored as decoding stores them: each row is then one document, with padding on the right.
+      cache: as in `score`.
     """
     model = inference_model(model)
     batch, length = tokens_BL.shape
-    inside_BL = jnp.pad(
-        (segments_BL[:, 1:] == segments_BL[:, :-1]) & (segments_BL[:, 1:] > 0), ((0, 0), (1, 0))
-    )
     positions = chunk_length(batch, length, model.config.vocab_size)
     whole = bool(as_policy(model.policy).recipe("lm_head").casts) or positions == length
-    at_BL = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    arguments = tokens_BL, segments_BL, positions_BL, key
     if cache is None:
-        begins_BL = lax.cummax(jnp.where(inside_BL, 0, at_BL), axis=1)
-        arguments = tokens_BL, segments_BL, at_BL - begins_BL, key
         out: Any = model.apply(variables, *arguments, head=whole)
     else:
         # Not fresh: the tokens attend to what the cache holds of them.
         slots: Any = empty_cache(model.config, batch, length, cache)
         slots = dataclasses.replace(slots, fresh=False)
-        arguments = tokens_BL, segments_BL, at_BL, key
         scored: Any = model.apply(variables, *arguments, head=whole, cache=slots)
         out, _ = scored
-    targets_BL = jnp.roll(tokens_BL, -1, axis=1)
     if whole:
-        log_p_BL, best_BL = _judged(out, targets_BL)
-    else:
-        x_BLD, w_DV = out
-        log_p_BL, best_BL = _judged_in_chunks(x_BLD, w_DV, targets_BL, positions)
-    log_p_BL, best_BL = (jnp.roll(x, 1, axis=1) for x in (log_p_BL, best_BL))
-    return Scores(jnp.where(inside_BL, log_p_BL, 0.0), best_BL & inside_BL)
+        return Scores(*_judged(out, targets_BL))
+    x_BLD, w_DV = out
+    return Scores(*_judged_in_chunks(x_BLD, w_DV, targets_BL, positions))
 
 
 def _judged(logits_BLV: Array, targets_BL: Array) -> tuple[Array, Array]:
