@@ -1,0 +1,57 @@
+"""Perplexity and bits per byte of text, of a model whose probabilities are known."""
+
+import numpy as np
+import pytest
+
+from fp8jax.data.tokenizers import tokenizer
+from fp8jax.inference.perplexity import joined, read_texts, score_texts
+from tests.support.bigrams import bigram_model
+
+BYTES = tokenizer("bytes")
+TEXTS = {"one": "abcabd", "two": "é is two bytes.\n" * 3}
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """The scores of two files of one document each, in rows of 8 tokens, and log p of bigrams."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    data = ",".join(f"{name}=text:{folder}/{name}.txt" for name in TEXTS)
+    rows = read_texts(data, BYTES, seq_len=8)
+    model, variables, log_p = bigram_model({"a": {"b": 500}, "b": {"c": 100, "d": 50}})
+    scores = score_texts(
+        model, variables, rows, token_bytes=BYTES.token_bytes, batch_size=3
+    )  # two's last batch is padded
+    return scores, log_p
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_scores_of_each_row(scored, name):
+    scores, log_p = scored
+    ids = [BYTES.bos, *TEXTS[name].encode(), BYTES.eos]
+    nats = -log_p[ids[:-1], ids[1:]]
+    ends = range(8, len(nats) + 8, 8)
+    rows = [nats[end - 8 : end] for end in ends]
+    own = scores[name]
+    # Sums of eight float32 logarithms of up to 13.
+    np.testing.assert_allclose(own.nats, [row.sum() for row in rows], rtol=1e-6)
+    np.testing.assert_array_equal(own.tokens, [len(row) for row in rows])
+    assert own.bytes.sum() == len(TEXTS[name].encode()) == own.tokens.sum() - 1  # EOS has none
+    np.testing.assert_allclose(own.perplexity().estimate.value, np.exp(nats.mean()), rtol=1e-5)
+    bits = nats.sum() / np.log(2) / own.bytes.sum()
+    np.testing.assert_allclose(own.bits_per_byte().estimate.value, bits, rtol=1e-6)
+
+
+def test_sources_together(scored):
+    scores, _ = scored
+    together = joined(list(scores.values()))
+    nats = sum(each.nats.sum() for each in scores.values())
+    assert together.nats.sum() == pytest.approx(nats, rel=1e-12)
+    assert together.tokens.sum() == sum(len(text.encode()) + 1 for text in TEXTS.values())
+
+
+def test_a_source_without_documents(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="source 'x' has no documents"):
+        read_texts(f"x=jsonl:{tmp_path}/empty.jsonl", BYTES, seq_len=8)
