@@ -215,6 +215,7 @@ def test_gemm(without_torch, hasty):
         made = operators.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
     assert ran(made) == {
         "JAX bf16", "JAX f8, one scale", "linear bf16", "linear fp8_delayed",
+        "linear fp8_delayed, seeding itself",
         "linear flax Fp8DotGeneralOp", "linear flax Fp8DirectDotGeneralOp",
     }  # fmt: skip
     found = by_name(made)
