@@ -113,8 +113,8 @@ class Transformer(nn.Module):
           head: False leaves out the head, and returns its input x_BLD in `dtype` and its weight
             w_DV as stored: the logits are x_BLD w_DV if the head's recipe casts nothing
             (chunked_loss.py).
-          cache: of the tokens before these (cache.py), one segment a row; positions_BL are then the
-            slots. Tokens of segment 0 leave the cache as it is.
+          cache: of the tokens before these (cache.py), of one segment a row; positions_BL are then
+            slots.
           only_B: the one index along L of each row that reaches the head, which takes L = 1 then;
             None for all.
 
@@ -138,14 +138,12 @@ class Transformer(nn.Module):
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
         inputs = _LayerInputs(segments_BL, positions_BL, key, promoted)
         x_BLD, cache = self._layers(policy, x_BLD, inputs, cache)
-        real_BL = segments_BL > 0 if self.zero_padding else None
         if only_B is not None:
             x_BLD = jnp.take_along_axis(x_BLD, only_B[:, None, None], axis=1)
-            if real_BL is not None:
-                real_BL = jnp.take_along_axis(real_BL, only_B[:, None], axis=1)
+            segments_BL = jnp.take_along_axis(segments_BL, only_B[:, None], axis=1)
         x_BLD = norm_layer(c, "final_norm")(x_BLD)
-        if real_BL is not None:
-            x_BLD = jnp.where(real_BL[..., None], x_BLD, 0)
+        if self.zero_padding:
+            x_BLD = jnp.where(segments_BL[..., None] > 0, x_BLD, 0)
         if not head:
             out: Any = x_BLD, self._head_weight(policy, table_VD)
         else:
