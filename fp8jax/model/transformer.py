@@ -115,13 +115,11 @@ class Transformer(nn.Module):
             (chunked_loss.py).
           cache: of the tokens before these (cache.py), of one segment a row; positions_BL are then
             slots.
-          only_B: the one index along L of each row that reaches the head, which takes L = 1 then;
-            None for all.
+          only_B: the one index along L of each row that reaches the head; None for all.
 
         Raises:
-          ValueError: a name is unknown, the policy does not fit the model, the rows are longer
-            than the table of learned positions or than the cache, or a cache is given together with
-            promotions or with the collection `AMAXES`.
+          ValueError: a name is unknown, the policy does not fit the model, there are fewer learned
+            positions than the rows or the cache have, or a cache comes with promotions or `AMAXES`.
         """
         c, policy = self.config, as_policy(self.policy)
         policy.check(c.modules, c.n_layers)
