@@ -22,7 +22,7 @@ import fp8jax.training.loop  # noqa: F401  # defines Grain's flags, which are no
 from configs import base
 from experiments import command
 from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
 from fp8jax.records.workdir_lock import lock_workdir
 from tests.support import ROOT
 from tests.support.annotations import unchecked_annotations  # noqa: F401
@@ -87,6 +87,8 @@ def folder(tmp_path_factory):
     _write_checkpoint(
         folder / "other", {"version": CHECKPOINT_VERSION, "config": record, "data": "x"}
     )
+    meta = {"version": CHECKPOINT_VERSION, CONVERTED_FROM: "hf"}
+    _write_checkpoint(folder / "converted", meta)
     for name in ("lines", "no_file", "no_folder"):
         (folder / name).mkdir()
     (folder / "lines" / "metrics.jsonl").write_text('{"step": \n')
@@ -189,6 +191,7 @@ WORKDIRS = [
     ("version", ["--workdir=DIR/version"], "has version 99, and this fp8jax reads version"),
     ("other config", ["--workdir=DIR/other", "--config=configs/base.py", *SMALL[:3]],
      r"comes from another config: .*; seed: 7 -> 0; .*\. Take another --workdir"),
+    ("a conversion", ["--workdir=DIR/converted"], "holds weights that were converted from hf, and"),
     ("damaged metrics", ["--workdir=DIR/lines"], "lines/metrics.jsonl:1: not JSON"),
     ("metrics folder", ["--workdir=DIR/no_file"], "Is a directory: .*metrics.jsonl"),
     ("checkpoints file", ["--workdir=DIR/no_folder"], "no_folder/checkpoints is a file"),
@@ -260,6 +263,14 @@ VALUES = [
     ("fsdp", ["mesh=fsdp", "model_overrides.d_model=60"], "size 60, which is not a multiple"),
     ("positions", ["model=gpt2_tiny", "seq_len=2048"], "seq_len=2048 is more than .*=1024"),
     ("words", ["model_overrides.vocab_size=10"], "vocab_size=10 is less than the tokenizer's 258"),
+    ("no model", ["model=hf:DIR/none"], "hf:.*/none does not exist"),
+    ("model file", ["model=hf:DIR/file"], "hf:.*/file is not a folder"),
+    ("model no folder", ["model=hf:"], "hf: needs a folder: give hf:DIR"),
+    ("no config.json", ["model=hf:DIR/lines"], "lines/config.json cannot be read: "),
+    ("no weights", ["initial_weights=hf:DIR/none"], "hf:.*/none does not exist"),
+    ("weights no run", ["initial_weights=DIR/lines"], "lines has no checkpoints: name the workdir"),
+    ("weights of a version", ["initial_weights=DIR/version"], "has version 99, and this fp8jax"),
+    ("weights of a dry run", ["initial_weights=DIR/none", "--dry_run"], "none is not a folder: na"),
     ("backend", ["precision=fp8_block", "backend=xla"], "backend 'xla' cannot run recipe"),
     ("attention", ["attention=cudnn"], "attention 'cudnn' cannot run here: it needs an NVIDIA"),
     ("beta", ["attention=stabilized", "attention_beta=-1"], "beta must be above 1"),

@@ -139,7 +139,6 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(hidden_act="relu"), "hidden_act='relu' is not supported, only silu"),
         ("llama", dict(sliding_window=4096), "sliding_window=4096 is not supported for Llama"),
         ("llama", dict(auto_map={"AutoModel": "modeling.X"}), "auto_map=.* is not supported"),
-        ("llama", dict(quantization_config={"quant_method": "awq"}), "quantization_config=.*awq"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         ("llama", dict(hidden_size="32"), "hidden_size must be a positive whole number, got '32'"),
         ("llama", dict(num_attention_heads=3), "width of 32 does not divide into 3 heads"),

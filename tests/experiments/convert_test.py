@@ -1,0 +1,118 @@
+"""The command that converts models, as a shell would run it."""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from absl import flags
+
+from experiments import command
+from tests.support import ROOT
+from tests.support.commands import run_command
+from tests.support.hf_folders import config_json, tensors, write_folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = config_json("llama")
+    return write_folder(tmp_path / "hf", config, tensors(config))
+
+
+@pytest.mark.slow
+def test_there_and_back(folder, tmp_path):
+    done = run_command("convert", f"--from=hf:{folder}", f"--to={tmp_path}/workdir")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"wrote .*/workdir: [\d,]+ parameters in float32\n", done.stdout)
+    back = ("--format=bf16", f"--to=hf:{tmp_path}/back", f"--from={tmp_path}/workdir")
+    done = run_command("convert", *back)
+    assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path}/back in bf16\n")
+    done = run_command("convert", *back)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path}/back exists and is not overwritten\n"
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config == config_json("llama") | {"dtype": "bfloat16"}
+
+
+SLOW = """
+import time
+from fp8jax.interop import write
+from experiments import command, convert
+
+def save_file(*args, **kwargs):
+    print("writing", flush=True)
+    time.sleep(60)
+
+write.save_file = save_file
+command.run(convert.main, errors=convert.ERRORS)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_conversion_leaves_nothing(sent, folder, tmp_path):
+    program = subprocess.Popen(
+        [sys.executable, "-c", SLOW, f"--from=hf:{folder}", f"--to=hf:{tmp_path}/new/back",
+         "--format=bf16"], cwd=ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert program.stdout.readline() == "writing\n"
+    assert len(list((tmp_path / "new").iterdir())) == 1  # beside the target
+    time.sleep(0.1)
+    program.send_signal(sent)
+    _, error = program.communicate(timeout=60)
+    assert program.returncode == (130 if sent == signal.SIGINT else 143)
+    assert error == ("interrupted\n" if sent == signal.SIGINT else "")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+BAD = [
+    (["--to=DIR/x"], "Flag --from must have a value"),
+    (["--from=hf:DIR/hf"], "Flag --to must have a value"),
+    (["--from=DIR/a", "--to=DIR/x"], "one of --from=.*/a and --to=.*/x must be hf:DIR"),
+    (["--from=hf:DIR/none", "--to=DIR/x"], "hf:.*/none does not exist"),
+    (["--from=hf:", "--to=DIR/x"], "hf: needs a folder"),
+    (["--from=hf:DIR/hf", "--to="], "--to= names no folder"),
+    (["--from=hf:DIR/hf", "--to=hf:", "--format=bf16"], "--to=hf: names no folder"),
+    (["--from=hf:DIR/hf", "--to=DIR/hf"], "hf exists and is not overwritten"),
+    (["--from=DIR/none", "--to=hf:DIR/x", "--format=bf16"], "none is not a folder: name the work"),
+    (
+        ["--from=DIR/hf", "--to=hf:DIR/x", "--format=bf16"],
+        "hf has no checkpoints: name the workdir",
+    ),
+    (["--from=DIR/a", "--to=hf:DIR/x"], "--to=hf:.*/x needs a --format: bf16, float32"),
+    (
+        ["--from=DIR/a", "--to=hf:DIR/x", "--format=bf17"],
+        "unknown export format 'bf17'; did you me",
+    ),
+    (["--from=hf:DIR/hf", "--to=DIR/x", "--format=bf16"], "--format is for --to=hf:DIR, not for"),
+    (["--from=hf:DIR/hf", "--to=DIR/x", "--step=3"], "--step is for --to=hf:DIR, not for"),
+    (["--from=hf:DIR/hf", "--to=hf:DIR/x", "--format=bf16", "--step=3"], "step=3 is for workdirs"),
+    (["--from=hf:DIR/hf", "--to=hf:DIR/x", "--format=bf16", "--max_shard_bytes=0"], "max_shard_by"),
+    (["--from=hf:DIR/hf", "--to=DIR/x", "more"], "arguments that are not flags: .'more'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[row[1][:20] for row in BAD])
+def test_bad_commands_end_in_one_line(given, message, folder, tmp_path):
+    known = set(flags.FLAGS)
+    sys.modules.pop("experiments.convert", None)
+    convert = importlib.import_module("experiments.convert")  # defines its flags anew
+    arguments = [text.replace("DIR", str(tmp_path)) for text in given]
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            parsed = command.parse_flags(["convert", *arguments])
+            command.call(convert.main, convert.ERRORS, parsed)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS.unparse_flags()
+    line = ended.value.code
+    assert isinstance(line, str) and re.search(f"^error: .*{message}", line), line
+    assert "\n" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
