@@ -4,6 +4,7 @@
                                                                    accumulation)
     python -m experiments.bench step --shapes=d4096,d1536 --policies=bf16,fp8_block,fp8_block@xla
     python -m experiments.bench step --config=configs/infir2.py:qwen2.5_1.5b --config.KEY=VALUE
+    python -m experiments.bench decode --policies=bf16,fp8_current,fp8_rowwise:only=fwd_w
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
@@ -27,7 +28,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.bench import accumulation, operators, size_gains, steps, timing
+from experiments.bench import accumulation, decoding, operators, size_gains, steps, timing
 from experiments.bench.report import Report, write
 from experiments.bench.timing import Timer
 from fp8jax.device import hardware, xla
@@ -35,7 +36,8 @@ from fp8jax.device import hardware, xla
 _SHAPES = flags.DEFINE_list(
     "shapes",
     None,
-    "MxKxN (gemm, accumulation), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step).",
+    "MxKxN (gemm, accumulation), MxK (quantize), BxLxNxKxH (attention), names like d4096 (step), "
+    "MODEL_BxPxT (decode: requests, tokens of prompt, new tokens).",
 )
 
 
@@ -59,6 +61,9 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.",
 _FIGURE = flags.DEFINE_string(
     "figure", "", "step --config: name of the figures of the first policy besides bf16."
 )
+
+
+_KV_CACHE = flags.DEFINE_enum("kv_cache", "bf16", ["bf16", "fp8"], "decode: what it stores.")
 
 
 _SWEEP = flags.DEFINE_bool("sweep", False, "gemm: time our kernel under several tunings instead.")
@@ -126,6 +131,12 @@ def _step(shapes: Sequence[str], timed: Timer) -> Report:
     )  # fmt: skip
 
 
+def _decode(shapes: Sequence[str], timed: Timer) -> Report:
+    return decoding.measure_decoding(
+        shapes, _policies(), timed, _limits(timed), cache=_KV_CACHE.value
+    )
+
+
 def _training(shapes: Sequence[str], timed: Timer) -> Report:
     del shapes  # the config has them
     policies, figure = _policies(), _FIGURE.value
@@ -175,6 +186,13 @@ _COMMANDS = (
         name="step", measure=_step, takes=["shapes", "policies", "peers", "attention", "remat"],
         shapes=["d4096"], tiny_shapes=["tiny"],
         threads=4,  # a step fills much of the memory
+    ),
+    _Benchmark(
+        name="decode", measure=_decode, takes=["shapes", "policies", "kv_cache"],
+        shapes=[f"{model}_{batch}x1024x256" for model in ("llama_125m", "qwen2.5_1.5b", "llama3_8b")
+                for batch in (1, 8, 64)],
+        tiny_shapes=["llama_tiny_2x16x4"],
+        threads=1,  # the weights of a contestant are made while it is prepared
     ),
     _Benchmark(
         name="gains", measure=size_gains.measure_gains, shapes=size_gains.SHAPES,

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from fp8jax.device import hardware, xla
-from fp8jax.inference.decoding import NO_TOKEN, Decoding, Requests, decode, prefill
+from fp8jax.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
 from fp8jax.inference.prepare import inference_model, prepare
 from fp8jax.inference.sampling import Sampling
 from fp8jax.lookup import lookup
@@ -75,7 +75,7 @@ class Generator:
                 raise ValueError(f"{name}={size} must be at least 1")
         model.config.check_length(max_length)
         self.words, self.max_length = words, max_length
-        self._max_requests, self.tokens_per_call = max_requests, tokens_per_call
+        self.max_requests, self.tokens_per_call = max_requests, tokens_per_call
         unrolled = hardware.platform() == "gpu" if unrolled is None else unrolled
         model = inference_model(model)
         self._variables = prepare(model, variables, unrolled=unrolled)
@@ -113,8 +113,8 @@ class Generator:
         seeds = range(len(prompts)) if seeds is None else seeds
         self._check(prompts, num_tokens, seeds)
         found: list[np.ndarray] = []
-        for begin in range(0, len(prompts), self._max_requests):
-            part = slice(begin, begin + self._max_requests)
+        for begin in range(0, len(prompts), self.max_requests):
+            part = slice(begin, begin + self.max_requests)
             run = self.start(prompts[part], sampling, num_tokens, stops, seeds=seeds[part])
             pieces = list(run.pieces(self.tokens_per_call))
             found += [np.concatenate(of_one) for of_one in zip(*pieces, strict=True)]
@@ -148,13 +148,12 @@ class Generator:
         """Runs the prompts, and returns what draws the tokens. Arguments as in `stream`."""
         seeds = range(len(prompts)) if seeds is None else seeds
         self._check(prompts, num_tokens, seeds)
-        if len(prompts) > self._max_requests:
+        if len(prompts) > self.max_requests:
             raise ValueError(
-                f"{len(prompts)} prompts are more than max_requests={self._max_requests}"
+                f"{len(prompts)} prompts are more than max_requests={self.max_requests}"
             )
         longest = max(map(len, prompts))
-        # CPUs multiply a single row in another order than several, and this would show in the bits.
-        rows = bucket(max(len(prompts), 2 if hardware.platform() == "cpu" else 1))
+        rows = bucket(max(len(prompts), LEAST_ROWS))
         positions = min(bucket(max(longest, _LEAST_POSITIONS)), self.max_length)
         slots = min(bucket(max(longest + num_tokens, positions)), self.max_length)
         prompts_BP = np.zeros((rows, positions), np.int32)

@@ -44,12 +44,20 @@ def complete_text(
     stop_ids: Sequence[int] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Returns the completion of each prompt. Arguments and errors as in `stream_text`."""
-    streamed = stream_text(
-        generator, tokenizer, prompts, sampling, num_tokens, stop_strings=stop_strings,
-        stop_ids=stop_ids, seeds=seeds, every=min(8, generator.tokens_per_call),
-    )  # fmt: skip
-    return [growing.completion() for growing in list(streamed)[-1]]
+    """Returns the completion of each of any number of prompts.
+
+    Arguments and errors as in `stream_text`.
+    """
+    seeds, most = range(len(prompts)) if seeds is None else seeds, generator.max_requests
+    found: list[Completion] = []
+    for begin in range(0, len(prompts), most):
+        part = slice(begin, begin + most)
+        streamed = stream_text(
+            generator, tokenizer, prompts[part], sampling, num_tokens, stop_strings=stop_strings,
+            stop_ids=stop_ids, seeds=seeds[part], every=min(8, generator.tokens_per_call),
+        )  # fmt: skip
+        found += [growing.completion() for growing in list(streamed)[-1]]
+    return found
 
 
 def stream_text(

@@ -1,0 +1,194 @@
+"""Generates text with a trained model.
+
+    python -m experiments.generate --from=runs/smoke --prompt='def main(' --max_tokens=64
+    python -m experiments.generate --from=hf:DIR --chat --prompt='What is FP8?' --stream
+
+--from is a workdir, or hf:DIR. Several --prompt, and the lines of --prompts_file, are batched. With
+--chat each prompt is a user's message, rendered by the template of the model's folder; without
+prompts, --chat reads messages from the terminal, until an empty one.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
+from experiments import command
+from fp8jax.data.byte_tokenizer import Tokenizer
+from fp8jax.data.chat import ChatTemplate, load_chat_template
+from fp8jax.device import xla
+from fp8jax.inference.generate import Generator
+from fp8jax.inference.sampling import Sampling
+from fp8jax.inference.text import LENGTH, Completion, complete_text, stream_text
+from fp8jax.interop.config_json import load_json
+from fp8jax.interop.folders import small_file
+from fp8jax.interop.trained import TrainedModel, load_model
+from fp8jax.model.freeze import freeze
+from fp8jax.records.checkpoint import DamagedError
+
+_FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True)
+_STEP = flags.DEFINE_integer("step", None, "Which checkpoint of a workdir; the newest without.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "A text to continue; may be repeated.")
+_PROMPTS_FILE = flags.DEFINE_string("prompts_file", None, "A file with one prompt a line.")
+_CHAT = flags.DEFINE_bool("chat", False, "Prompts are messages, rendered by the chat template.")
+_SYSTEM = flags.DEFINE_string("system", None, "The system's message, for --chat.")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "The most new tokens of a text.", 1)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length", None, "Tokens of the cache, for prompt and text; as many as needed without.", 1
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the most likely token.")
+_TOP_K = flags.DEFINE_integer("top_k", None, "Draws from the K most likely tokens only.")
+_TOP_P = flags.DEFINE_float("top_p", None, "Draws from the most likely tokens of this probability.")
+_STOP = flags.DEFINE_multi_string("stop", [], "A text that ends a text; may be repeated.")
+_SEED = flags.DEFINE_integer("seed", 0, "Prompt i draws with the seed SEED + i.", 0)
+_PRECISION = flags.DEFINE_string("precision", None, "A policy; the run's own, or bf16, without.")
+_FREEZE = flags.DEFINE_bool("freeze", True, "Quantize the weights once, not in each step.")
+_KV_CACHE = flags.DEFINE_enum("kv_cache", "bf16", ["bf16", "fp8"], "What the cache stores.")
+_STREAM = flags.DEFINE_bool("stream", False, "Print the text as it grows; takes one prompt.")
+
+ERRORS = (*command.ERRORS, DamagedError)
+
+_CHAT_LENGTH = 4096  # of the cache of a chat in the terminal, without --max_length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Prompts:
+    """How prompts become ids, and which ids end a text."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    stop_ids: tuple[int, ...]
+
+    def ids(self, text: str) -> Any:
+        if self.template is not None:
+            return self.template.prompt([*_system(), {"role": "user", "content": text}])
+        return [self.tokenizer.bos, *self.tokenizer.encode(text).tolist()]
+
+
+def _system() -> list[dict[str, str]]:
+    return [] if _SYSTEM.value is None else [{"role": "system", "content": _SYSTEM.value}]
+
+
+def _texts() -> list[str]:
+    """Returns the prompts of the flags."""
+    texts = list(_PROMPT.value)
+    if _PROMPTS_FILE.value is not None:
+        lines = Path(_PROMPTS_FILE.value).expanduser().read_text(encoding="utf-8").splitlines()
+        if not all(lines):
+            raise ValueError(f"--prompts_file={_PROMPTS_FILE.value} has an empty line")
+        texts += lines
+    if not texts and not _CHAT.value:
+        raise ValueError("give a --prompt, or several, or --prompts_file")
+    if _STREAM.value and len(texts) > 1:
+        raise ValueError(f"--stream prints one text, and there are {len(texts)} prompts")
+    if _SYSTEM.value is not None and not _CHAT.value:
+        raise ValueError("--system is for --chat")
+    return texts
+
+
+def _prompts(trained: TrainedModel) -> _Prompts:
+    if trained.tokenizer is None:
+        raise ValueError(f"{trained.name} has no tokenizer.json, so it has no words to read")
+    stops, template = [trained.tokenizer.eos], None
+    if trained.files is not None:
+        stops += _end_ids(trained.files)
+    if _CHAT.value:
+        if trained.files is None:
+            raise ValueError(f"{trained.name} has no chat template: --chat needs one")
+        template = load_chat_template(trained.files, trained.tokenizer)
+    return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
+
+
+def _end_ids(folder: Path) -> list[int]:
+    """Returns the ids that end a text by the folder's generation_config.json, [] without one."""
+    path = small_file(folder, "generation_config.json")
+    settings = {} if path is None else load_json(path)
+    ends = settings["eos_token_id"] if "eos_token_id" in settings else []
+    return [ends] if isinstance(ends, int) else list(ends or [])
+
+
+def _generator(trained: TrainedModel, words: int, max_length: int) -> Generator:
+    variables = trained.variables
+    if _FREEZE.value:
+        variables = freeze(trained.model, variables)
+    return Generator(
+        trained.model, variables, words=words, max_length=max_length, cache=_KV_CACHE.value
+    )
+
+
+def _print_stream(generator: Generator, prompts: _Prompts, ids: Any, sampling: Sampling, seed: int):
+    """Prints a text as it grows, and returns it."""
+    for (text,) in stream_text(
+        generator, prompts.tokenizer, [ids], sampling, _MAX_TOKENS.value,
+        stop_strings=_STOP.value, stop_ids=prompts.stop_ids, seeds=[seed],
+    ):  # fmt: skip
+        print(text.fresh(), end="", flush=True)
+    print(flush=True)
+    return text.completion()
+
+
+def _say_ends(completions: Sequence[Completion]) -> None:
+    """Says which texts were to end with a stop string that never came."""
+    for index, completion in enumerate(completions):
+        if _STOP.value and completion.ended_by == LENGTH:
+            print(
+                f"prompt {index}: no stop string came within {len(completion.ids)} tokens",
+                file=sys.stderr,
+            )
+
+
+def _message() -> str:
+    """Returns what the user types, "" at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _chat(generator: Generator, prompts: _Prompts, sampling: Sampling) -> None:
+    """Talks with the user, until an empty message."""
+    assert prompts.template is not None
+    messages: list[Any] = _system()
+    turn = 0
+    while text := _message():
+        messages.append({"role": "user", "content": text})
+        ids = prompts.template.prompt(messages)
+        answer = _print_stream(generator, prompts, ids, sampling, _SEED.value + turn)
+        messages.append({"role": "assistant", "content": answer.text})
+        turn += 1
+
+
+def main(arguments: Sequence[str]) -> None:
+    command.refuse_arguments(arguments)
+    sampling = Sampling(temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value)
+    texts = _texts()
+    xla.set_compilation_cache()
+    trained = load_model(_FROM.value, precision=_PRECISION.value, step=_STEP.value)
+    prompts = _prompts(trained)
+    words = prompts.tokenizer.vocab_size
+    if not texts:
+        _chat(_generator(trained, words, _MAX_LENGTH.value or _CHAT_LENGTH), prompts, sampling)
+        return
+    ids = [prompts.ids(text) for text in texts]
+    needed = max(map(len, ids)) + _MAX_TOKENS.value
+    generator = _generator(trained, words, _MAX_LENGTH.value or needed)
+    if _STREAM.value:
+        _say_ends([_print_stream(generator, prompts, ids[0], sampling, _SEED.value)])
+        return
+    seeds = range(_SEED.value, _SEED.value + len(ids))
+    found = complete_text(
+        generator, prompts.tokenizer, ids, sampling, _MAX_TOKENS.value,
+        stop_strings=_STOP.value, stop_ids=prompts.stop_ids, seeds=seeds,
+    )  # fmt: skip
+    for index, (text, completion) in enumerate(zip(texts, found, strict=True)):
+        title = "" if len(texts) == 1 else f"[{index}] "
+        print(f"{title}{text}{completion.text}" if not _CHAT.value else title + completion.text)
+    _say_ends(found)
+
+
+if __name__ == "__main__":
+    command.run(main, errors=ERRORS)
