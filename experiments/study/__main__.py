@@ -5,6 +5,7 @@
     python -m experiments.study sweep --config=configs/cscale_sweep.py --workdir=runs/cscale
     python -m experiments.study inference --workdir=runs/lm_125m
     python -m experiments.study ties
+    python -m experiments.study kv_cache --workdir=runs/smoke --precisions=bf16,fp8_rowwise
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -12,6 +13,8 @@ fp8_cscale that work in training and in inference, at several widths of a model.
 the held-out text of a run with weights that are quantized once, in each precision, with constant
 scales, and with scales that look at later tokens; it writes inference.md. `ties` prints how
 often rows of attention share their largest score, and the bias of each arithmetic of attention.
+`kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
+a batch with requests alone.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -25,7 +28,14 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.study import attention_ties, bias_sweep, inference, loss_curves, recipe_page
+from experiments.study import (
+    attention_ties,
+    bias_sweep,
+    inference,
+    kv_cache,
+    loss_curves,
+    recipe_page,
+)
 from fp8jax.device import xla
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import DamagedError
@@ -60,7 +70,9 @@ _TOLERANCE = flags.DEFINE_float(
 )
 
 
-_ROWS = flags.DEFINE_integer("rows", 64, "Validation rows of each source, for `inference`.", 1)
+_ROWS = flags.DEFINE_integer(
+    "rows", 64, "Validation rows: of each source, for `inference`; of the first, for `kv_cache`.", 1
+)
 
 
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at once.", 1)
@@ -77,6 +89,12 @@ def _curves() -> None:
     seeds = _parse_integers("seeds", _SEEDS.value or [_CONFIG.value.seed])
     precisions = command.split_specs(_PRECISIONS.value)
     print(loss_curves.loss_curves(_CONFIG.value, Path(_WORKDIR.value), precisions, seeds))
+
+
+def _kv_cache() -> None:
+    xla.set_compilation_cache()
+    precisions = command.split_specs(_PRECISIONS.value)
+    print(kv_cache.kv_cache_tables(Path(_WORKDIR.value), precisions, _ROWS.value))
 
 
 def _sweep() -> None:
@@ -138,6 +156,7 @@ _COMMANDS = (
         takes=["precisions", "biases", "tolerance", "rows", "batch_size"],
     ),
     _Study(name="ties", run=_ties),
+    _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
 )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ from fp8jax.numerics.names import as_policy
 NO_TOKEN = -1  # fills arrays of tokens behind the last one
 
 # A single row would be multiplied as a vector. CPUs sum its products in another order, so a request
-# would not give the bits that it gives in a batch. On GPUs, XLA would convert the LM head to float32
-# in every step.
+# would not give the bits that it gives in a batch. On GPUs, XLA would convert the LM head to
+# float32 in every step.
 LEAST_ROWS = 2
 
 
