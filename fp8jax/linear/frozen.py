@@ -5,6 +5,7 @@ cast, `fwd_w` of the recipe, makes of it: codes and scales, in the layout of the
 whose `kernel` is a `FrozenKernel` quantizes only its activations, by `fwd_x`, and multiplies with
 the stored codes. The results have the bits of the same linear with the float32 kernel. Where a
 recipe leaves activations in high precision (`fp8_block:only=fwd_w`), only the weights are narrow.
+On GPUs, one or two rows are then multiplied by few_rows.py, whose sums have another order.
 
 Frozen kernels have a forward only: differentiation raises. A cast that rounds weights
 stochastically makes other codes in every call, so it cannot be frozen.
@@ -25,10 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from fp8jax.device import hardware
 from fp8jax.linear.amax_history import Histories, to_float32
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.dot import make_context
 from fp8jax.linear.explicit_axes import is_explicit
+from fp8jax.linear.few_rows import has_few_rows, matmul_few_rows
 from fp8jax.linear.manual_axes import pooled_axes
 from fp8jax.linear.operands import QuantizedOperand
 from fp8jax.linear.vjp import VjpContext, forward, quantize_operand, shared_amax
@@ -186,7 +189,7 @@ def _refuse_derivative(context: VjpContext, primals, tangents):
 
 def frozen_dot(
     x: Float[Array, "*rows K"],
-    kernels: Sequence[FrozenKernel],
+    kernels: Sequence[Any],
     *,
     recipe: Recipe,
     states: Sequence[Histories],
@@ -199,6 +202,9 @@ def frozen_dot(
     """Return x times each kernel, as `dot_general_shared` with the kernels that were frozen.
 
     Other arguments are as there. Amax histories are read and not updated.
+
+    Args:
+      kernels: `FrozenKernel`s, without an axis of layers.
 
     Raises:
       ValueError: a kernel was frozen by another cast or for another backend, only some of the
@@ -219,6 +225,13 @@ def frozen_dot(
         )
     context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
+    if (
+        context.recipe.fwd_x is None
+        and hardware.device().platform == "gpu"
+        and all(has_few_rows(rows_MK, operand) for operand in operands)
+    ):
+        backend_of_few = dataclasses.replace(context.backend, matmul=matmul_few_rows)
+        context = dataclasses.replace(context, backend=backend_of_few)
     ys = _frozen_matmuls(context, rows_MK, operands, tuple(states), tuple(keys))
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
