@@ -285,7 +285,7 @@ def _notes(
     notes = [f"scales: {' and '.join(names[rule] for rule in sorted(rules))}"]
     if all(following.values()):
         notes.append(f"codes: those that {policy.name} trained with, bit for bit")
-    elif scales is not None:
+    elif scales is not None and any(recipe.fwd_w for _, recipe in policy.rules):
         notes.append(f"codes: scales={scales} leaves the grid that {policy.name} trained on")
     elif any(following.values()):
         paths = sorted({path for (_, path), same in following.items() if not same})
