@@ -18,8 +18,9 @@ from fp8jax.numerics.policy import POLICIES
 from tests.support import ROOT
 from tests.support.layers import LAYERS
 
-README, RUNNING = (
-    (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/running.md")
+README, RUNNING, YOUR_MODEL = (
+    (ROOT / page).read_text(encoding="utf-8")
+    for page in ("README.md", "docs/running.md", "docs/your_model.md")
 )
 
 
@@ -86,7 +87,7 @@ def test_models_page_is_what_the_code_says():
 
 PYTHON = [
     block
-    for page in (README, RUNNING)
+    for page in (README, YOUR_MODEL.split("## NNX")[1], RUNNING)
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
 ]
 
@@ -144,6 +145,12 @@ def test_ci_finds_its_block(mark):
     assert joined.count("\n") == 1, "one command"
     assert joined.startswith("python3 -m venv .venv && .venv/bin/pip install ")
     assert "-m experiments.train --config=" in joined if mark == "run" else "-m pytest" in joined
+
+
+def test_ci_finds_the_commands_that_use_a_run():
+    (block,) = re.findall(r"^<!-- ci: use -->\s*^```bash\n(.*?)^```$", README, re.M | re.S)
+    commands = re.findall(r"^\.venv/bin/python -m experiments\.(\w+) .*=runs/smoke ", block, re.M)
+    assert commands == ["generate", "evaluate", "convert"] and block.count("\n") == 3
 
 
 def test_commands_name_configs_and_keys_that_exist():

@@ -314,7 +314,11 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
         }  # fmt: skip
     rope, length = write_rope(model.rope_theta, model.rope_scaling, max_length)
     windows = {} if family.model_type == "llama" else {"use_sliding_window": False}
-    return common | windows | {
+    # transformers before version 5, and servers that use it, read these two instead.
+    older = {"rope_theta": model.rope_theta} | (
+        {} if model.rope_scaling is None else {"rope_scaling": rope}
+    )
+    return common | windows | older | {
         "num_key_value_heads": model.n_kv_heads, "head_dim": model.head_dim, "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps, "max_position_embeddings": length, "rope_parameters": rope,
     }  # fmt: skip
