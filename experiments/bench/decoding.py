@@ -173,7 +173,7 @@ class _Contestant:
             return prefill(model, variables, cache, prompts_BP, lengths_B, requests)
 
         arguments = self._variables, prompts, lengths, self._requests()
-        program = jax.jit(run, compiler_options=xla.compiler_options()).lower(*arguments).compile()
+        program = jax.jit(run, compiler_options=xla.compiler_options())
         return lambda: program(*arguments)
 
     def prefill(self) -> Program:
@@ -187,8 +187,7 @@ class _Contestant:
             functools.partial(decode, self._model, tokens=tokens),
             compiler_options=xla.compiler_options(),
         )  # fmt: skip
-        ready = program.lower(*arguments).compile()
-        return Program(call=lambda: ready(*arguments)[1], items=tokens)
+        return Program(call=lambda: program(*arguments)[1], items=tokens)
 
 
 def random_variables(model: Transformer) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from fp8jax.inference.prepare import inference_model, prepare
 from fp8jax.inference.sampling import Rule, draw
@@ -37,19 +37,19 @@ LEAST_ROWS = 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What is decoded, as arrays.
+    """What is decoded, as arrays. Whole numbers are int32.
 
     Attributes:
       keys_B: the random key of each request.
       limits_B: the most new tokens of each; 0 for rows that hold no request.
-      stops: ids that end a request; `NO_TOKEN` fills unused places.
+      stops: any number of ids that end a request; `NO_TOKEN` fills unused places.
       rule: of the draws.
       words: ids below this one may be drawn, since a model's vocabulary may be padded. Static.
     """
 
-    keys_B: Shaped[Array, " B"]
-    limits_B: Int[Array, " B"]
-    stops: Int[Array, " stops"]
+    keys_B: Any
+    limits_B: Any
+    stops: Any
     rule: Rule
     words: int = dataclasses.field(metadata={"static": True})
 
@@ -57,23 +57,23 @@ class Requests:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What is carried from token to token.
+    """What is carried from token to token, as arrays. Whole numbers are int32.
 
     Attributes:
       cache: holds all tokens but the newest.
       newest_B: the newest token of each request.
       lengths_B: tokens in the cache.
       drawn_B: new tokens so far.
-      active_B: whether the request goes on.
-      steps: passes through the model so far.
+      active_B: bool, whether the request goes on.
+      steps: [], passes through the model so far.
     """
 
     cache: Caches
-    newest_B: Int[Array, " B"]
-    lengths_B: Int[Array, " B"]
-    drawn_B: Int[Array, " B"]
-    active_B: Bool[Array, " B"]
-    steps: Int[Array, ""]
+    newest_B: Any
+    lengths_B: Any
+    drawn_B: Any
+    active_B: Any
+    steps: Any
 
 
 def prefill(

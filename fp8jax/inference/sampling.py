@@ -63,13 +63,13 @@ class Rule:
     """A `Sampling` whose floats are arrays: a program is compiled once for all their values.
 
     Attributes:
-      temperature: None for 0.
-      top_p: None for 1.
+      temperature: float32 []; None for 0.
+      top_p: float32 []; None for 1.
       top_k: static.
     """
 
-    temperature: Float[Array, ""] | None
-    top_p: Float[Array, ""] | None
+    temperature: Any
+    top_p: Any
     top_k: int | None = dataclasses.field(metadata={"static": True})
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from fp8jax.device import hardware
 from fp8jax.device.mesh import constrain
@@ -47,10 +47,10 @@ class KVCache:
         other by an attention of training, and their rounded copies are read later only.
     """
 
-    keys: Shaped[Array, "..."]
-    values: Shaped[Array, "..."]
-    key_scales: Float[Array, "..."] | None = None
-    value_scales: Float[Array, "..."] | None = None
+    keys: Any  # arrays, or abstract ones
+    values: Any
+    key_scales: Any = None
+    value_scales: Any = None
     fresh: bool = dataclasses.field(default=False, metadata={"static": True})
 
 

@@ -20,7 +20,15 @@ import pytest
 
 from configs import base
 from experiments import markdown
-from experiments.bench import accumulation, operators, size_gains, steps, timing, torch_peers
+from experiments.bench import (
+    accumulation,
+    decoding,
+    operators,
+    size_gains,
+    steps,
+    timing,
+    torch_peers,
+)
 from experiments.bench.operators import Limits
 from experiments.bench.report import Report, Row, mean_ratio, versions, write
 from experiments.bench.timing import Program, Timing, time_in_turns
@@ -514,6 +522,55 @@ def test_torchs_model_is_the_same_model(monkeypatch):
     tokens, targets = (torch.tensor(np.asarray(batch[k])).long() for k in ("tokens", "targets"))
     # Both in float32, whose sums differ in order only: some hundred roundings of 2^-24.
     assert float(theirs(tokens, targets).detach()) == pytest.approx(float(loss), rel=2**-16)
+
+
+# Decoding -----------------------------------------------------------------------------------------
+
+
+def test_decoding_beside_bf16():
+    policies = ["bf16", "fp8_rowwise", "fp8_delayed", "fp8_block:only=fwd_w"]
+    made = decoding.measure_decoding(["qwen2_tiny_1x16x4"], policies, QUICK, LIMITS, cache="fp8")
+    assert [(row.case, row.name) for row in made.rows] == [
+        (f"qwen2_tiny_1x16x4 {kind}", policy)
+        for kind in ("prefill", "decode")
+        for policy in policies
+    ]
+    assert not any(row.timing.reason for row in made.rows)
+    bf16, rowwise = made.rows[4], made.rows[5]
+    share = bf16.work / LIMITS.copy / bf16.timing.seconds
+    assert made.figures["decode_share/qwen2_tiny_1x16x4/bf16"] == pytest.approx(share)
+    speedup = bf16.timing.seconds / rowwise.timing.seconds
+    assert made.figures["decode_speedup/qwen2_tiny_1x16x4/fp8_rowwise"] == pytest.approx(speedup)
+
+
+def test_bytes_of_a_decoded_token():
+    """Four layers of 128 wide: 128 x (128 + 2 x 64) and 128 x 128 of attention, 3 x 128 x 384 of
+    the MLP, with 256 biases and 256 scales of norms; then a norm and a tied head of 320 words. Keys
+    and values of a token have 2 heads of 32 codes and a float32 scale each."""
+    layer = 128 * 256 + 128 * 128 + 3 * 128 * 384
+    vectors = 4 * (256 + 256) + 128  # in the model's dtype, as all random parameters
+    cache = 18 * 4 * 2 * 2 * (32 + 4)  # the mean of 16 to 20 tokens
+    found = {}
+    for policy in ("bf16", "fp8_rowwise"):
+        one = decoding._Contestant(decoding.shape_of("qwen2_tiny_1x16x4"), policy, "fp8")
+        one.prefill()
+        found[policy] = one.bytes
+    assert found["bf16"] == 2 * (4 * layer + vectors + 320 * 128) + cache
+    channels = 4 * (256 + 128 + 2 * 384 + 128)  # a scale for each column
+    assert found["fp8_rowwise"] == (4 * layer + 4 * channels + 2 * (vectors + 320 * 128) + cache)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ("llama_tiny", "expected MODEL_BxPxT"),
+        ("llama_tiny_1x2", "expected BxPxT"),
+        ("lama_1x2x3", "unknown model 'lama'"),
+    ],
+)
+def test_shapes_of_decoding(shape, message):
+    with pytest.raises(ValueError, match=message):
+        decoding.shape_of(shape)
 
 
 # The command --------------------------------------------------------------------------------------
