@@ -5,13 +5,15 @@ other requests of its batch.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
+
+# Of temperatures: a float32 logit up to 1e8, divided by the least one, stays finite.
+LEAST, MOST = 1e-30, 1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Sampling:
     least the probability `top_p`. Of equally likely tokens, those with lower ids come first.
 
     Attributes:
-      temperature: 0 takes the most likely token.
+      temperature: from `LEAST` to `MOST`; 0 takes the most likely token.
       top_k: at least 1; None for all tokens.
       top_p: above 0 and up to 1; None for all tokens.
 
@@ -36,8 +38,10 @@ class Sampling:
     top_p: int | float | None = None
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be finite and not negative")
+        if self.temperature != 0 and not LEAST <= self.temperature <= MOST:
+            raise ValueError(
+                f"temperature={self.temperature} must be 0, or between {LEAST:g} and {MOST:g}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

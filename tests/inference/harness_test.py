@@ -97,7 +97,7 @@ def test_generated_texts(alphabet):
     "options, message",
     [
         ({"num_beams": 2}, r"generation_kwargs has \['num_beams'\]; there are until, max_gen"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be finite"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be 0, or"),
         ({"max_gen_toks": 24}, "24 new tokens do not fit max_length=24"),
     ],
 )

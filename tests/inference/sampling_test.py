@@ -50,6 +50,7 @@ def test_temperature_divides_logits():
     assert (np.abs(hot - p) <= 5 * np.sqrt(p * (1 - p) / 4000)).all()
     assert set(drawn(Sampling(temperature=0), count=50)) == {1}
     assert set(drawn(Sampling(temperature=1e-3), count=50)) == {1}
+    assert set(drawn(Sampling(temperature=1e-30), LOGITS * 1e7, count=50)) == {1}
 
 
 def test_of_equal_tokens_the_first_are_kept():
@@ -71,7 +72,9 @@ def test_a_draw_depends_on_its_key_and_its_logits_only():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(temperature=-1.0), "temperature=-1.0 must be finite and not negative"),
+        (dict(temperature=-1.0), "temperature=-1.0 must be 0, or between 1e-30 and 1e"),
+        (dict(temperature=1e-40), "temperature=1e-40 must be 0, or between"),
+        (dict(temperature=1e39), "temperature=1e.39 must be 0, or between"),
         (dict(temperature=float("nan")), "temperature=nan"),
         (dict(top_k=0), "top_k=0 must be at least 1"),
         (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1"),
