@@ -87,13 +87,16 @@ class ChatTemplate:
 
         Raises:
           ValueError: the messages are no conversation (`check_messages`), their last one is the
-            assistant's, or the template refuses them.
+            assistant's, or the template refuses them or renders nothing.
         """
         check_messages(messages, place)
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"{place}: the last message is the assistant's, so it has no turn")
         text = self._render(messages, tools, variables, place, prompt=True).text
-        return self._encode(text, place)[0]
+        ids = self._encode(text, place)[0]
+        if not len(ids):
+            raise ValueError(f"{place}: {self.template.place} makes an empty text of the messages")
+        return ids
 
     def example(
         self,

@@ -273,6 +273,9 @@ def test_which_template_of_a_folder(tmp_path):
     assert (rendered(), rendered("default"), rendered("tool_use")) == (a, a, b)
     with pytest.raises(ValueError, match="unknown chat template 'rag'.*default, tool_use"):
         rendered("rag")
+    (folder / "chat_template.jinja").write_text("")
+    with pytest.raises(ValueError, match=r"chat_template.jinja makes an empty text"):
+        rendered()
     (folder / "chat_template.jinja").write_text("c")
     assert (rendered(), rendered("tool_use")) == (c, b)
     (folder / "additional_chat_templates").mkdir()
