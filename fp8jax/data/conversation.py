@@ -53,7 +53,7 @@ def read_chats(path: Path) -> Iterator[Chat]:
 def _chat(line: bytes, place: str) -> Chat:
     try:
         row = json.loads(line.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON: {error}") from error
     if not isinstance(row, dict) or "messages" not in row:
         raise ValueError(f'{place}: expected {{"messages": […]}}, got {brief(row)}')

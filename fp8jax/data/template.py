@@ -102,7 +102,8 @@ class Template:
         """Renders messages. `place` says where they are from, for error messages.
 
         Raises:
-          ValueError: the template raises or fails, or a message has a character that is reserved.
+          ValueError: the template raises or fails, or a message has a character that is reserved,
+            or a lone surrogate.
         """
         try:
             text = self.program.render(
@@ -166,7 +167,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _ReservedError(ValueError):
-    """A message has a character that the marks use."""
+    """A message has a character that the marks use, or what is no text."""
 
 
 def _plain(value: Any, special_tokens: Sequence[str], place: str) -> Any:
@@ -174,6 +175,10 @@ def _plain(value: Any, special_tokens: Sequence[str], place: str) -> Any:
     if isinstance(value, str):
         if reserved := {GUARD, _BEGIN, _END} & set(value):
             raise _ReservedError(f"{place}: the text has reserved characters: {sorted(reserved)}")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+            raise _ReservedError(f"{place}: the text is not Unicode: {error}") from error
         return _guarded(value, special_tokens)
     if isinstance(value, Mapping):
         return {
@@ -264,9 +269,14 @@ def _templates(folder: Path) -> dict[str, tuple[str, str]]:
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (path := folder / "chat_template.jinja").exists():
         files["default"] = path
-    return templates | {
-        name: (path.read_text(encoding="utf-8"), str(path)) for name, path in files.items()
-    }
+    return templates | {name: (_text(path), str(path)) for name, path in files.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -276,7 +286,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {brief(config)}")

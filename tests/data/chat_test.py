@@ -214,6 +214,7 @@ BAD = [
      "message 2 is a tool's result, but the assistant called no tool"),
     ([{**user("a"), "tool_calls": [CALL]}, assistant("b")], "message 1: tool_calls must be"),
     ([user("a\ufdd1"), assistant("b")], "reserved characters"),
+    ([user("a\ud800"), assistant("b")], r"the text is not Unicode: .*'.ud800'.*: surrogates not"),
     ([user("a") | {"date": NOON}, assistant("b")], "only JSON data"),
 ]  # fmt: skip
 
@@ -276,6 +277,9 @@ def test_which_template_of_a_folder(tmp_path):
     (folder / "chat_template.jinja").write_text("")
     with pytest.raises(ValueError, match=r"chat_template.jinja makes an empty text"):
         rendered()
+    (folder / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8: .* 0xff"):
+        rendered()
     (folder / "chat_template.jinja").write_text("c")
     assert (rendered(), rendered("tool_use")) == (c, b)
     (folder / "additional_chat_templates").mkdir()
@@ -320,6 +324,7 @@ def test_files_of_chats(tmp_path):
     "line, message",
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON: maximum recursion depth"),
         ('{"text": "a"}', 'expected {"messages": …}'.replace("…", "\\[…\\]")),
         ('{"messages": "hi"}', "messages must be a list of at least one, got 'hi'"),
         ('{"messages": ["hi"]}', 'message 1 must be {"role"'),
