@@ -29,11 +29,17 @@ from fp8jax.inference.generate import Generator
 from fp8jax.inference.paired import Estimate, Measured
 from fp8jax.inference.sampling import Sampling
 from fp8jax.inference.score import score_targets
+from fp8jax.lookup import brief
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 
 SHORTEST = 16  # the least length of a row
 _FEWSHOT_SEED = 1234  # the harness's own default
+
+# Options of `GenerationOptions` that are numbers, and their types.
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "max_gen_toks": (int,), "top_k": (int,), "temperature": (int, float), "top_p": (int, float),
+}  # fmt: skip
 
 Ids = list[int]
 Scored = tuple[float, bool]  # log-likelihood, and whether greedy decoding would give the same
@@ -247,6 +253,11 @@ class GenerationOptions:
         options = dict.fromkeys(known) | dict(given)
         until = options["until"] or []
         until = [until] if isinstance(until, str) else until
+        if not (isinstance(until, list) and all(isinstance(end, str) for end in until)):
+            raise ValueError(f"until must be a text or a list of texts, got {brief(until)}")
+        for name, kinds in _NUMBERS.items():
+            if options[name] is not None and type(options[name]) not in kinds:
+                raise ValueError(f"{name} must be a number, got {brief(options[name])}")
         drawn = bool(options["do_sample"])
         if options["do_sample"] is None:
             drawn = bool(options["temperature"])
@@ -257,9 +268,7 @@ class GenerationOptions:
             top_p=options["top_p"] if drawn else None,
         )  # fmt: skip
         most = options["max_gen_toks"]
-        return cls(
-            sampling=sampling, max_tokens=256 if most is None else int(most), until=tuple(until)
-        )
+        return cls(sampling=sampling, max_tokens=256 if most is None else most, until=tuple(until))
 
     def cut(self, text: str) -> str:
         """Returns the text before the first of the texts that end it."""

@@ -23,10 +23,12 @@ from typing import Any
 
 import datasets
 import yaml
-from lm_eval.api.task import ConfigurableTask
+from lm_eval.api.registry import METRIC_REGISTRY
+from lm_eval.api.task import ALL_OUTPUT_TYPES, ConfigurableTask
 
 from fp8jax.data.readers import COMPRESSIONS, Tally, open_counted
-from fp8jax.lookup import brief
+from fp8jax.inference.harness import GenerationOptions
+from fp8jax.lookup import brief, unknown
 
 # Readers of the package datasets that read local files and run nobody's code.
 LOCAL_FORMATS = ("json", "csv", "text", "parquet", "arrow")
@@ -179,7 +181,9 @@ def _read_rows(path: Path) -> list[Row]:
             if line.strip():
                 try:
                     rows.append(_row(json.loads(line.decode("utf-8"))))
-                except ValueError as error:
+                    # JSON can spell lone surrogates, which no tokenizer takes.
+                    json.dumps(rows[-1], ensure_ascii=False).encode("utf-8")
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from error
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -219,13 +223,17 @@ def _yaml_task(path: Path) -> ConfigurableTask:
     try:
         # The harness's own loader would run the code that "!function" names.
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold keys and values, got {brief(config)}")
     _require_local(path, config)
+    _require_known(path, config)
     try:
-        return ConfigurableTask(config={"task": task_name(path)} | config)
+        task = ConfigurableTask(config={"task": task_name(path)} | config)
+        if task.OUTPUT_TYPE == "generate_until":
+            GenerationOptions.parse(task.config.generation_kwargs or {})
+        return task
     except Exception as error:  # whatever the harness or datasets raise for a wrong config
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} is no task: {text}") from error
@@ -241,6 +249,9 @@ def _require_local(path: Path, config: dict[str, Any]) -> None:
             f"{path}: dataset_path must be one of {', '.join(LOCAL_FORMATS)}, with local files in "
             f"dataset_kwargs.data_files; got {brief(_field(config, 'dataset_path'))}"
         )
+    for key in ("dataset_kwargs", "generation_kwargs"):
+        if not isinstance(_field(config, key) or {}, dict):
+            raise ValueError(f"{path}: {key} must hold keys and values, got {brief(config[key])}")
     files = _field(_field(config, "dataset_kwargs") or {}, "data_files")
     named = [file for group in _values(files) for file in _values(group)]
     for file in named:
@@ -248,9 +259,28 @@ def _require_local(path: Path, config: dict[str, Any]) -> None:
             raise ValueError(f"{path}: data_files names {brief(file)}, which is no local file")
     if not named:
         raise ValueError(f"{path}: dataset_kwargs.data_files names no file")
-    for metric in _values(_field(config, "metric_list")):
-        if isinstance(metric, dict) and _field(metric, "hf_evaluate"):
+
+
+def _require_known(path: Path, config: dict[str, Any]) -> None:
+    """Raises ValueError if the harness has no such kind of request or no such metric.
+
+    It would look for an unknown metric on the internet.
+    """
+    if (kind := _field(config, "output_type")) not in ALL_OUTPUT_TYPES:
+        raise ValueError(
+            f"{path}: output_type must be one of {', '.join(ALL_OUTPUT_TYPES)}; got {brief(kind)}"
+        )
+    metrics = _field(config, "metric_list")
+    if metrics is not None and not (isinstance(metrics, list) and metrics):
+        raise ValueError(f"{path}: metric_list must list metrics, got {brief(metrics)}")
+    for metric in metrics or []:
+        name = _field(metric, "metric") if isinstance(metric, dict) else None
+        if not isinstance(name, str):
+            raise ValueError(f'{path}: metric_list must list {{"metric": …}}, got {brief(metric)}')
+        if _field(metric, "hf_evaluate"):
             raise ValueError(f"{path}: hf_evaluate would run code from the internet")
+        if name not in METRIC_REGISTRY:
+            raise ValueError(f"{path}: {unknown('metric', name, sorted(METRIC_REGISTRY))}")
 
 
 def _values(value: Any) -> list[Any]:

@@ -98,6 +98,9 @@ def test_generated_texts(alphabet):
     [
         ({"num_beams": 2}, r"generation_kwargs has \['num_beams'\]; there are until, max_gen"),
         ({"do_sample": True, "temperature": -1.0}, "temperature=-1.0 must be 0, or"),
+        ({"until": 5}, "until must be a text or a list of texts, got 5"),
+        ({"max_gen_toks": "x"}, "max_gen_toks must be a number, got 'x'"),
+        ({"do_sample": True, "temperature": [1]}, r"temperature must be a number, got \[1\]"),
         ({"max_gen_toks": 24}, "24 new tokens do not fit max_length=24"),
     ],
 )
@@ -217,6 +220,9 @@ def test_tasks_in_the_harness_s_language(alphabet, tmp_path, monkeypatch):
 
 CHOICES = '{"query": "a", "choices": ["b", "c"], "gold": 0}\n'
 ANSWER = '{"query": "a", "answer": "b"}\n'
+OWN = "dataset_path: json\ndataset_kwargs: {data_files: FOLDER/rows.jsonl}\ndoc_to_text: query\n"
+OWN += "doc_to_target: answer\ntest_split: train\n"
+CHOICE = "output_type: multiple_choice\n"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +236,8 @@ ANSWER = '{"query": "a", "answer": "b"}\n'
         ("a.jsonl", CHOICES.replace("0", "2"), "gold must be an index of 2 choices, got 2"),
         ("a.jsonl", CHOICES.replace('"c"', '""'), "choices must be a list of at least two texts"),
         ("a.jsonl", CHOICES + ANSWER, "some rows have choices, others an answer"),
+        ("a.jsonl", ANSWER.replace("b", r"\ud800"), r"line 1: .* '.ud800' .*: surrogates not"),
+        ("a.jsonl", "[" * 100_000, "line 1: maximum recursion depth"),
         ("a.jsonl:samples=2,temperature=1", CHOICES, "only shots= fits"),
         ("a.jsonl:samples=2", ANSWER, "samples=2 would be equal at temperature=0"),
         ("a.jsonl:shots=1", ANSWER, "shots=1 needs more rows than 1"),
@@ -244,11 +252,24 @@ ANSWER = '{"query": "a", "answer": "b"}\n'
         ("a.yaml", "dataset_path: json", "data_files names no file"),
         ("a.yaml", "{dataset_path: json, dataset_kwargs: {data_files: 'https://x/y.json'}}",
          "which is no local file"),
+        ("a.yaml", "{dataset_path: json, dataset_kwargs: 3}", "dataset_kwargs must hold keys and"),
+        ("a.yaml", OWN, "output_type must be one of loglikelihood, .*; got None"),
+        ("a.yaml", OWN + "output_type: [1]", r"output_type must be .*; got \[1\]"),
+        ("a.yaml", OWN + CHOICE + "metric_list: [{metric: nope}]", "unknown metric 'nope'. There"),
+        ("a.yaml", OWN + CHOICE + "metric_list: [acc]", "metric_list must list .*, got 'acc'"),
+        ("a.yaml", OWN + CHOICE + "metric_list: 3", "metric_list must list metrics, got 3"),
+        ("a.yaml", OWN + "generation_kwargs: 3", "generation_kwargs must hold keys and values"),
+        ("a.yaml", OWN + "output_type: generate_until\ngeneration_kwargs: {until: 5}",
+         "until must be a text or a list of texts, got 5"),
+        ("a.yaml", "\udcff", "a.yaml: 'utf-8' codec can't decode byte 0xff"),
         ("a.yaml:shots=1", "", "write options into the file"),
     ],
 )  # fmt: skip
-def test_bad_tasks(tmp_path, name, content, message):
-    (tmp_path / name.partition(":")[0]).write_text(content)
+def test_bad_tasks(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text(ANSWER)
+    content = content.replace("FOLDER", str(tmp_path))
+    (tmp_path / name.partition(":")[0]).write_text(content, errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         read_task(f"{tmp_path}/{name}")
 
