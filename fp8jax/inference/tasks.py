@@ -204,6 +204,8 @@ def _row(row: Any) -> Row:
     answers = [answer] if isinstance(answer, str) else answer
     if not _texts(answers):
         raise ValueError(f"expected choices, or an answer or a list of them, got {brief(row)}")
+    if not all(text.strip() for text in answers):
+        raise ValueError(f"an answer is blank, which every empty line would match: {brief(row)}")
     return {"query": row["query"], "answers": [text.strip() for text in answers]}
 
 

@@ -236,6 +236,8 @@ CHOICE = "output_type: multiple_choice\n"
         ("a.jsonl", CHOICES.replace("0", "2"), "gold must be an index of 2 choices, got 2"),
         ("a.jsonl", CHOICES.replace('"c"', '""'), "choices must be a list of at least two texts"),
         ("a.jsonl", CHOICES + ANSWER, "some rows have choices, others an answer"),
+        ("a.jsonl", ANSWER.replace('"b"', '"  "'), "line 1: an answer is blank"),
+        ("a.jsonl", ANSWER.replace('"b"', '["b", " "]'), "line 1: an answer is blank"),
         ("a.jsonl", ANSWER.replace("b", r"\ud800"), r"line 1: .* '.ud800' .*: surrogates not"),
         ("a.jsonl", "[" * 100_000, "line 1: maximum recursion depth"),
         ("a.jsonl:samples=2,temperature=1", CHOICES, "only shots= fits"),
