@@ -66,18 +66,24 @@ def read_texts(data: str, tokenizer: Tokenizer, *, seq_len: int) -> dict[str, Pa
       seq_len: tokens of a row.
 
     Raises:
-      ValueError: the spec is wrong, a file cannot be read, or a source has no documents.
+      ValueError: the spec is wrong, a file cannot be read, or a source has no documents or
+        only empty ones.
     """
     rows = {}
     for source in parse_sources(data):
-        pieces, starts, length = [], [], 0
+        pieces, starts, length, characters = [], [], 0, 0
         for text in source.reader.documents(Tally()):
+            characters += len(text)
             piece = np.concatenate([[tokenizer.bos], tokenizer.encode(text), [tokenizer.eos]])
             pieces.append(piece.astype(np.uint32))
             starts.append(length)
             length += len(piece)
         if not pieces:
             raise ValueError(f"source {source.name!r} has no documents")
+        if not characters:
+            raise ValueError(
+                f"source {source.name!r} has no text: its documents ({len(pieces)}) are empty"
+            )
         stream = TokenStream(np.concatenate(pieces), np.array(starts, np.int64))
         rows[source.name] = PackedRows(stream, seq_len=seq_len)
     return rows

@@ -55,3 +55,10 @@ def test_a_source_without_documents(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="source 'x' has no documents"):
         read_texts(f"x=jsonl:{tmp_path}/empty.jsonl", BYTES, seq_len=8)
+
+
+def test_a_source_without_text(tmp_path):
+    """It would have no bytes that bits could be divided by."""
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ValueError, match=r"source 'x' has no text: its documents \(1\) are empty"):
+        read_texts(f"x=text:{tmp_path}/empty.txt", BYTES, seq_len=8)
