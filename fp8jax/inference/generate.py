@@ -20,6 +20,7 @@ from jaxtyping import Int32, Integer
 
 from fp8jax.device import hardware, xla
 from fp8jax.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
+from fp8jax.inference.memory import array_bytes, require_memory
 from fp8jax.inference.prepare import inference_model, prepare
 from fp8jax.inference.sampling import Sampling
 from fp8jax.lookup import lookup
@@ -27,6 +28,9 @@ from fp8jax.model.cache import CACHES, empty_cache
 from fp8jax.model.transformer import Transformer
 
 Prompt = Sequence[int | np.integer] | Integer[np.ndarray, " _"]
+
+SEEDS = 2**32  # seeds are below it
+MOST_POSITIONS = 2**31 - 1  # which int32 can count
 
 _LEAST_POSITIONS = 16  # of padded prompts; shorter ones would only compile more programs
 
@@ -50,7 +54,8 @@ class Generator:
         Args:
           variables: parameters, trained or frozen, and amax histories if the policy has any.
           words: ids below this one may be drawn: the tokenizer's.
-          max_length: the most tokens of a request, prompt and new ones together.
+          max_length: the most tokens of a request, prompt and new ones together; up to
+            `MOST_POSITIONS`. Memory is taken for what a batch needs, when it starts.
           cache: a key of `CACHES`, what keys and values are stored in.
           max_requests: the most requests of a batch.
           tokens_per_call: the most new tokens of a call of the device.
@@ -73,6 +78,8 @@ class Generator:
         ):  # fmt: skip
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
+        if max_length > MOST_POSITIONS:
+            raise ValueError(f"max_length={max_length} must be at most {MOST_POSITIONS}")
         model.config.check_length(max_length)
         self.words, self.max_length = words, max_length
         self.max_requests, self.tokens_per_call = max_requests, tokens_per_call
@@ -81,8 +88,10 @@ class Generator:
         self._variables = prepare(model, variables, unrolled=unrolled)
         options = xla.compiler_options()
 
+        self._empty = functools.partial(empty_cache, model.config, kind=cache, unrolled=unrolled)
+
         def prefilled(variables, prompts_BP, lengths_B, requests, slots):
-            fresh = empty_cache(model.config, len(lengths_B), slots, cache, unrolled=unrolled)
+            fresh = self._empty(len(lengths_B), slots)
             return prefill(model, variables, fresh, prompts_BP, lengths_B, requests)
 
         self._prefill = jax.jit(prefilled, static_argnames="slots", compiler_options=options)
@@ -105,10 +114,11 @@ class Generator:
         Args:
           prompts: ids, at least one each, such as BOS; any number of prompts.
           stops: ids that end a request, such as EOS; the ending one is returned.
-          seeds: of the draws of each prompt; None for 0, 1, 2, …
+          seeds: of the draws of each prompt, below `SEEDS`; None for 0, 1, 2, …
 
         Raises:
-          ValueError: a prompt is empty or does not fit, or a number is out of its range.
+          ValueError: a prompt is empty or does not fit, a number is out of its range, or the cache
+            would take more than the device's memory.
         """
         seeds = range(len(prompts)) if seeds is None else seeds
         self._check(prompts, num_tokens, seeds)
@@ -156,6 +166,11 @@ class Generator:
         rows = bucket(max(len(prompts), LEAST_ROWS))
         positions = min(bucket(max(longest, _LEAST_POSITIONS)), self.max_length)
         slots = min(bucket(max(longest + num_tokens, positions)), self.max_length)
+        require_memory(
+            array_bytes(jax.eval_shape(lambda: self._empty(rows, slots))),
+            f"a cache of {rows} rows of {slots} tokens",
+            "lower max_tokens, or generate from fewer or shorter prompts at a time",
+        )
         prompts_BP = np.zeros((rows, positions), np.int32)
         lengths_B, limits_B = np.zeros((2, rows), np.int32)
         for row, prompt in enumerate(prompts):
@@ -178,6 +193,10 @@ class Generator:
             raise ValueError(f"{len(prompts)} prompts need as many seeds, got {len(seeds)}")
         if not prompts:
             raise ValueError("there is no prompt")
+        if min(seeds) < 0 or max(seeds) >= SEEDS:
+            raise ValueError(
+                f"seeds from {min(seeds)} to {max(seeds)}: they must be in [0, {SEEDS})"
+            )
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {index} is empty: start it with BOS")

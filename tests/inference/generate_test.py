@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax.inference import memory
 from fp8jax.inference.decoding import NO_TOKEN, Requests, complete, prefill
 from fp8jax.inference.generate import Generator, bucket
 from fp8jax.inference.prepare import inference_model, prepare
@@ -176,6 +177,8 @@ def test_a_prefill_without_requests_is_over(plain):
         ([[1, WORDS]], {}, "prompt 0 has ids from 1 to 24: they must be in .0, 24"),
         ([[1]], dict(num_tokens=0), "num_tokens=0 must be at least 1"),
         ([[1]], dict(seeds=[1, 2]), "1 prompts need as many seeds, got 2"),
+        ([[1], [2]], dict(seeds=[7, 2**32]), r"seeds from 7 to 4294967296: .* in \[0, 4294967296\)"),
+        ([[1]], dict(seeds=[-1]), "seeds from -1 to -1"),
     ],
 )
 def test_bad_requests_raise_in_one_line(plain, prompts, settings, message):
@@ -189,6 +192,7 @@ def test_bad_requests_raise_in_one_line(plain, prompts, settings, message):
     [
         (dict(words=33), "words=33 do not fit the model's vocab_size=32: this tokenizer is not"),
         (dict(max_length=0), "max_length=0 must be at least 1"),
+        (dict(max_length=2**31), "max_length=2147483648 must be at most 2147483647"),
         (dict(tokens_per_call=0), "tokens_per_call=0"),
         (dict(cache="fp9"), "unknown KV cache 'fp9'"),
         (dict(max_length=2000), "2000 is more than the model's learned_positions=1024"),
@@ -197,6 +201,18 @@ def test_bad_requests_raise_in_one_line(plain, prompts, settings, message):
 def test_bad_settings_raise_in_one_line(settings, message):
     with pytest.raises(ValueError, match=message):
         generator(*tiny_model("gpt2_tiny"), **settings)
+
+
+def test_a_cache_that_exceeds_the_memory_is_refused(plain, monkeypatch):
+    """Of 2 layers: keys and values, 2 rows, 2 heads of 8 float32 numbers, 512 bytes a token."""
+    generate = generator(*plain[:2], cache="fp32", max_length=2**30 + 8).generate
+    with pytest.raises(ValueError, match="2 rows of 1073741832 tokens .* 512.0 GiB"):
+        monkeypatch.setattr(memory, "capacity", lambda: 512 * 2**30)
+        generate([[1] * 8], GREEDY, 2**30)
+    monkeypatch.setattr(memory, "capacity", lambda: 512 * 32)
+    assert len(generate([[1] * 8], GREEDY, 24)[0]) == 24
+    with pytest.raises(ValueError, match="lower max_tokens, or generate from fewer or shorter"):
+        generate([[1] * 8], GREEDY, 25)
 
 
 def test_a_stream_checks_its_pieces(plain):
