@@ -4,18 +4,16 @@ import importlib
 import json
 import math
 import re
-import sys
 
 import jax
 import pytest
-from absl import flags
 
-from experiments import command
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.training.build import build
 from fp8jax.training.resume import checkpoint_items
 from fp8jax.training.validate import validate
+from tests.support.commands import command_here
 from tests.support.runs import corpus, tiny
 from tests.support.text import write_generated_text, write_jsonl
 
@@ -41,20 +39,15 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate(monkeypatch, capsys, trained):
+def evaluate(capsys, trained):
     """A function from flags to what the command prints; DIR in a flag is the folder."""
-    known = set(flags.FLAGS)
+    with command_here("evaluate") as run:
 
-    def evaluate(*given):
-        sys.modules.pop("experiments.evaluate", None)
-        module = importlib.import_module("experiments.evaluate")  # defines its flags anew
-        argv = ["evaluate", *[flag.replace("DIR", str(trained[0])) for flag in given]]
-        command.call(module.main, command.ERRORS, command.parse_flags(argv))
-        return capsys.readouterr().out
+        def evaluate(*given):
+            run(*[flag.replace("DIR", str(trained[0])) for flag in given])
+            return capsys.readouterr().out
 
-    yield evaluate
-    for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
+        yield evaluate
 
 
 def columns(line):

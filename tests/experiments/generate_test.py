@@ -1,6 +1,7 @@
-"""The command that generates text, as a shell would run it."""
+"""The command that generates text, as a shell would run it, and in this process."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from fp8jax.data.bpe import train_bpe
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.inference.generate import Generator
 from fp8jax.inference.sampling import Sampling
+from fp8jax.inference.text import GrowingText
 from fp8jax.interop.trained import load_model
-from tests.support.commands import run_command
+from tests.support.commands import command_here, run_command
 from tests.support.hf_folders import config_json, tensors, write_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -68,7 +70,6 @@ def test_a_chat_streams_the_same_text(folder):
         ([], "give a --prompt, or several, or --prompts_file"),
         (["--prompt=a", "--prompt=b", "--stream"], "--stream prints one text, and there are 2"),
         (["--prompt=a", "--temperature=0", "--top_k=3"], "temperature=0 .* top_k=3 has no effect"),
-        (["--prompt=one", "--max_length=9", "--max_tokens=8"], "prompt 0 has . tokens: .* cache"),
     ],
 )
 def test_bad_input_is_one_line(folder, flags, message):
@@ -77,3 +78,86 @@ def test_bad_input_is_one_line(folder, flags, message):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert re.search(message, line), line
+
+
+@pytest.fixture
+def generate():
+    with command_here("generate") as run:
+        yield run
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--prompt=a", "--max_tokens=3000000000"], r"--max_tokens=3000000000: .* 2147483647\]"),
+        (["--prompt=a", "--seed=4294967296"], r"--seed=4294967296: .* 4294967295\]"),
+        (["--prompt=a", "--prompt=b", "--seed=4294967295"], r"last of 2 .* in \[0, 4294967296\)"),
+        (["--prompt=a", "--max_length=9", "--max_tokens=9"], "raise --max_length$"),
+        (["--prompt=a", "--stop="], "--stop= is empty"),
+        (["--prompt=a\udcff"], r"--prompt: the text is not UTF-8: .*udcff"),
+        (["--chat", "--max_tokens=4096"], "fit the cache of --max_length=4096: lower --max_tokens"),
+        (["--chat", "--stop="], "--stop= is empty"),
+        (["--prompts_file="], "--prompts_file= names no file"),
+        (["--chat", "--prompts_file=EMPTY"], "empty.txt has no prompt"),
+        (["--prompts_file=LATIN"], "latin.txt is not UTF-8: .* 0xe9"),
+        (["--prompts_file=GAP"], "gap.txt has an empty line"),
+    ],
+)
+def test_what_no_model_can_do_is_refused_before_one_is_read(tmp_path, generate, flags, message):
+    for name, content in (("empty", b""), ("latin", b"caf\xe9\n"), ("gap", b"a\n\nb\n")):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+        flags = [flag.replace(name.upper(), f"{tmp_path}/{name}.txt") for flag in flags]
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        generate(f"--from={tmp_path}/nowhere", *flags)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--max_length=9", "--max_tokens=8"], "prompt 0 has . tokens: .* --max_length=9: lower"),
+        (["--max_tokens=2000000000"], "rows of 2.* tokens would take .* lower max_tokens"),
+    ],
+)
+def test_texts_that_do_not_fit_the_cache(folder, generate, flags, message):
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        generate(f"--from=hf:{folder}", "--prompt=one two", *flags)
+
+
+def test_a_line_of_a_file_is_a_prompt(tmp_path, generate, monkeypatch):
+    """Also one with a separator that str.splitlines would split at."""
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("one\u2028two\x0cthree\r\nfour\n".encode())
+    with pytest.raises(SystemExit):
+        generate("--from=nowhere", f"--prompts_file={path}")
+    module = sys.modules["experiments.generate"]
+    assert module._texts() == ["one\u2028two\x0cthree", "four"]
+
+
+def test_a_chat_goes_on_after_a_message_that_does_not_fit(folder, generate, monkeypatch, capsys):
+    """The model reads what it reads in the same chat without that message."""
+    read = []
+
+    def answer(generator, words, prompts, *unused, **also_unused):
+        read.append(*prompts)
+        text = GrowingText(words, (), ())
+        text.add(words.encode("yes"))
+        yield [text]
+
+    monkeypatch.setattr("fp8jax.inference.text.stream_text", answer)  # before it is imported
+
+    def chat(*messages):
+        typed = iter([*messages, ""])
+        monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+        read.clear()
+        generate(f"--from=hf:{folder}", "--chat", "--max_length=64", "--max_tokens=4")
+        return [ids.tolist() for ids in read], capsys.readouterr().err
+
+    found, said = chat("one", "two " * 64, "two\ud800", "three")
+    long, lone = said.splitlines()
+    assert re.match(
+        r"error: the conversation has \d+ tokens: with --max_tokens=4 new ones it does not fit the "
+        r"cache of --max_length=64: lower .*, or raise --max_length. The last message was not sent",
+        long,
+    )
+    assert re.match("error: the conversation: the text is not Unicode: .* not sent", lone)
+    assert len(found) == 2 and (found, "") == chat("one", "three")

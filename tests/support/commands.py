@@ -1,10 +1,36 @@
-"""The programs of experiments/, in processes of their own."""
+"""The programs of experiments/, in processes of their own, and in this one."""
 
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
+from absl import flags
+
+from experiments import command
 from tests.support import ROOT
+
+
+@contextlib.contextmanager
+def command_here(name: str) -> Iterator[Callable[..., None]]:
+    """A function that runs the command `name` in this process with some flags."""
+    known = set(flags.FLAGS)
+
+    def run(*given: str) -> None:
+        for flag in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, flag)
+        sys.modules.pop(f"experiments.{name}", None)
+        module = importlib.import_module(f"experiments.{name}")  # defines its flags anew
+        errors = getattr(module, "ERRORS", command.ERRORS)
+        command.call(module.main, errors, command.parse_flags([name, *given]))
+
+    try:
+        yield run
+    finally:
+        for flag in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, flag)
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
