@@ -25,8 +25,11 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.rows import Rows
 from fp8jax.device import xla
+from fp8jax.inference.generate import SEEDS
+from fp8jax.inference.memory import memory_errors
 from fp8jax.inference.paired import Estimate, Measured, difference
 from fp8jax.inference.perplexity import joined, read_texts, score_texts
+from fp8jax.inference.scorer import require_room
 from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.checkpoint import DamagedError
@@ -46,7 +49,11 @@ _LENGTH = flags.DEFINE_integer(
 )
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Most rows in a batch.", lower_bound=1)
 _LIMIT = flags.DEFINE_integer("limit", None, "Use only the first rows of each task.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of samples, and of stochastic rounding.", lower_bound=0)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Of samples, and of stochastic rounding.", lower_bound=0, upper_bound=SEEDS - 1
+)
+
+ERRORS = (*command.ERRORS, DamagedError, MemoryError)
 
 PERPLEXITY = "perplexity"
 BASELINE = "bf16"
@@ -68,17 +75,23 @@ def main(arguments: Sequence[str]) -> None:
     for name in asked:
         as_policy(name)
     xla.set_compilation_cache()
+    with memory_errors("lower --batch_size or --length"):
+        print(_table(_measure_all(asked, PERPLEXITY in specs, tasks)))
+
+
+def _measure_all(
+    asked: Sequence[Any], perplexity: bool, tasks: Sequence[Any]
+) -> Mapping[str, Numbers]:
+    """Returns the numbers of each precision, of the run's own without any, and of the baseline."""
     rows: dict[str, Any] = {}
     measured: dict[str, Numbers] = {}
     for precision in asked or [None]:
         trained = _load(precision)
         label = precision or as_policy(trained.model.policy).name
-        measured[label] = _measure(trained, PERPLEXITY in specs, rows, tasks)
-    if BASELINE not in measured:
-        measured = {
-            BASELINE: _measure(_load(BASELINE), PERPLEXITY in specs, rows, tasks)
-        } | measured
-    print(_table(measured))
+        measured[label] = _measure(trained, perplexity, rows, tasks)
+    if BASELINE in measured:
+        return measured
+    return {BASELINE: _measure(_load(BASELINE), perplexity, rows, tasks)} | measured
 
 
 def _load(precision: str | None) -> TrainedModel:
@@ -111,6 +124,7 @@ def _measure(
     assert tokenizer is not None
     length = _row_length(trained)
     if perplexity:
+        require_room(trained.model, _BATCH_SIZE.value, length)
         if not rows:
             rows.update(_read_rows(trained, tokenizer, length))
         numbers |= _perplexities(trained, tokenizer, rows)
@@ -187,4 +201,4 @@ def _text(estimate: Estimate | None, sign: str = "") -> str:
 
 
 if __name__ == "__main__":
-    command.run(main, errors=(*command.ERRORS, DamagedError))
+    command.run(main, errors=ERRORS)

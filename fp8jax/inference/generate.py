@@ -54,8 +54,7 @@ class Generator:
         Args:
           variables: parameters, trained or frozen, and amax histories if the policy has any.
           words: ids below this one may be drawn: the tokenizer's.
-          max_length: the most tokens of a request, prompt and new ones together; up to
-            `MOST_POSITIONS`. Memory is taken for what a batch needs, when it starts.
+          max_length: most tokens of a request, with its prompt; at most `MOST_POSITIONS`.
           cache: a key of `CACHES`, what keys and values are stored in.
           max_requests: the most requests of a batch.
           tokens_per_call: the most new tokens of a call of the device.

@@ -24,11 +24,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fp8jax.data.bpe import BPETokenizer
 from fp8jax.data.byte_tokenizer import Tokenizer
-from fp8jax.device import xla
 from fp8jax.inference.generate import Generator
 from fp8jax.inference.paired import Estimate, Measured
 from fp8jax.inference.sampling import Sampling
-from fp8jax.inference.score import score_targets
+from fp8jax.inference.scorer import Scorer
 from fp8jax.lookup import brief
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
@@ -77,11 +76,9 @@ class HarnessModel(TemplateLM):
         model.config.check_length(max_length)
         self._model, self._variables, self._tokens = model, variables, tokenizer
         self._max_length, self._batch_size, self._begin = max_length, batch_size, begin
-        self._seed, self._key = seed, jax.random.key(seed)
-        self._stochastic = as_policy(model.policy).stochastic
-        self._score = jax.jit(
-            functools.partial(score_targets, model), compiler_options=xla.compiler_options()
-        )
+        self._seed = seed
+        key = jax.random.key(seed) if as_policy(model.policy).stochastic else None
+        self._scorer = Scorer(model, variables, key)
 
     @property
     def max_length(self) -> int:
@@ -144,6 +141,7 @@ class HarnessModel(TemplateLM):
 
     def _score_rows(self, rows: Sequence[tuple[Ids, int]], length: int) -> list[Scored]:
         """Returns the scores of the rows, from one batch of them and padding."""
+        score = self._scorer.program(self._batch_size, length)
         batch = {
             name: np.zeros((self._batch_size, length), np.int32)
             for name in ("tokens", "targets", "segments", "positions")
@@ -153,8 +151,7 @@ class HarnessModel(TemplateLM):
             count = len(ids) - 1
             batch["tokens"][i, :count], batch["targets"][i, :count] = ids[:-1], ids[1:]
             batch["segments"][i, :count] = 1
-        key = self._key if self._stochastic else None
-        log_p_BL, best_BL = map(np.asarray, self._score(self._variables, *batch.values(), key=key))
+        log_p_BL, best_BL = map(np.asarray, score(*batch.values()))
         answers = []
         for i, (ids, targets) in enumerate(rows):
             own = slice(len(ids) - 1 - targets, len(ids) - 1)

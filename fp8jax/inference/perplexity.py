@@ -5,7 +5,6 @@ the next one without what came before, so the numbers are those of the run's own
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +19,8 @@ from fp8jax.data.readers import Tally
 from fp8jax.data.rows import PackedRows, Row, Rows
 from fp8jax.data.sources import parse_sources
 from fp8jax.data.token_cache import TokenStream
-from fp8jax.device import xla
 from fp8jax.inference.paired import Measured, measured
-from fp8jax.inference.score import score_targets
+from fp8jax.inference.scorer import Scorer
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 
@@ -109,18 +107,19 @@ def score_texts(
       seed: for policies that round stochastically.
 
     Raises:
-      ValueError: a source has no rows.
+      ValueError: a source has no rows, or a batch does not fit the memory.
     """
     key = jax.random.key(seed) if as_policy(model.policy).stochastic else None
-    score = jax.jit(
-        functools.partial(score_targets, model), compiler_options=xla.compiler_options()
-    )
+    scorer = Scorer(model, variables, key)
     scores = {}
     for source, source_rows in rows.items():
+        if not len(source_rows):
+            raise ValueError(f"source {source!r} has no rows")
+        score = scorer.program(batch_size, len(source_rows[0]["tokens"]))
         sums: list[np.ndarray] = []
         before: tuple[Row, Array] | None = None  # read while the device computes the next batch
         for batch in valid_batches(source_rows, batch_size=batch_size):
-            scores_of_batch = score(variables, *_inputs(batch), key=key)
+            scores_of_batch = score(*_inputs(batch))
             if before is not None:
                 sums.append(_row_sums(*before, token_bytes))
             before = batch, scores_of_batch.log_p_BL

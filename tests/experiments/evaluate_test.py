@@ -35,6 +35,7 @@ def trained(tmp_path_factory):
     with Checkpointer(folder / "run" / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
         checkpointer.save(1, checkpoint_items(run, state), meta, None)
     write_jsonl(folder / "other.jsonl", TEXTS)
+    (folder / "empty.txt").write_text("")
     return folder, scalars
 
 
@@ -95,6 +96,14 @@ BAD = [
     (("--workdir=DIR/run", "--precision=fp7"), "fp7"),
     (("--workdir=DIR/run", "--step=7"), "no sound checkpoint of step 7"),
     (("--workdir=DIR/run", "--length=1"), "length"),
+    (("--workdir=DIR/run", "--seed=4294967296"), r"--seed=4294967296: .* 4294967295\]"),
+    (("--workdir=DIR/run", "--batch_size=100000000000"), "100000000000 rows .* lower --batch_size"),
+    (("--workdir=DIR/run", "--length=100000000000"), "of 100000000000 tokens .* or --length"),
+    (("--workdir=DIR/run", "--data=text:DIR/em*"), "source .* has no text"),
+    (
+        ("--workdir=DIR/run", "--length=100000", "--data=text:DIR/*.jsonl"),
+        "rows of 100000 tokens .*--length",
+    ),
     (("--workdir=DIR/run", "--limit=3"), "--limit is for tasks from files"),
     (("--workdir=DIR/run", "--tasks=a.jsonl", "--data=text:DIR/*"), "is for perplexity"),
     (("--workdir=DIR/run", "--data=text:DIR/nothing*"), "no file matches"),

@@ -1,11 +1,14 @@
 """Perplexity and bits per byte of text, of a model whose probabilities are known."""
 
+import jax
 import numpy as np
 import pytest
 
 from fp8jax.data.tokenizers import tokenizer
+from fp8jax.inference import memory
 from fp8jax.inference.perplexity import joined, read_texts, score_texts
-from tests.support.bigrams import bigram_model
+from fp8jax.inference.scorer import Scorer
+from tests.support.bigrams import WORDS, bigram_model
 
 BYTES = tokenizer("bytes")
 TEXTS = {"one": "abcabd", "two": "é is two bytes.\n" * 3}
@@ -62,3 +65,28 @@ def test_a_source_without_text(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match=r"source 'x' has no text: its documents \(1\) are empty"):
         read_texts(f"x=text:{tmp_path}/empty.txt", BYTES, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    "rows, length, room, message",
+    [
+        (10**11, 8, 2**40, "a batch of 100000000000 rows of 8 tokens would take at least"),
+        # 4 bytes for each of four ids, and for each of two activations of a width of 258.
+        (4, 8, 4 * 8 * (16 + 8 * WORDS) - 1, "0.0 GiB of memory: lower --batch_size or --length"),
+        # Attention has 2^32 scores for a row and a head.
+        (1, 2**16, 16 * 2**30, "a batch of 1 rows of 65536 tokens would take"),
+    ],
+)
+def test_batches_that_exceed_the_memory_are_refused(monkeypatch, rows, length, room, message):
+    monkeypatch.setattr(memory, "capacity", lambda: room)
+    model, variables, _ = bigram_model({})
+    with pytest.raises(ValueError, match=message):
+        Scorer(model, variables).program(rows, length)
+
+
+def test_exhausted_memory_is_one_line():
+    said = pytest.raises(MemoryError, match="^memory is exhausted: buy more$")
+    with said, memory.memory_errors("buy more"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.memory_errors(""):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another one")
