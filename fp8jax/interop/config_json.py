@@ -12,12 +12,13 @@ beside `rope_theta`. rope_json.py has both.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fp8jax.interop.rope_json import read_rope, write_rope
-from fp8jax.lookup import lookup
+from fp8jax.lookup import brief, lookup, unknown
 from fp8jax.model.config import ModelConfig
 
 # Keys that change nothing of what the model computes for a row of tokens.
@@ -118,7 +119,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds; ValueError unless it can be read and is one."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # too many levels
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(parsed).__name__}")
@@ -138,12 +139,14 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         named = config["model_type"] if "model_type" in config else None
         return _looked_up("model_type", named, types, where)
     if not isinstance(named, list) or len(named) != 1:
-        raise ValueError(f"{where}: architectures must name one class, got {named!r}")
+        raise ValueError(f"{where}: architectures must name one class, got {brief(named)}")
     return _looked_up("architecture", named[0], FAMILIES, where)
 
 
 def _looked_up(kind: str, name: Any, table: Mapping[str, Family], where: str) -> Family:
     try:
+        if not isinstance(name, str):
+            raise unknown(kind, name, table)
         return lookup(kind, name, table)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
@@ -226,6 +229,10 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
 def _refuse_windows(config: Mapping[str, Any], where: str) -> None:
     """Raises ValueError if a layer attends to a window of the row only (Qwen)."""
     types = config["layer_types"] if "layer_types" in config else None
+    if types is not None and not (
+        isinstance(types, list) and all(isinstance(name, str) for name in types)
+    ):
+        raise ValueError(f"{where}: layer_types must be names or null, got {brief(types)}")
     if types is not None and set(types) != {"full_attention"}:
         raise ValueError(
             f"{where}: layer_types has {', '.join(sorted(set(types)))}; only full_attention is"
@@ -235,6 +242,10 @@ def _refuse_windows(config: Mapping[str, Any], where: str) -> None:
     uses = "use_sliding_window" in config and config["use_sliding_window"]
     if types is None and uses and window is not None:
         first = config["max_window_layers"] if "max_window_layers" in config else 28
+        if type(first) is not int:
+            raise ValueError(
+                f"{where}: max_window_layers must be a whole number, got {brief(first)}"
+            )
         if first < config["num_hidden_layers"]:
             raise ValueError(
                 f"{where}: use_sliding_window=true: the layers from max_window_layers={first} on"
@@ -244,8 +255,10 @@ def _refuse_windows(config: Mapping[str, Any], where: str) -> None:
 
 def _whole(config: Mapping[str, Any], key: str, where: str) -> int:
     value = config[key]
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{where}: {key} must be a positive whole number, got {value!r}")
+    if type(value) is not int or not 0 < value < 2**31:
+        raise ValueError(
+            f"{where}: {key} must be a positive whole number below 2^31, got {brief(value)}"
+        )
     return value
 
 
@@ -255,15 +268,15 @@ def _whole_or(config: Mapping[str, Any], key: str, unset: int, where: str) -> in
 
 def _number(config: Mapping[str, Any], key: str, where: str) -> float:
     value = config[key]
-    if type(value) not in (int, float):
-        raise ValueError(f"{where}: {key} must be a number, got {value!r}")
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{where}: {key} must be a number, got {brief(value)}")
     return float(value)
 
 
 def _true_or_false(config: Mapping[str, Any], key: str, where: str) -> bool:
     value = config[key]
     if type(value) is not bool:
-        raise ValueError(f"{where}: {key} must be true or false, got {value!r}")
+        raise ValueError(f"{where}: {key} must be true or false, got {brief(value)}")
     return value
 
 
@@ -279,9 +292,9 @@ def _head_dim(config: Mapping[str, Any], key: str, sizes: Mapping[str, int], whe
 def _activation(
     config: Mapping[str, Any], key: str, names: Mapping[str, str], where: str
 ) -> str:  # fmt: skip
-    if config[key] not in names:
+    if not isinstance(config[key], str) or config[key] not in names:
         raise ValueError(
-            f"{where}: {key}={config[key]!r} is not supported, only {' or '.join(names)}"
+            f"{where}: {key}={brief(config[key])} is not supported, only {' or '.join(names)}"
         )
     return names[config[key]]
 

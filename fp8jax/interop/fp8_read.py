@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp8jax.interop.fp8_format import E4M3, FP8_FORMATS, Fp8Format, scale_name
+from fp8jax.lookup import brief
 
 CODES = "F8_E4M3"  # as safetensors calls it
 
@@ -38,6 +39,8 @@ def read_format(config: Mapping[str, Any], where: str) -> Fp8Format | None:
     if "quantization_config" not in config or config["quantization_config"] is None:
         return None
     given = config["quantization_config"]
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: quantization_config must be an object, got {brief(given)}")
     for fmt in FP8_FORMATS.values():
         expected = fmt.config(())
         if all(key in given and given[key] == expected[key] for key in _DECISIVE[fmt.name]):

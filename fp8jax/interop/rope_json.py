@@ -1,9 +1,11 @@
 """RoPE in a config.json: `rope_parameters` of transformers 5, `rope_scaling` of older files."""
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from fp8jax.lookup import brief
 from fp8jax.model.rope import Linear, Llama3, RopeScaling, Yarn
 
 # Type -> the keys that it has besides rope_type and rope_theta.
@@ -34,14 +36,14 @@ def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling
     old, new = config["rope_scaling"], config["rope_parameters"]
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if not isinstance(value, dict | None):
-            raise ValueError(f"{where}: {key} must be an object or null, got {value!r}")
+            raise ValueError(f"{where}: {key} must be an object or null, got {brief(value)}")
     if old and new and old != new:
         raise ValueError(f"{where}: rope_scaling={old} contradicts rope_parameters={new}")
     rope = dict(old or new or {})
     theta = rope.pop("rope_theta") if "rope_theta" in rope else config["rope_theta"]
     part = rope.pop("partial_rotary_factor", None) or config["partial_rotary_factor"]
     if part not in (None, 1):
-        raise ValueError(f"{where}: partial_rotary_factor={part} is not supported, only 1")
+        raise ValueError(f"{where}: partial_rotary_factor={brief(part)} is not supported, only 1")
     kind = _kind(rope, where)
     if unknown := sorted(rope.keys() - set(_KEYS[kind])):
         raise ValueError(
@@ -54,13 +56,13 @@ def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling
 
 def _kind(rope: dict[str, Any], where: str) -> str:
     """Takes the type out of `rope`; `type` is its older name."""
-    names = {rope.pop(key) for key in ("rope_type", "type") if key in rope} or {"default"}
-    if len(names) > 1:
-        raise ValueError(f"{where}: rope_type and type contradict each other: {sorted(names)}")
-    (kind,) = names
-    if kind not in _KEYS:
+    given = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
+    kind = given[0]
+    if any(other != kind for other in given):
+        raise ValueError(f"{where}: rope_type and type contradict each other: {brief(given)}")
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(
-            f"{where}: RoPE of type {kind!r} is not supported. There are: {', '.join(_KEYS)}"
+            f"{where}: RoPE of type {brief(kind)} is not supported. There are: {', '.join(_KEYS)}"
         )
     return kind
 
@@ -72,8 +74,8 @@ def _original(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positive(value: Any, key: str, where: str) -> float:
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{where}: RoPE's {key} must be a positive number, got {value!r}")
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise ValueError(f"{where}: RoPE's {key} must be a positive number, got {brief(value)}")
     return float(value)
 
 
@@ -103,13 +105,17 @@ class _Reader:
         if self._has("factor"):
             factor = self._factor()
         else:
-            factor = config["max_position_embeddings"] / original
+            factor = self._length(config, "max_position_embeddings") / original
         truncate = self._rope["truncate"] if "truncate" in self._rope else True
+        if type(truncate) is not bool:
+            raise ValueError(
+                f"{self._where}: RoPE's truncate must be true or false, got {brief(truncate)}"
+            )
         return Yarn(
             factor=factor, original=original, attention_factor=self._attention_factor(factor),
             beta_fast=self._number("beta_fast") if self._has("beta_fast") else 32.0,
             beta_slow=self._number("beta_slow") if self._has("beta_slow") else 1.0,
-            truncate=bool(truncate),
+            truncate=truncate,
         )  # fmt: skip
 
     def _attention_factor(self, factor: float) -> float | None:
@@ -139,14 +145,22 @@ class _Reader:
     def _original(self, config: Mapping[str, Any]) -> int:
         """Positions of training; without them, max_position_embeddings, as in transformers."""
         key = "original_max_position_embeddings"
-        if not self._has(key):
-            key = "max_position_embeddings"
-            if key not in config:
-                raise ValueError(
-                    f"{self._where}: RoPE's original_max_position_embeddings is missing"
-                )
-            return int(_positive(config[key], key, self._where))
-        return int(self._number(key))
+        if self._has(key):
+            return self._length(self._rope, key)
+        if "max_position_embeddings" not in config:
+            raise ValueError(f"{self._where}: RoPE's {key} is missing")
+        return self._length(config, "max_position_embeddings")
+
+    def _length(self, given: Mapping[str, Any], key: str) -> int:
+        """Returns a number of positions."""
+        if key not in given:
+            raise ValueError(f"{self._where}: RoPE's {key} is missing")
+        length = _positive(given[key], key, self._where)
+        if length != int(length):
+            raise ValueError(
+                f"{self._where}: RoPE's {key} must be a whole number, got {brief(given[key])}"
+            )
+        return int(length)
 
 
 def write_rope(

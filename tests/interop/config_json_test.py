@@ -14,6 +14,7 @@ from fp8jax.interop.config_json import (
     to_model_config,
     unknown_keys,
 )
+from fp8jax.interop.fp8_read import read_format
 from fp8jax.model.models import MODELS
 from fp8jax.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
 from tests.support.hf_folders import config_json
@@ -23,6 +24,7 @@ LLAMA3 = dict(
     original_max_position_embeddings=8192,
 )  # fmt: skip
 
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
 
 # Published files, without the keys that say nothing about the shape.
 LLAMA_2 = dict(
@@ -140,7 +142,7 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(sliding_window=4096), "sliding_window=4096 is not supported for Llama"),
         ("llama", dict(auto_map={"AutoModel": "modeling.X"}), "auto_map=.* is not supported"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
-        ("llama", dict(hidden_size="32"), "hidden_size must be a positive whole number, got '32'"),
+        ("llama", dict(hidden_size="32"), "hidden_size must be a positive whole .*, got '32'"),
         ("llama", dict(num_attention_heads=3), "width of 32 does not divide into 3 heads"),
         ("llama", dict(num_key_value_heads=3), "config.json: n_heads=4 is not a multiple"),
         ("llama", dict(tie_word_embeddings="no"), "tie_word_embeddings must be true or false"),
@@ -154,6 +156,12 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=false is not supported"),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=true is not supported"),
         ("gpt2", dict(activation_function="relu"), "'relu' is not supported, only gelu_new or"),
+        ("llama", dict(hidden_act=["silu"]), r"hidden_act=\['silu'\] is not supported, only silu"),
+        ("llama", dict(vocab_size=10**12), "vocab_size must be a positive .* below 2.31, got 1000"),
+        ("qwen2", dict(layer_types=3), "config.json: layer_types must be names or null, got 3"),
+        ("qwen2", dict(layer_types=[None, "x"]), "layer_types must be names or null, got .None"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
+         "max_window_layers must be a whole number, got '2'"),
     ],
 )  # fmt: skip
 def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, message):
@@ -177,12 +185,61 @@ def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, 
         (dict(full_attention=dict(rope_type="default")), "has full_attention, which is not"),
         (LLAMA3 | dict(low_freq_factor=4.0), "low_freq_factor=4.0 must be below 4.0"),
         (dict(rope_type="default", partial_rotary_factor=0.25), "partial_rotary_factor=0.25"),
+        (dict(rope_type=["linear"]), r"RoPE of type \['linear'\] is not supported"),
+        (
+            YARN | dict(original_max_position_embeddings=0.5),
+            "json: .* whole number, got 0.5",
+        ),
+        (YARN | dict(truncate="no"), "truncate must be true or false, got 'no'"),
     ],
 )
 def test_other_ropes_are_refused_by_name(rope, message):
     for key in ("rope_parameters", "rope_scaling"):
         with pytest.raises(ValueError, match=message):
             to_model_config(LLAMA_2 | {"rope_scaling": None, key: rope})
+
+
+@pytest.mark.parametrize("length", [None, "4096", 0.5])
+def test_yarn_without_a_factor_needs_both_lengths(length):
+    config = LLAMA_2 | dict(rope_scaling=YARN | dict(factor=None))
+    config |= dict(max_position_embeddings=length)
+    if length is None:
+        del config["max_position_embeddings"]
+    with pytest.raises(ValueError, match="config.json: RoPE's max_position_embeddings "):
+        to_model_config(config)
+
+
+ODD = (
+    None, True, -1, 0, 0.5, 10**12, 10**400, math.inf, math.nan, "x", [], ["silu"], [None, "x"],
+    [[1]], {}, {"a": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
+    config = config_json("gpt2" if family.model_type == "gpt2" else family.model_type)
+    keys = [
+        *family.defaults, *family.sizes.values(), *family.only, "architectures", "model_type",
+        "max_position_embeddings",
+    ]  # fmt: skip
+    ropes = [LLAMA3 | {key: odd} for key in LLAMA3 for odd in ODD]
+    more = ("beta_fast", "attention_factor", "mscale", "truncate", "rope_theta")
+    ropes += [YARN | {key: odd} for key in (*YARN, *more) for odd in ODD]
+    ropes += [YARN | dict(factor=None, type=odd) for odd in ODD]
+    changes = [{key: odd} for key in keys for odd in ODD]
+    changes += [{"rope_scaling": rope, "rope_parameters": None} for rope in ropes]
+    for change in changes:
+        try:
+            to_model_config(config | change, "folder/config.json")
+        except ValueError as error:
+            message = str(error)
+            assert message.startswith("folder/config.json") and len(message) < 400, message
+            assert "\n" not in message, message
+
+
+def test_a_quantization_that_is_no_object():
+    with pytest.raises(ValueError, match="^config.json: quantization_config must be an object, g"):
+        read_format({"quantization_config": 3}, "config.json")
 
 
 def test_two_ropes_that_contradict_each_other():
@@ -218,7 +275,15 @@ def test_smooth_swiglu_is_swiglu_there():
     assert family_for(smooth) is FAMILIES["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "cannot be read"), ("[1]", "JSON object")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "JSON object"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "cannot be read: maximum recursion depth"),
+    ],
+    ids=["cut", "list", "deep"],
+)
 def test_a_file_that_is_no_object(content, message, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"config.json .*{message}"):
