@@ -25,8 +25,7 @@ from fp8jax.inference.generate import MOST_POSITIONS, SEEDS, Generator
 from fp8jax.inference.memory import memory_errors
 from fp8jax.inference.sampling import Sampling
 from fp8jax.inference.text import LENGTH, Completion, complete_text, stream_text
-from fp8jax.interop.config_json import load_json
-from fp8jax.interop.folders import small_file
+from fp8jax.interop.folders import end_ids
 from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.model.freeze import freeze
 from fp8jax.records.checkpoint import DamagedError
@@ -146,20 +145,12 @@ def _prompts(trained: TrainedModel) -> _Prompts:
         raise ValueError(f"{trained.name} has no tokenizer.json, so it has no words to read")
     stops, template = [trained.tokenizer.eos], None
     if trained.files is not None:
-        stops += _end_ids(trained.files)
+        stops += end_ids(trained.files, trained.model.config.vocab_size)
     if _CHAT.value:
         if trained.files is None:
             raise ValueError(f"{trained.name} has no chat template: --chat needs one")
         template = load_chat_template(trained.files, trained.tokenizer)
     return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
-
-
-def _end_ids(folder: Path) -> list[int]:
-    """Returns the ids that end a text by the folder's generation_config.json, [] without one."""
-    path = small_file(folder, "generation_config.json")
-    settings = {} if path is None else load_json(path)
-    ends = settings["eos_token_id"] if "eos_token_id" in settings else []
-    return [ends] if isinstance(ends, int) else list(ends or [])
 
 
 def _generator(trained: TrainedModel, words: int, max_length: int) -> Generator:

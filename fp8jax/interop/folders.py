@@ -10,6 +10,7 @@ from typing import Any
 from absl import logging
 
 from fp8jax.interop.config_json import load_json, to_model_config, unknown_keys
+from fp8jax.lookup import brief
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.models import model_config, with_overrides
 from fp8jax.records.differences import config_difference
@@ -81,6 +82,23 @@ def copy_small_files(source: Path, target: Path, *, words: bool) -> None:
     for name in (*_SHAPE, *(_TOKENIZER if words else ())):
         if (found := small_file(source, name)) is not None:
             shutil.copyfile(found, target / name)
+
+
+def end_ids(folder: Path, vocab_size: int) -> list[int]:
+    """Returns the ids that end a text by the folder's generation_config.json, [] without one.
+
+    Raises ValueError for anything else than an id, a list of ids, or null.
+    """
+    path = small_file(folder, "generation_config.json")
+    settings = {} if path is None else load_json(path)
+    ends = settings["eos_token_id"] if "eos_token_id" in settings else None
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ValueError(
+            f"{path}: eos_token_id must be ids of tokens, from 0 to {vocab_size - 1}, got "
+            f"{brief(ends)}"
+        )
+    return ids
 
 
 def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
