@@ -62,8 +62,8 @@ class TensorFiles:
 
     Raises (the constructor):
       ValueError: there is no safetensors file, the index names a file or a tensor that is not
-        there, a file is cut short or is none of safetensors, or its hash has changed (folders that
-        fp8jax wrote have hashes).
+        there, a file cannot be opened, is cut short or is none of safetensors, or its hash has
+        changed (folders that fp8jax wrote have hashes).
     """
 
     def __init__(self, folder: Path):
@@ -81,6 +81,10 @@ class TensorFiles:
             raise ValueError(f"{folder / INDEX} names tensors that no file has: {grouped(absent)}")
 
     def _open(self, path: Path) -> None:
+        try:
+            path.open("rb").close()  # whatever the reason, safetensors says "No such file"
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         try:
             file = safe_open(path, framework="np")
             names = list(file.keys())

@@ -1,6 +1,8 @@
 """Folders that are damaged or hold another model: refused before anything is allocated."""
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -79,6 +81,23 @@ def test_a_truncated_file(folder, refused):
 def test_a_file_of_another_kind(folder, refused):
     shards(folder)[0].write_bytes(b"PK\x03\x04 a pickle of torch")
     refused("model-00001-of-00003.safetensors is damaged or no safetensors file")
+
+
+def test_a_file_that_nobody_may_read(folder, refused, monkeypatch):
+    """root may read every file, so the refusal of the system is put in its place."""
+
+    def denied(path, *args, open=Path.open, **kwargs):
+        if path.name == "model-00002-of-00003.safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", denied)
+    refused("model-00002-of-00003.safetensors cannot be read: Permission denied$")
+
+
+def test_a_folder_in_the_place_of_a_file(folder, refused):
+    (folder / read.SINGLE).mkdir()
+    refused("/model.safetensors cannot be read: Is a directory$")
 
 
 def test_a_missing_file(folder, refused):
