@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -68,6 +69,7 @@ def write_tensors(
 
     Raises:
       ValueError: max_shard_bytes is not positive.
+      OSError: a file cannot be written, because the disk is full, say.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be positive")
@@ -76,7 +78,7 @@ def write_tensors(
     for shard in _shards(tensors, max_shard_bytes):
         # The pointers of arrays are written: they must be in order, without gaps.
         arrays = {name: np.ascontiguousarray(array) for name, array in shard.items()}
-        save_file(arrays, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        _save(arrays, folder / f"{len(shards)}.safetensors")
         shards.append(list(arrays))
         total += sum(array.nbytes for array in arrays.values())
         shard.clear()  # before the next file's tensors are made
@@ -90,6 +92,13 @@ def write_tensors(
     write_json(folder / HASHES, hash_files(folder, files))
     for file in files:  # safetensors lets only their owner read them
         shutil.copymode(folder / HASHES, folder / file)
+
+
+def _save(arrays: dict[str, np.ndarray], path: Path) -> None:
+    try:
+        save_file(arrays, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of the system's calls
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _file_name(i: int, count: int) -> str:

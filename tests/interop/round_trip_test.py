@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         with new_folder(tmp_path / "late"):
             (tmp_path / "late").mkdir()
     assert sorted(os.listdir(tmp_path)) == ["late", "there"]
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"0.safetensors cannot be written: .*File too large"):
+            with new_folder(tmp_path / "target") as folder:
+                write_tensors(folder, {"a": lambda: np.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_tensor_that_lies_transposed_is_written_in_order(tmp_path):
