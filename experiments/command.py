@@ -74,8 +74,11 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses the flags as absl does, and returns the program's name and the other arguments.
 
     A wrong flag, or a wrong --config or --config.KEY=VALUE, ends the process with one line and
-    status 1.
+    status 1. So does an argument that is not UTF-8: libraries fail on such paths and texts.
     """
+    for argument in argv:
+        if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
+            sys.exit(f"error: the argument {argument!r} is not UTF-8")
     try:
         check_config_flags(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
         return flags.FLAGS(argv)

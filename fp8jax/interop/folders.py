@@ -61,7 +61,10 @@ def shape_of_model(name: str, overrides: Mapping[str, Any]) -> ModelConfig:
     if folder is None:
         return model_config(name, dict(overrides))
     path = folder / "config.json"
-    return with_overrides(to_model_config(load_json(path), str(path)), overrides)
+    config = load_json(path)
+    if (folder / "checkpoints").is_dir() and not config.keys() & {"architectures", "model_type"}:
+        raise ValueError(f"{name} is a workdir, not a Hugging Face folder: name it without hf:")
+    return with_overrides(to_model_config(config, str(path)), overrides)
 
 
 def warn_of_unknown_keys(name: str) -> None:

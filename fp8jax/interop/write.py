@@ -31,6 +31,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
       FileExistsError: the target exists.
+      ValueError: the target ends in `..`.
       OSError: the folder beside it cannot be made.
     """
     refuse_existing(target)
@@ -47,7 +48,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises FileExistsError if there is something under the target's name."""
+    """Raises FileExistsError if there is something under the target's name, ValueError for `..`."""
+    if target.name == "..":  # which would make the folder before it
+        raise ValueError(f"{target} ends in '..': name the folder that is to be made")
     if target.exists() or target.is_symlink():
         raise FileExistsError(f"{target} exists and is not overwritten")
 

@@ -77,6 +77,8 @@ BAD = [
     (["--from=hf:", "--to=DIR/x"], "hf: needs a folder"),
     (["--from=hf:DIR/hf", "--to="], "--to= names no folder"),
     (["--from=hf:DIR/hf", "--to=hf:", "--format=bf16"], "--to=hf: names no folder"),
+    (["--from=hf:DIR/hf", "--to=DIR/e/.."], r"/e/\.\. ends in '\.\.': name the folder that"),
+    (["--from=hf:DIR/hf", "--to=DIR/\udcff"], r"argument '--to=.*/\\udcff' is not UTF-8$"),
     (["--from=hf:DIR/hf", "--to=DIR/hf"], "hf exists and is not overwritten"),
     (["--from=DIR/none", "--to=hf:DIR/x", "--format=bf16"], "none is not a folder: name the work"),
     (

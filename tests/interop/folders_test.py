@@ -5,7 +5,14 @@ import re
 
 import pytest
 
-from fp8jax.interop.folders import end_ids
+from fp8jax.interop.folders import end_ids, shape_of_model
+
+
+def test_a_workdir_named_as_a_folder(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"model": "llama_tiny"}))
+    with pytest.raises(ValueError, match="hf:.* is a workdir, .*: name it without hf:$"):
+        shape_of_model(f"hf:{tmp_path}", {})
 
 
 @pytest.mark.parametrize(
