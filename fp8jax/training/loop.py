@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
@@ -50,6 +51,7 @@ from fp8jax.training.resume import (
     checkpoint_items,
     initial_position,
     read_checkpoint,
+    refuse_conversion,
 )
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.stop_request import StopRequest
@@ -95,17 +97,13 @@ def train_and_evaluate(
     xla.set_compilation_cache()
     run = build(config)
     settings = run.settings
+    # Refused before the lock, whose file would be left.
+    refuse_conversion(Path(workdir))
+    if run.initial_weights is not None and not has_steps(Path(workdir, "checkpoints")):
+        run.initial_weights.check()
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
-        if run.initial_weights is not None and not has_steps(Path(workdir, "checkpoints")):
-            run.initial_weights.check()
-        changes = kept_differences(settings.record, Path(workdir))
-        if changes and not settings.resume_with_changes:
-            raise ValueError(
-                f"{settings.model} is no longer the model that this workdir began with: "
-                f"{'; '.join(changes)}. Take another --workdir, or ask for it with "
-                "--config.resume_with_changes=True"
-            )
+        changes = _model_changes(run, workdir)
         corpus = build_corpus(
             settings.data, run.tokenizer, seq_len=settings.seq_len,
             valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
@@ -118,10 +116,28 @@ def train_and_evaluate(
                 keep=settings.checkpoint_keep, keep_best=settings.checkpoint_keep_best,
             )
         )  # fmt: skip
-        loop = _Loop(workdir, run, corpus, checkpointer, stop, profile, faults, stack)
+        loop = _Loop(workdir, run, corpus, checkpointer, stop, profile, faults, stack, changes)
         loop.begin(None if defaults is None else defaults.to_dict())
         stack.push(loop.end)
         return loop.train()
+
+
+def _model_changes(run: Run, workdir: str) -> list[str]:
+    """Returns how the model `hf:DIR` has changed since the workdir began; warns of it.
+
+    Raises ValueError if it has, while `resume_with_changes` is False.
+    """
+    model = run.settings.model
+    lines = kept_differences(run.settings.record, Path(workdir))
+    if lines and not run.settings.resume_with_changes:
+        raise ValueError(
+            f"{model} is no longer the model that this workdir began with: {'; '.join(lines)}. "
+            "Take another --workdir, or ask for it with --config.resume_with_changes=True"
+        )
+    changes = [f"{model}: {line}" for line in lines]
+    for change in changes:
+        logging.warning("resuming with a change: %s", change)
+    return changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +168,7 @@ class _Loop:
         profile: tuple[int, int] | None,
         faults: Faults,
         stack: contextlib.ExitStack,
+        model_changes: list[str],
     ):
         """Reads the checkpoint, if there is one, and opens the run's files on `stack`."""
         self.run, self.settings, self.corpus, self.workdir = run, run.settings, corpus, workdir
@@ -173,7 +190,7 @@ class _Loop:
         self.step = self.start  # finished steps
         self._restore_counts(restored)
         self.resumed = restored is not None
-        self.changes = changes
+        self.changes = [*model_changes, *changes]
         self.rows = self._read_ahead(stack)
         self.checkpoints = Path(workdir, "checkpoints")
         # Stages whose compiled step is still to be checked for FP8 GEMMs.

@@ -4,12 +4,14 @@ records/run_checkpoint.py says what a checkpoint contains.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 from absl import logging
 
 from fp8jax.data.corpus import Corpus
+from fp8jax.interop.config_json import load_json
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.differences import config_difference, listed
 from fp8jax.records.run_checkpoint import CONVERTED_FROM, PARAMS, require_version
@@ -51,10 +53,7 @@ def read_checkpoint(
     step, meta = newest
     require_version(step, meta)
     if CONVERTED_FROM in meta:
-        raise ValueError(
-            f"this workdir holds weights that were converted from {meta[CONVERTED_FROM]}, and no"
-            " run: take another --workdir, and this one as --config.initial_weights"
-        )
+        raise _conversion(meta[CONVERTED_FROM])
     before, now = meta["config"], run.settings.record
     changes = config_difference(before, now)
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
@@ -73,6 +72,23 @@ def read_checkpoint(
         if part.key(before, step) != part.key(now, step):
             items.pop(part.field)
     return checkpointer.restore(items), changes
+
+
+def refuse_conversion(workdir: Path) -> None:
+    """Raises ValueError if the config.json of a workdir says that it holds a conversion."""
+    try:
+        config = load_json(workdir / "config.json")
+    except ValueError:  # none, or a run's that was cut short: the run writes it again
+        return
+    if CONVERTED_FROM in config:
+        raise _conversion(config[CONVERTED_FROM])
+
+
+def _conversion(source: str) -> ValueError:
+    return ValueError(
+        f"this workdir holds weights that were converted from {source}, and no run: take another"
+        " --workdir, and this one as --config.initial_weights"
+    )
 
 
 def checkpoint_items(run: Run, state: TrainState) -> dict[str, Any]:

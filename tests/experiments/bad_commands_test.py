@@ -89,6 +89,8 @@ def folder(tmp_path_factory):
     )
     meta = {"version": CHECKPOINT_VERSION, CONVERTED_FROM: "hf"}
     _write_checkpoint(folder / "converted", meta)
+    _write_checkpoint(folder / "imported", meta)
+    (folder / "imported" / "config.json").write_text(json.dumps({CONVERTED_FROM: "hf"}))
     for name in ("lines", "no_file", "no_folder"):
         (folder / name).mkdir()
     (folder / "lines" / "metrics.jsonl").write_text('{"step": \n')
@@ -335,6 +337,20 @@ def test_no_config_is_named(refusal, monkeypatch):
 
 def test_an_unknown_dataset(refusal, tfds):
     assert re.search("^error: unknown TensorFlow dataset 'nowhere'", refusal("data=tfds:nowhere"))
+
+
+@pytest.mark.parametrize("weights", ["hf:DIR/none", "DIR/lines", "DIR/version", "DIR/damaged"])
+def test_refused_weights_leave_no_workdir(refusal, tmp_path, weights):
+    assert refusal(f"initial_weights={weights}").startswith("error: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_conversion_is_left_as_it_is(refusal, folder):
+    line = refusal("--workdir=DIR/imported", "initial_weights=hf:DIR/none")
+    assert "holds weights that were converted from hf, and no run" in line
+    assert sorted(path.name for path in (folder / "imported").iterdir()) == [
+        "checkpoints", "config.json"
+    ]  # fmt: skip
 
 
 def test_a_second_program_on_a_workdir(refusal, tmp_path):

@@ -16,6 +16,7 @@ from fp8jax.interop.folders import HUGGING_FACE, shape_of_model
 from fp8jax.interop.initial_weights import InitialWeights
 from fp8jax.interop.trained import load_model
 from fp8jax.interop.write import write_json
+from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder
@@ -82,6 +83,7 @@ def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path)
     train_and_evaluate(config, str(tmp_path / "run"))
     before = load_model(spec)
     config_file = (folder / "config.json").read_text()
+    _check_that_changes_are_recorded(config, folder, tmp_path)
     shutil.rmtree(folder)
     after = load_model(str(tmp_path / "run"))
     jax.tree.map(
@@ -93,6 +95,19 @@ def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path)
     assert exported == json.loads(config_file) | {"dtype": "bfloat16"}
     words = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
     assert words.encode("Hé").ids == list("Hé".encode())
+
+
+def _check_that_changes_are_recorded(config, folder, tmp_path):
+    """Resumes a copy of the run, whose last step it has trained, after config.json has changed."""
+    changed = json.loads((folder / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    write_json(folder / "config.json", changed)
+    shutil.copytree(tmp_path / "run", tmp_path / "changed")
+    config = config.copy_and_resolve_references()
+    config.resume_with_changes = True
+    train_and_evaluate(config, str(tmp_path / "changed"))
+    events = read_jsonl(tmp_path / "changed" / "events.jsonl")
+    (resume,) = (event for event in events if event["kind"] == "resume")
+    assert resume["changes"] == [f"hf:{folder}: norm_eps: 0.001 -> 0.5"]
 
 
 def test_a_folder_that_changes_under_a_run_is_refused(data, folder, tmp_path):
