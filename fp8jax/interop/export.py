@@ -69,7 +69,9 @@ def _cast(name: str, make: Callable[[], np.ndarray], dtype: np.dtype) -> Callabl
         array = make()
         with np.errstate(over="ignore"):
             rounded = array.astype(dtype)
-        if (lost := np.isinf(rounded.astype(np.float32)) & np.isfinite(array)).any():
+        if (lost := ~np.isfinite(rounded)).any():
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name} has NaN or infinities: nothing to export")
             largest = np.abs(array[lost]).max()
             raise ValueError(f"{name} has the value {largest:g}, too large for {dtype.name}")
         return rounded

@@ -12,7 +12,7 @@ from absl import logging
 from fp8jax.interop.folders import as_folder, shape_of_model
 from fp8jax.interop.read import TensorReader, check_tensors, open_tensors, read_tree
 from fp8jax.interop.tensor_names import parameter_shapes
-from fp8jax.interop.trained import read_record, shape_of_workdir
+from fp8jax.interop.trained import read_record, refuse_not_finite, shape_of_workdir
 from fp8jax.model.config import ModelConfig
 from fp8jax.optim.master_weights import MASTER_WEIGHTS
 from fp8jax.records.checkpoint import Checkpointer
@@ -64,7 +64,7 @@ class InitialWeights:
     def read(self, abstract: Any) -> Any:
         """Returns the parameters, with the dtypes and shardings of a tree of abstract ones.
 
-        Raises ValueError and DamagedError as `check` does.
+        Raises ValueError and DamagedError as `check` does; ValueError for NaN and infinities.
         """
         if as_folder(self.source) is not None:
             files, prefix = self._files
@@ -77,6 +77,7 @@ class InitialWeights:
             items = {PARAMS: _with_dtype(abstract, MASTER_WEIGHTS[stored])}
             restored = checkpointer.restore(items, at_most=step, only=(PARAMS,))
         assert restored is not None
+        refuse_not_finite(restored.arrays[PARAMS], Path(self.source))
         return jax.tree.map(
             lambda leaf, to: leaf.astype(to.dtype), restored.arrays[PARAMS], abstract
         )

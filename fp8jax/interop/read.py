@@ -224,7 +224,8 @@ def _check_tied_head(files: TensorReader, embedding: str) -> None:
     same = files.shapes[HEAD] == files.shapes[embedding]
     for begin in range(0, rows, 4096) if same else ():
         index = (slice(begin, min(begin + 4096, rows)), slice(0, files.shapes[embedding][1]))
-        same &= np.array_equal(files.read(HEAD, index), files.read(embedding, index))
+        head, rows_of_embedding = files.read(HEAD, index), files.read(embedding, index)
+        same &= np.array_equal(head, rows_of_embedding, equal_nan=True)  # NaN is refused later
     if not same:
         raise ValueError(
             f"{files.folder}: config.json ties the head to the embedding, but {HEAD} differs from"
@@ -241,19 +242,37 @@ def read_tree(
       prefix: as `check_tensors` returned it.
       shardings: our tree of parameters, with the sharding of each.
       dtype: of all parameters; float32 holds every readable dtype exactly.
+
+    Raises:
+      ValueError: tensors with NaN or infinities, all that this process reads.
     """
     flat, structure = jax.tree_util.tree_flatten_with_path(shardings)
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in flat]
     shapes, where = _shapes_of(model, paths), places(model)
+    damaged: dict[str, None] = {}
+
+    def read(name: str, index: Slices) -> np.ndarray:
+        tensor = files.read(name, index)
+        if not np.isfinite(tensor).all():
+            damaged[name] = None
+        return tensor
+
     leaves = []
     for path, (_, sharding) in zip(_shown(paths), flat, strict=True):
 
         def part(index: Any, path: str = path) -> np.ndarray:
-            return read_leaf(where[path], shapes[path], index, prefix, files.read, dtype)
+            return read_leaf(where[path], shapes[path], index, prefix, read, dtype)
 
         leaf = jax.make_array_from_callback(shapes[path], sharding, part)
         leaves.append(jax.block_until_ready(leaf))  # so that one parameter is read at a time
+    if damaged:
+        raise not_finite(files.folder, damaged)
     return jax.tree.unflatten(structure, leaves)
+
+
+def not_finite(where: Path, names: Iterable[str]) -> ValueError:
+    """Returns the error for tensors, or parameters, with NaN or infinities."""
+    return ValueError(f"{where} has NaN or infinities in {grouped(names)}")
 
 
 def _shapes_of(model: ModelConfig, paths: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,14 @@ from fp8jax.interop.folders import (
     small_file,
     warn_of_unknown_keys,
 )
-from fp8jax.interop.read import check_tensors, dropped_tensors, grouped, open_tensors, read_tree
+from fp8jax.interop.read import (
+    check_tensors,
+    dropped_tensors,
+    grouped,
+    not_finite,
+    open_tensors,
+    read_tree,
+)
 from fp8jax.interop.tensor_names import HEAD
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig
@@ -90,8 +97,8 @@ def load_model(
       backend, attention: of the `Transformer`.
 
     Raises:
-      ValueError: there is no model, or it cannot be read; the message has the path. A name is
-        unknown, or the policy does not fit the model.
+      ValueError: there is no model, it cannot be read, or weights are NaN or infinite; the message
+        has the path. A name is unknown, or the policy does not fit the model.
       DamagedError: all checkpoints of a workdir are damaged.
     """
     folder = as_folder(source)
@@ -142,6 +149,7 @@ def _load_workdir(
             items[_HISTORIES] = _abstract(boxed[HISTORIES], shardings[HISTORIES], jnp.float32)
         restored = checkpointer.restore(items, at_most=found, only=_READ)
     assert restored is not None and restored.step == found
+    refuse_not_finite(restored.arrays[PARAMS], workdir)
     variables = {"params": to_float32(restored.arrays[PARAMS])}
     if _HISTORIES in items:
         variables[HISTORIES] = restored.arrays[_HISTORIES]
@@ -171,6 +179,24 @@ def read_record(
         raise ValueError(f"{workdir} has {wanted}")
     require_version(*newest)
     return newest
+
+
+def refuse_not_finite(params: Any, workdir: Path) -> None:
+    """Raises ValueError with the parameters of a workdir that have NaN or infinities."""
+    sound = jax.device_get(_finite(params))
+    damaged = [
+        jax.tree_util.keystr(keys, simple=True, separator="/")
+        for keys, is_sound in jax.tree_util.tree_leaves_with_path(sound)
+        if not is_sound
+    ]
+    if damaged:
+        raise not_finite(workdir, damaged)
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    """Returns for each array whether all of its elements are finite, bool []."""
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
 
 
 def shape_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> ModelConfig:

@@ -6,6 +6,7 @@ import resource
 import weakref
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.interop import convert
 from fp8jax.interop.export import EXPORTS, export_model
 from fp8jax.interop.fp8_format import FP8_FORMATS
+from fp8jax.interop.initial_weights import InitialWeights
 from fp8jax.interop.trained import load_model
 from fp8jax.interop.write import new_folder, write_tensors
+from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.differences import abstract_leaf
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder
 from tests.support.hf_vectors import MODELS
 
@@ -94,6 +98,45 @@ def test_weights_are_rounded_to_nearest_and_too_large_ones_are_refused(tmp_path)
     with pytest.raises(ValueError, match="model.norm.weight has the value 70000, too large for fl"):
         convert.export(f"hf:{folder}", tmp_path / "float16", "float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "hf"]
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    """All of them, from a folder and from a workdir, and before a step of training."""
+    config = config_json("qwen2")  # tied
+    arrays = tensors(config, np.float32)
+    spec = f"hf:{write_folder(tmp_path / 'hf', config, arrays)}"
+    sound = convert.import_folder(spec, tmp_path / "workdir")
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    arrays[names[0]][3, 1], arrays[names[1]][0, 0] = np.nan, -np.inf
+    arrays["model.embed_tokens.weight"][2, 2] = np.nan
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    write_folder(tmp_path / "hf", config, arrays)
+    bad = ("NaN or infinities in ", "embed_tokens.weight", r"model.layers.[0-1].mlp.up_proj.weight")
+    shapes = jax.tree.map(abstract_leaf, sound.variables["params"])
+    for refused in (
+        lambda: convert.import_folder(spec, tmp_path / "new"),
+        lambda: convert.export(spec, tmp_path / "new", "bf16"),
+        lambda: InitialWeights(spec, sound.model.config).read(shapes),
+    ):
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert all(text in str(error.value) for text in bad), error.value
+    assert sorted(os.listdir(tmp_path)) == ["hf", "workdir"]
+
+    params = sound.variables["params"]
+    params["final_norm"]["scale"] = params["final_norm"]["scale"].at[1].set(np.inf)
+    with Checkpointer(tmp_path / "workdir/checkpoints", every=1, keep=1, keep_best=0) as written:
+        _, meta = written.read_meta()
+        written.save(1, {"params": params}, meta, None)
+    workdir = str(tmp_path / "workdir")
+    for refused in (
+        lambda: load_model(workdir),
+        lambda: InitialWeights(workdir, sound.model.config).read(shapes),
+    ):
+        with pytest.raises(ValueError, match="workdir has NaN or infinities in final_norm/scale$"):
+            refused()
+    with pytest.raises(ValueError, match="model.norm.weight has NaN or infinities: nothing to exp"):
+        export_model(sound, tmp_path / "new", "float16")
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
