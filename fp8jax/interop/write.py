@@ -37,8 +37,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     refuse_existing(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}")
-    unfinished.mkdir()
     try:
+        unfinished.mkdir()
         yield unfinished
         refuse_existing(target)  # another program may have made it since
         unfinished.rename(target)

@@ -2,12 +2,14 @@
 
 import importlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from absl import flags
 
@@ -67,6 +69,50 @@ def test_an_interrupted_conversion_leaves_nothing(sent, folder, tmp_path):
     assert program.returncode == (130 if sent == signal.SIGINT else 143)
     assert error == ("interrupted\n" if sent == signal.SIGINT else "")
     assert list((tmp_path / "new").iterdir()) == []
+
+
+MOMENTS = """
+import os, shutil, signal, sys, threading, time
+from pathlib import Path
+from fp8jax.interop.convert import import_folder
+
+source, new = sys.argv[1], Path(sys.argv[2])
+
+def interrupt(delay, over):
+    while not list(new.iterdir()):
+        time.sleep(0.001)
+    if not over.wait(delay):
+        os.kill(os.getpid(), signal.SIGINT)
+
+for delay in (0, 0.02, 0.05, 0.1, 0.2):
+    over = threading.Event()
+    thread = threading.Thread(target=interrupt, args=(delay, over))
+    thread.start()
+    try:
+        import_folder(source, new / "workdir")
+        over.set()
+        shutil.rmtree(new / "workdir")
+        print("finished")
+    except KeyboardInterrupt:
+        print("interrupted")
+    thread.join()
+    assert list(new.iterdir()) == [], list(new.rglob("*"))
+"""
+
+
+@pytest.mark.slow
+def test_an_import_leaves_nothing_whenever_it_is_interrupted(tmp_path):
+    """Also while Orbax's threads write."""
+    config = config_json("llama", vocab_size=2**17)  # 34 MB, so that writing takes a while
+    folder = write_folder(tmp_path / "hf", config, tensors(config, np.float32))
+    (tmp_path / "new").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", MOMENTS, f"hf:{folder}", str(tmp_path / "new")], cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5 and lines[0] == "interrupted"
 
 
 BAD = [

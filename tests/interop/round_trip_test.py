@@ -171,6 +171,20 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_workdir_on_a_full_disk_is_one_error_and_leaves_nothing(tmp_path, capfd, caplog):
+    config = config_json("llama", vocab_size=4096)
+    folder = write_folder(tmp_path / "hf", config, tensors(config, np.float32))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"workdir cannot be written: File too large$"):
+            convert.import_folder(f"hf:{folder}", tmp_path / "workdir")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(tmp_path) == ["hf"]
+    assert "Traceback" not in capfd.readouterr().err and not caplog.records
+
+
 def test_a_tensor_that_lies_transposed_is_written_in_order(tmp_path):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     write_tensors(tmp_path, {"a": lambda: array.T, "b": lambda: array[:, ::2]})
