@@ -37,6 +37,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from fp8jax.records.checkpoint_files import HASHES, find_damage, hash_files, list_files, short_error
+from fp8jax.records.deferred_signals import deferred_signals
 from fp8jax.records.differences import abstract_leaf, require_same_structure, tree_structure
 
 _META = "meta"
@@ -355,9 +356,13 @@ class Checkpointer:
         return {name: arrays[name] if name in items else tree for name, tree in abstract.items()}
 
     def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        """Reads the given items of a step with Orbax, without touching the manager."""
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            restored = reader.restore(self._directory / str(step), args=ocp.args.Composite(**items))
+        """Reads the given items of a step with Orbax, without touching the manager.
+
+        Signals take effect afterwards: they would interrupt Orbax in the middle of its event loops.
+        """
+        path, args = self._directory / str(step), ocp.args.Composite(**items)
+        with deferred_signals(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            restored = reader.restore(path, args=args)
         return {name: restored[name] for name in items}
 
     def _prepare(self) -> ocp.CheckpointManager:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from absl import logging
 from jax.sharding import NamedSharding
@@ -445,6 +446,23 @@ def test_going_back_abandons_what_came_after(tmp_path):
     assert _steps_of(tmp_path) == [1]
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {"1", "abandoned-1", "abandoned-2", "abandoned-3"}
+
+
+def test_ctrl_c_waits_until_a_step_is_read(tmp_path, monkeypatch):
+    read = []
+
+    def interrupted(self, *args, restore=ocp.Checkpointer.restore, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        read.append(restore(self, *args, **kwargs))
+        return read[-1]
+
+    with Checkpointer(tmp_path, every=1, keep=1, keep_best=0) as checkpointer:
+        checkpointer.save(1, {"fp8": _fp8()}, {}, None)
+        checkpointer.wait()
+        monkeypatch.setattr(ocp.Checkpointer, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.read_meta()
+    assert len(read) == 1
 
 
 def test_another_model_is_an_error_that_says_what_differs(tmp_path):
