@@ -41,7 +41,8 @@ def test_there_and_back(folder, tmp_path):
 
 
 SLOW = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 from fp8jax.interop import write
 from experiments import command, convert
 
@@ -65,7 +66,10 @@ def test_an_interrupted_conversion_leaves_nothing(sent, folder, tmp_path):
     assert len(list((tmp_path / "new").iterdir())) == 1  # beside the target
     time.sleep(0.1)
     program.send_signal(sent)
-    _, error = program.communicate(timeout=60)
+    try:
+        _, error = program.communicate(timeout=60)
+    finally:
+        program.kill()
     assert program.returncode == (130 if sent == signal.SIGINT else 143)
     assert error == ("interrupted\n" if sent == signal.SIGINT else "")
     assert list((tmp_path / "new").iterdir()) == []
@@ -76,6 +80,7 @@ import os, shutil, signal, sys, threading, time
 from pathlib import Path
 from fp8jax.interop.convert import import_folder
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 source, new = sys.argv[1], Path(sys.argv[2])
 
 def interrupt(delay, over):
