@@ -113,12 +113,6 @@ def _lines(name: str) -> list[str]:
 
 def _check_flags(texts: Sequence[str]) -> None:
     """Raises ValueError if flags cannot be honored, whatever the model is."""
-    named = [("--prompt", text) for text in texts] + [("--stop", text) for text in _STOP.value]
-    for name, text in [*named, ("--system", _SYSTEM.value or "")]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:  # the shell passed bytes that are not UTF-8
-            raise ValueError(f"{name}: the text is not UTF-8: {error}") from error
     if "" in _STOP.value:
         raise ValueError("--stop= is empty: it would end every text at once")
     if (last := _SEED.value + len(texts) - 1) >= SEEDS:

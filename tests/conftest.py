@@ -12,6 +12,7 @@ import collections
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -83,6 +84,14 @@ def data(tmp_path_factory):
     """(spec, cache) of a generated corpus of one source."""
     folder = tmp_path_factory.mktemp("data")
     return text.write_generated_text(folder, documents=400), str(folder / "cache")
+
+
+@pytest.fixture
+def takes_ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,10 @@ def deferred_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
 
     previous = {
-        number: signal.signal(number, defer) for number in (signal.SIGINT, signal.SIGTERM)
-    }  # fmt: skip
+        number: signal.signal(number, defer)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN  # as SIGINT in a job of the background
+    }
     try:
         yield
     finally:

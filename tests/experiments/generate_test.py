@@ -94,7 +94,7 @@ def generate():
         (["--prompt=a", "--prompt=b", "--seed=4294967295"], r"last of 2 .* in \[0, 4294967296\)"),
         (["--prompt=a", "--max_length=9", "--max_tokens=9"], "raise --max_length$"),
         (["--prompt=a", "--stop="], "--stop= is empty"),
-        (["--prompt=a\udcff"], r"--prompt: the text is not UTF-8: .*udcff"),
+        (["--prompt=a\udcff"], r"the argument '--prompt=a.*udcff' is not UTF-8"),
         (["--chat", "--max_tokens=4096"], "fit the cache of --max_length=4096: lower --max_tokens"),
         (["--chat", "--stop="], "--stop= is empty"),
         (["--prompts_file="], "--prompts_file= names no file"),

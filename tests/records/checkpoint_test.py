@@ -448,6 +448,7 @@ def test_going_back_abandons_what_came_after(tmp_path):
     assert names == {"1", "abandoned-1", "abandoned-2", "abandoned-3"}
 
 
+@pytest.mark.usefixtures("takes_ctrl_c")
 def test_ctrl_c_waits_until_a_step_is_read(tmp_path, monkeypatch):
     read = []
 

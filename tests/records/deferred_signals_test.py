@@ -9,6 +9,8 @@ from fp8jax.records.deferred_signals import deferred_signals
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 
+pytestmark = pytest.mark.usefixtures("takes_ctrl_c")
+
 
 def test_ctrl_c_waits_for_the_end():
     before = [signal.getsignal(number) for number in HANDLED]
@@ -60,3 +62,15 @@ def test_other_threads_get_no_signals_to_hold_back():
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
