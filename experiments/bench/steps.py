@@ -60,7 +60,6 @@ from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.stability.bad_steps import is_finite, select_if
 from fp8jax.training.build import build
 from fp8jax.training.policy_switch import enter_policy
-from fp8jax.training.programs import program_bytes
 from fp8jax.training.run import Run
 from fp8jax.training.step import TrainState, accumulate
 
@@ -313,7 +312,7 @@ def _train(training: _Training, policy: str) -> Program:
     (stage,) = run.stages
     # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
     lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
-    size = program_bytes(lowered.compile())
+    size = xla.program_bytes(lowered.compile())
     last: list[Any] = []
 
     def call() -> Any:

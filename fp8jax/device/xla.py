@@ -101,6 +101,17 @@ def folds_scales() -> bool:
     return platform() == "gpu" and "xla_allow_excess_precision=false" not in flags.lower()
 
 
+def program_bytes(program: Any) -> int:
+    """Bytes that XLA allocates on each device for one call of a compiled program, with arguments.
+
+    `peak_memory_in_bytes` is not that: XLA allocates all temporaries as one block, which is larger
+    than the temporaries alive at any one time; and on CPUs the figure leaves them out.
+    """
+    memory = program.memory_analysis()
+    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+
 def compiler_options() -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
 

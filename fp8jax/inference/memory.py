@@ -31,15 +31,6 @@ def array_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def program_bytes(program: Any) -> int:
-    """Returns the bytes that a device needs for one call of a compiled program, with arguments."""
-    memory = program.memory_analysis()
-    return (
-        memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )  # fmt: skip
-
-
 def require_memory(needed: int, what: str, remedy: str) -> None:
     """Raises ValueError if `needed` bytes are more than `capacity()`.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.device import xla
-from fp8jax.inference.memory import array_bytes, program_bytes, require_memory
+from fp8jax.inference.memory import array_bytes, require_memory
 from fp8jax.inference.score import Scores, score_targets
 from fp8jax.model.transformer import Transformer
 
@@ -46,7 +46,7 @@ class Scorer:
             require_room(self._model, rows, length)
             ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
             compiled = self._jitted.lower(self._variables, *[ids] * 4, key=self._key).compile()
-            require_memory(program_bytes(compiled), _batch(rows, length), _REMEDY)
+            require_memory(xla.program_bytes(compiled), _batch(rows, length), _REMEDY)
             self._programs[rows, length] = functools.partial(self._run, compiled)
         return self._programs[rows, length]
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.sources import parse_sources
+from fp8jax.device import xla
 from fp8jax.linear.backends import choose_backend
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
@@ -35,7 +36,6 @@ from fp8jax.training.programs import (
     abstract_batch,
     compile_programs,
     device_bytes,
-    program_bytes,
     training_programs,
 )
 from fp8jax.training.run import Run, Stage
@@ -212,13 +212,13 @@ def make_plan(run: Run) -> Plan:
     first, *later = run.stages
     names = ["initialize", *training_programs(first)]
     compiled, seconds = compile_programs(run, first, names)
-    totals = {name: program_bytes(program) for name, program in compiled.items()}
+    totals = {name: xla.program_bytes(program) for name, program in compiled.items()}
     initialize = totals.pop("initialize")
     total = max(totals.values())
     later_totals, gemms = [], [_gemms(first, compiled["step"])]
     for stage in later:
         programs, more = compile_programs(run, stage, training_programs(stage))
-        most = max(map(program_bytes, programs.values()))
+        most = max(map(xla.program_bytes, programs.values()))
         later_totals.append((stage.begins, stage.policy.name, most))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more

@@ -20,17 +20,6 @@ def device_bytes(tree: Any) -> int:
     )
 
 
-def program_bytes(program: Any) -> int:
-    """Bytes that XLA allocates on each device for one call of a compiled program, with arguments.
-
-    `peak_memory_in_bytes` is not that: XLA allocates all temporaries as one block, which is larger
-    than the temporaries alive at any one time; and on CPUs the figure leaves them out.
-    """
-    memory = program.memory_analysis()
-    allocated = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
-
-
 def abstract_batch(run: Run, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a batch of data/loader.py with that many rows, and the run's sharding."""
 

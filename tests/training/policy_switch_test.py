@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from configs import base, fp4
 from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.device import xla
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
@@ -405,7 +406,7 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     made = dry_run.make_plan(run)
     delayed = run.stages[1]
     compiled, _ = programs.compile_programs(run, delayed, ["seed_step", "step"])
-    size = max(map(programs.program_bytes, compiled.values()))
+    size = max(map(xla.program_bytes, compiled.values()))
     assert made.later == ((3, "mlp", size),) and made.policy == "bf16"
     assert made.peak_bytes == max(size, made.total_bytes, made.initialize_bytes)
     assert made.backends == {"fp8_delayed": "emulated"}
