@@ -309,7 +309,8 @@ def _run_cached(
     """Runs one stretch of layers with their caches; returns x and the caches of these layers.
 
     A stack is scanned. Layers whose cache or parameters are a tuple run one after the other: a loop
-    would first copy a layer's weights out of the stack, and its cache into it.
+    would first copy a layer's weights out of the stack, and its cache into it. They are traced and
+    lowered once all the same, and so XLA compiles each kernel once: `layer` is jitted.
 
     Args:
       variables, cache: of all layers.
@@ -319,6 +320,7 @@ def _run_cached(
         zero_padding=model.zero_padding, parent=None,
     )  # fmt: skip
 
+    @jax.jit
     def layer(x_BLD, scanned):
         variables, index, cache = scanned
         key = fold_in(inputs.key, index)
