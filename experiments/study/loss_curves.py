@@ -114,14 +114,14 @@ def _read_curve(workdir: Path) -> Curve:
     rows, events = (read_jsonl(workdir / f"{name}.jsonl") for name in ("metrics", "events"))
     loss = {row["step"]: row["loss"] for row in rows}
     valid = {row["step"]: row["valid_loss"] for row in rows if "valid_loss" in row}
-    # The events of earlier runs stay in the file. Only an event of this run is the last one, and
-    # belongs to the step right after the last metrics: the rejected step itself has none.
+    # The events of earlier runs stay in the file. The last one before the run's end is of this run,
+    # and belongs to the step right after the last metrics: the rejected step itself has none.
     rejected = max(loss, default=0) + 1
     failed = any(
         event["kind"] == Event.STOP
         and event["cause"] == Cause.NON_FINITE
         and event["step"] == rejected
-        for event in events[-1:]
+        for event in [event for event in events if event["kind"] != Event.END][-1:]
     )
     return Curve(loss, valid, rejected if failed else None)
 

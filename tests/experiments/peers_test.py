@@ -8,6 +8,7 @@ JAX 0.12.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -101,13 +102,15 @@ def test_delayed_scaling_on_random_data_is_within_rounding_of_flax():
     ours amax * (1 / max), each off by two roundings (u = 2^-24); x / scale and x * (1 / scale) by
     one or two more. So scales agree to 4u and quotients to 8u: where no element is that close to a
     tie (asserted), the codes are equal. Results then differ by two scales, 8u, and by what each
-    side rounds: sums of 16 terms, the product of the scales and that with the sum, 17u."""
+    side rounds: sums of 16 terms, the product of the scales and that with the sum, 17u. The first
+    step only fills the histories: flax reads empty ones as the scale 1, this library as full of
+    the operand's own amax."""
     rng, u, steps = np.random.default_rng(0), 2.0**-24, []
     for growth in (1.0, 3.1, 0.4, 0.3, 0.2, 0.1):
         sigma = {"x": 3.0 * growth, "w": 0.02, "g": 1e-4 / growth}
         steps.append({k: (rng.normal(size=(16, 16)) * s).astype(np.float32)
                       for k, s in sigma.items()})  # fmt: skip
-    for operands, used, mine, theirs in steps_of_both(steps):
+    for operands, used, mine, theirs in itertools.islice(steps_of_both(steps), 1, None):
         seen = {}
         for k, v in operands.items():
             table = reference.finite_values(FORMAT[k])
