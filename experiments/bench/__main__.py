@@ -192,7 +192,7 @@ _COMMANDS = (
         shapes=[f"{model}_{batch}x1024x256" for model in ("llama_125m", "qwen2.5_1.5b", "llama3_8b")
                 for batch in (1, 8, 64)],
         tiny_shapes=["llama_tiny_2x16x4"],
-        threads=1,  # the weights of a contestant are made while it is prepared
+        threads=4,  # each prepares weights of its own
     ),
     _Benchmark(
         name="gains", measure=size_gains.measure_gains, shapes=size_gains.SHAPES,

@@ -81,7 +81,8 @@ def measure_decoding(
     rows: list[Row] = []
     figures: dict[str, float] = {}
     for shape in map(shape_of, shapes):
-        made = {policy: _Contestant(shape, policy, cache) for policy in policies}
+        params = random_params(shape.config)
+        made = {policy: _Contestant(shape, policy, cache, params) for policy in policies}
         for kind in ("prefill", "decode"):
             found = timed({policy: getattr(one, kind) for policy, one in made.items()})
             base = found["bf16"].seconds if "bf16" in found else math.nan
@@ -100,7 +101,7 @@ def measure_decoding(
                     figures[f"{kind}_speedup/{shape.name}/{policy}"] = base / seconds
                 if kind == "decode":
                     figures[f"decode_share/{shape.name}/{policy}"] = limit / seconds
-        del made  # the weights go before the next shape's are made
+        del made, params  # before the next shape's are made
     notes = [
         limits.note(),
         f"KV cache in {cache}. Times of decoding are those of one token of each request; the bytes "
@@ -110,11 +111,11 @@ def measure_decoding(
 
 
 class _Contestant:
-    """One policy at one shape. Its weights are made when it is first prepared, and then shared."""
+    """One policy at one shape. Its weights are quantized when it is first prepared."""
 
-    def __init__(self, shape: Shape, policy: str, cache: str) -> None:
+    def __init__(self, shape: Shape, policy: str, cache: str, params: Any) -> None:
         name, backend = policy_and_backend(policy)
-        self.shape, self._cache = shape, cache
+        self.shape, self._cache, self._params = shape, cache, params
         model = Transformer(shape.config, as_policy(name), backend)
         self._model = inference_model(model)
         self.quantizes = bool(as_policy(name).recipe("layers/mlp/up").fwd_x)
@@ -123,7 +124,7 @@ class _Contestant:
     @functools.cached_property
     def _variables(self) -> Any:
         model = self._model
-        variables = random_variables(model)
+        variables = {"params": self._params} | full_histories(model)
         if any(recipe.fwd_w is not None for _, recipe in as_policy(model.policy).rules):
             variables = freeze(model, variables)
         variables = prepare(model, variables, unrolled=True)
@@ -173,7 +174,7 @@ class _Contestant:
             return prefill(model, variables, cache, prompts_BP, lengths_B, requests)
 
         arguments = self._variables, prompts, lengths, self._requests()
-        program = jax.jit(run, compiler_options=xla.compiler_options())
+        program = jax.jit(run, compiler_options=xla.compiler_options()).lower(*arguments).compile()
         return lambda: program(*arguments)
 
     def prefill(self) -> Program:
@@ -183,29 +184,34 @@ class _Contestant:
         """A call draws all new tokens of all requests; the state it begins with is kept."""
         tokens = self.shape.tokens
         arguments = self._variables, self._prefill()(), self._requests(), jnp.int32(tokens)
-        program = jax.jit(
-            functools.partial(decode, self._model, tokens=tokens),
-            compiler_options=xla.compiler_options(),
-        )  # fmt: skip
+        loop = functools.partial(decode, self._model, tokens=tokens)
+        jitted = jax.jit(loop, compiler_options=xla.compiler_options())
+        program = jitted.lower(*arguments).compile()
         return Program(call=lambda: program(*arguments)[1], items=tokens)
 
 
-def random_variables(model: Transformer) -> dict[str, Any]:
-    """Returns random parameters in the model's dtype, and full histories, made on the device."""
-    shapes = linen.meta.unbox(abstract_variables(model))
-    leaves, tree = jax.tree.flatten(shapes["params"])
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+def random_params(config: ModelConfig) -> Any:
+    """Returns random parameters in bfloat16, made on the device; no recipe changes their shapes."""
+    shapes = linen.meta.unbox(abstract_variables(Transformer(config)))["params"]
+    leaves, tree = jax.tree.flatten(shapes)
+    # Its numbers are made by one instruction: compiling them takes no time.
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(leaves))
 
     @functools.partial(jax.jit, static_argnums=1)
     def drawn(key, shape):
-        return 0.02 * jax.random.normal(key, shape, model.dtype)
+        return 0.02 * jax.random.normal(key, shape, jnp.bfloat16)
 
-    params = jax.tree.unflatten(
+    return jax.tree.unflatten(
         tree, [drawn(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
     )
+
+
+def full_histories(model: Transformer) -> dict[str, Any]:
+    """Returns {HISTORIES: amaxes of 8}, or {} for a policy without delayed scaling."""
+    shapes = linen.meta.unbox(abstract_variables(model))
     histories = shapes[HISTORIES] if HISTORIES in shapes else {}
     filled = jax.tree.map(lambda h: jnp.full(h.shape, 8.0, h.dtype), histories)
-    return {"params": params} | ({HISTORIES: filled} if filled else {})
+    return {HISTORIES: filled} if filled else {}
 
 
 def weight_bytes(config: ModelConfig, params: Any) -> int:

@@ -8,6 +8,9 @@ and waited for once, as a training loop does, so that the host's work overlaps w
 A contestant that cannot run (refused, not installed, out of memory) is reported with the reason,
 and the others continue. Between its turns a contestant holds only its operands: each result is
 dropped before the next call. Its memory is freed when it fails, or at the end of the race.
+
+What is ready, and each time, is written to stderr as soon as it is known, so that a long benchmark
+that is cut off is not lost.
 """
 
 import concurrent.futures
@@ -16,6 +19,7 @@ import functools
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,18 +97,26 @@ def time_in_turns(
       name -> the contestant's result.
     """
     racers: dict[str, _Racer] = {}
+    begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for name, prepare in entrants.items():
             racers[name] = _Racer(pool.submit(prepare), clock)
-    for racer in racers.values():
+    for name, racer in racers.items():
         racer.attempt(functools.partial(racer.warm_up, seconds))
+        _say(f"{name}: ready after {time.perf_counter() - begin:.1f} s")
     for _ in range(rounds):
         for racer in racers.values():
             racer.attempt(racer.time_batch)
     timings = {name: racer.timing() for name, racer in racers.items()}
     for racer in racers.values():
         racer.close()
+    for name, timing in timings.items():
+        _say(f"{name}: {timing.reason or f'{1e3 * timing.seconds:.4f} ms'}")
     return timings
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class _Racer:

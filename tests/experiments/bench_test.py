@@ -552,7 +552,9 @@ def test_bytes_of_a_decoded_token():
     cache = 18 * 4 * 2 * 2 * (32 + 4)  # the mean of 16 to 20 tokens
     found = {}
     for policy in ("bf16", "fp8_rowwise"):
-        one = decoding._Contestant(decoding.shape_of("qwen2_tiny_1x16x4"), policy, "fp8")
+        shape = decoding.shape_of("qwen2_tiny_1x16x4")
+        params = decoding.random_params(shape.config)
+        one = decoding._Contestant(shape, policy, "fp8", params)
         one.prefill()
         found[policy] = one.bytes
     assert found["bf16"] == 2 * (4 * layer + vectors + 320 * 128) + cache
