@@ -93,13 +93,16 @@ def get_config() -> ml_collections.ConfigDict:
     config.gnmr_random = placeholder(float)  # control: promote this share of layers by chance
     config.gnmr_precision = "fp8_current"  # policy of promoted layers
 
-    # Validation, samples and checkpoints
+    # Validation, samples, telemetry and checkpoints
     config.valid_every = 100  # steps between validations; the last step always validates
     config.valid_batches = placeholder(int)  # of batch_size rows, of each source; None: all rows
     config.sample_every = placeholder(int)  # steps between text samples; None: no samples
     config.sample_prompt = ""  # text that a sample begins with
     config.sample_tokens = 128  # new tokens in a sample
     config.sample_temperature = 0.8  # temperature of the draws; 0: always the most likely token
+    config.telemetry_every = placeholder(int)  # steps between samples of all casts; None: off
+    config.telemetry_what_if = placeholder(str)  # policy to measure beside the run's; None: none
+    config.log_to = ""  # also send scalars to wandb:PROJECT or trackio:PROJECT; empty: nowhere
     config.checkpoint_every = 100  # steps between checkpoints; the last step always saves
     config.checkpoint_keep = 2  # latest checkpoints that stay
     config.checkpoint_keep_best = 0  # checkpoints of the lowest validation loss that stay as well

@@ -2,8 +2,9 @@
 
 from fp8jax.linear.amax_history import HISTORIES, max_combining, to_max_combining
 from fp8jax.linear.modules import RNG, Dense, Einsum, Fp8DotGeneral, keep_master, together
+from fp8jax.linear.probe import TELEMETRY
 
 __all__ = [
-    "HISTORIES", "RNG", "Dense", "Einsum", "Fp8DotGeneral", "keep_master", "max_combining",
-    "to_max_combining", "together",
+    "HISTORIES", "RNG", "TELEMETRY", "Dense", "Einsum", "Fp8DotGeneral", "keep_master",
+    "max_combining", "to_max_combining", "together",
 ]  # fmt: skip

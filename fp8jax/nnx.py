@@ -82,6 +82,7 @@ from jaxtyping import Array, Float, Shaped
 from fp8jax.linear import modules, shared_leaf, updates
 from fp8jax.linear.amax_history import HISTORIES, Histories, init_state, to_max_combining
 from fp8jax.linear.dot import dot_general
+from fp8jax.linear.probe import Probe, empty_probe
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
@@ -98,8 +99,19 @@ class AmaxHistory(nnx.Variable[Any]):
     """The amax history of one operand, float32 [H]; its gradient is its next value."""
 
 
+class ProbePeaks(nnx.Variable[Any]):
+    """`peaks` of a probe (linear/probe.py), only there while a model is measured."""
+
+
+class ProbeSums(nnx.Variable[Any]):
+    """`sums` of a probe."""
+
+
 # In linen models that contain NNX modules (`nnx.bridge.ToLinen`), the collection is linen's own.
 nnx.register_variable_name(HISTORIES, AmaxHistory, overwrite=True)
+
+
+_MODEL_STATE = (nnx.Param, AmaxHistory)
 
 
 # Modules ------------------------------------------------------------------------------------------
@@ -112,6 +124,7 @@ class Fp8DotGeneral(nnx.Module):
       recipe, backend, seeded: as in `fp8jax.nn.Fp8DotGeneral`.
       x_amax_history, w_amax_history, g_amax_history: those that the recipe has.
       stream: the stream of keys, if the recipe rounds stochastically and `rngs` has one, else None.
+      probe_peaks, probe_sums, what_if: those of a probe while the model is measured, else None.
     """
 
     def __init__(
@@ -133,6 +146,9 @@ class Fp8DotGeneral(nnx.Module):
         self.seeded = seeded
         for operand, history in init_state(self.recipe).items():
             setattr(self, f"{operand}_amax_history", AmaxHistory(history))
+        self.probe_peaks = nnx.data(None)
+        self.probe_sums = nnx.data(None)
+        self.what_if: Recipe | None = None
         self.stream = nnx.data(None)
         if rngs is not None and self.recipe.stochastic:
             if modules.RNG in rngs or "default" in rngs:
@@ -141,6 +157,12 @@ class Fp8DotGeneral(nnx.Module):
     def histories(self) -> Histories:
         """Return the histories, operand -> [H]."""
         return {k: getattr(self, f"{k}_amax_history")[...] for k in self.recipe.histories}
+
+    def probe(self) -> Probe | None:
+        """Return the probe, None unless the model is being measured."""
+        if self.probe_peaks is None or self.probe_sums is None:
+            return None
+        return Probe(self.probe_peaks[...], self.probe_sums[...], self.what_if)
 
     def __call__(
         self,
@@ -164,7 +186,7 @@ class Fp8DotGeneral(nnx.Module):
             lhs, rhs, dimension_numbers, *positional, precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=out_sharding,
             recipe=self.recipe, state=self.histories(), key=key, backend=self.backend,
-            seeded=self.seeded,
+            seeded=self.seeded, probe=self.probe(),
         )  # fmt: skip
 
     def _next_key(self) -> Array:
@@ -257,14 +279,14 @@ def value_and_grad(
       A function that returns the value and an `nnx.State` of gradients and next histories, for
       `update`; one state for each position if `argnums` is a sequence.
     """
-    return _differentiate(nnx.value_and_grad, f, argnums, has_aux)
+    return _differentiate(nnx.value_and_grad, f, argnums, has_aux, _MODEL_STATE)
 
 
 def grad(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """`nnx.grad` with respect to a model's `nnx.Param` and `AmaxHistory`; see `value_and_grad`."""
-    return _differentiate(nnx.grad, f, argnums, has_aux)
+    return _differentiate(nnx.grad, f, argnums, has_aux, _MODEL_STATE)
 
 
 def _differentiate(
@@ -272,13 +294,15 @@ def _differentiate(
     f: Callable[..., Any],
     argnums: int | Sequence[int],
     has_aux: bool,
+    kinds: tuple[type[nnx.Variable], ...],
 ) -> Callable[..., Any]:
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    wanted = tuple(nnx.DiffState(i, (nnx.Param, AmaxHistory)) for i in positions)
+    wanted = tuple(nnx.DiffState(i, kinds) for i in positions)
+    combined = tuple(kind for kind in kinds if kind in (AmaxHistory, ProbePeaks))
 
     @functools.wraps(f)
     def combining_by_max(*args: Any) -> Any:
-        variables = [v for i in positions for _, v in _nodes(args[i], AmaxHistory)]
+        variables = [v for i in positions for _, v in _nodes(args[i], combined)]
         histories = [v.get_value() for v in variables]
         for variable, history in zip(variables, histories, strict=True):
             # Outside of jit, JAX cannot take the maximum: shared_leaf.py refuses a second call.
@@ -294,7 +318,7 @@ def _differentiate(
     )
 
 
-def _nodes(model: Any, kind: type) -> Iterator[tuple[str, Any]]:
+def _nodes(model: Any, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     """Yield (path, node) of the modules or variables of a kind, each once."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, kind):
@@ -369,6 +393,63 @@ def _refuse_classes_with_histories(model: nnx.Module) -> None:
                 " again in each forward pass: leave it out, and set each layer.dot_general ="
                 " nnx.data(Fp8DotGeneral(...))"
             )
+
+
+# Telemetry ----------------------------------------------------------------------------------------
+
+
+def with_probes(model: nnx.Module, what_if: Recipe | None) -> tuple[nnx.Module, dict[str, Recipe]]:
+    """Return a copy of the model with a probe in each `Fp8DotGeneral`; and path -> its recipe.
+
+    The probes of stacked layers have the leading axes of their kernels or histories.
+    """
+    copy = nnx.clone(model)
+    leading = {
+        id(layer.dot_general): layer.kernel.shape[: layer.kernel[...].ndim - _own_axes(layer)]
+        for _, layer in _nodes(copy, (nnx.Linear, nnx.LinearGeneral))
+    }
+    recipes = {}
+    for path, dot in _nodes(copy, Fp8DotGeneral):
+        layers = leading[id(dot)] if id(dot) in leading else ()
+        for history in dot.histories().values():
+            layers = history.shape[:-1]
+        probe = empty_probe(what_if, layers)
+        dot.probe_peaks = nnx.data(ProbePeaks(probe.peaks))
+        dot.probe_sums = nnx.data(ProbeSums(probe.sums))
+        dot.what_if = what_if
+        recipes[path] = dot.recipe
+    return copy, recipes
+
+
+def _own_axes(layer: Any) -> int:
+    """Axes of a layer's kernel without those of a stack of layers."""
+    if isinstance(layer, nnx.Linear):
+        return 2
+    return sum(map(len, (layer.batch_axis, layer.in_features, layer.out_features)))
+
+
+@functools.lru_cache(maxsize=16)  # a function that is measured again does not compile again
+def _probe_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    return nnx.jit(_differentiate(nnx.grad, f, 0, False, (ProbePeaks, ProbeSums)))
+
+
+def statistics(f: Callable[..., Any], model: nnx.Module, *args: Any) -> dict[str, Probe]:
+    """Return path -> the statistics of each `Fp8DotGeneral` in one evaluation of f(model, *args).
+
+    Args:
+      f: returns a scalar.
+      model: from `with_probes`.
+    """
+
+    found = nnx.to_flat_state(_probe_gradients(f)(model, *args))
+    leaves = {tuple(map(str, path)): value.get_value() for path, value in found}
+    return {
+        path: Probe(
+            leaves[(*path.split("/"), "probe_peaks")], leaves[(*path.split("/"), "probe_sums")],
+            dot.what_if,
+        )
+        for path, dot in _nodes(model, Fp8DotGeneral)
+    }  # fmt: skip
 
 
 # Before the first step ----------------------------------------------------------------------------

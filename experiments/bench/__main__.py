@@ -5,6 +5,8 @@
     python -m experiments.bench step --shapes=d4096,d1536 --policies=bf16,fp8_block,fp8_block@xla
     python -m experiments.bench step --config=configs/infir2.py:qwen2.5_1.5b --config.KEY=VALUE
     python -m experiments.bench decode --policies=bf16,fp8_current,fp8_rowwise:only=fwd_w
+    python -m experiments.bench telemetry --config=configs/lm_125m.py --config.num_steps=1000 \\
+        --config.telemetry_every=50
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
@@ -28,7 +30,15 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import command
-from experiments.bench import accumulation, decoding, operators, size_gains, steps, timing
+from experiments.bench import (
+    accumulation,
+    decoding,
+    operators,
+    size_gains,
+    steps,
+    telemetry,
+    timing,
+)
 from experiments.bench.report import Report, write
 from experiments.bench.timing import Timer
 from fp8jax.device import hardware, xla
@@ -145,6 +155,11 @@ def _training(shapes: Sequence[str], timed: Timer) -> Report:
     return steps.measure_training(_CONFIG.value, policies, timed, _limits(timed), figure=figure)
 
 
+def _telemetry(shapes: Sequence[str], timed: Timer) -> Report:
+    del shapes, timed  # the config has them, and two whole runs are timed
+    return telemetry.measure_telemetry(_CONFIG.value)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Benchmark(command.Command):
     """A command and what it measures.
@@ -187,6 +202,7 @@ _COMMANDS = (
         shapes=["d4096"], tiny_shapes=["tiny"],
         threads=4,  # a step fills much of the memory
     ),
+    _Benchmark(name="telemetry", measure=_telemetry, needs=["config"]),
     _Benchmark(
         name="decode", measure=_decode, takes=["shapes", "policies", "kv_cache"],
         shapes=[f"{model}_{batch}x1024x256" for model in ("llama_125m", "qwen2.5_1.5b", "llama3_8b")

@@ -28,6 +28,7 @@ from fp8jax.linear.arguments import (
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.explicit_axes import with_automatic_axes
 from fp8jax.linear.manual_axes import check_manual, pooled_axes, varying
+from fp8jax.linear.probe import Probe, combining
 from fp8jax.linear.shared_leaf import check_vmap, combining_by_max
 from fp8jax.linear.vjp import VjpContext, quantized_matmuls
 from fp8jax.numerics.names import as_recipe
@@ -47,6 +48,7 @@ def dot_general(
     key: Shaped[Array, "..."] | None = None,
     backend: str | None = None,
     seeded: bool = False,
+    probe: Probe | None = None,
 ) -> Float[Array, "..."]:
     """`lax.dot_general` with quantized operands, in the forward and in both gradients.
 
@@ -75,6 +77,7 @@ def dot_general(
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
       seeded: whether no history is empty. By default an empty history seeds itself: the scale comes
         from the operand's own amax, at the cost of a pass over the operand in every step.
+      probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
 
     Returns:
       An array with the batch, lhs free and rhs free dimensions, in this order.
@@ -90,7 +93,7 @@ def dot_general(
     (y,) = dot_general_shared(
         lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
         backend=backend, preferred_element_type=result_dtype, seeded=seeded,
-        out_sharding=out_sharding,
+        out_sharding=out_sharding, probes=(probe,),
     )  # fmt: skip
     return y
 
@@ -108,6 +111,7 @@ def dot_general_shared(
     out_sharding: Any = None,
     scopes: Sequence[str] | None = None,
     seeded: bool = False,
+    probes: Sequence[Probe | None] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
 
@@ -119,6 +123,7 @@ def dot_general_shared(
     Args:
       rhs, states, keys: one entry per weight. If the recipe rounds lhs stochastically, it uses the
         first key.
+      probes: one entry per weight, or None for no probes.
       scopes: the names of the weights' modules, for the compiled program.
 
     Returns:
@@ -134,22 +139,24 @@ def dot_general_shared(
     )  # fmt: skip
     check_manual(context.recipe)
     context = dataclasses.replace(context, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs))
-    for history in jax.tree.leaves(states):
-        check_vmap(lhs, history)
+    probes = (None,) * len(rhs) if probes is None else tuple(map(combining, probes))
+    for leaf in jax.tree.leaves((states, probes)):
+        check_vmap(lhs, leaf)
     all_histories = tuple(
         {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
     )
 
-    def multiply(lhs, rhs, histories, keys):
-        return _multiply(context, lhs, rhs, dimension_numbers, histories, keys)
+    def multiply(lhs, rhs, histories, keys, probes):
+        return _multiply(context, lhs, rhs, dimension_numbers, histories, keys, probes)
 
     multiply = with_automatic_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
-    return multiply(lhs, tuple(rhs), all_histories, tuple(keys))
+    return multiply(lhs, tuple(rhs), all_histories, tuple(keys), probes)
 
 
 def _multiply(
-    context: VjpContext, lhs, rhs: tuple, dimension_numbers, histories: tuple[Histories, ...], keys
-) -> tuple[jax.Array, ...]:
+    context: VjpContext, lhs, rhs: tuple, dimension_numbers, histories: tuple[Histories, ...], keys,
+    probes: tuple[Probe | None, ...],
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Merge the operands' axes, multiply, and split the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
@@ -158,7 +165,7 @@ def _multiply(
     ws = tuple(
         _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
     )
-    ys = quantized_matmuls(context, x, ws, histories, keys)
+    ys = quantized_matmuls(context, x, ws, histories, keys, probes)
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(
         y.reshape(*rows, *(w.shape[a] for a in free))
@@ -230,12 +237,14 @@ def einsum(
     backend: str | None = None,
     preferred_element_type: Any = None,
     seeded: bool = False,
+    probe: Probe | None = None,
 ) -> Float[Array, "..."]:
     """`jnp.einsum` of two operands through `dot_general`.
 
     Args:
       equation: letters only, with the result, such as "bsd,dhk->bshk".
-      lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded: as in `dot_general`.
+      lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded, probe: as in
+        `dot_general`.
 
     Raises:
       TypeError: for an equation that is not a string, and as `dot_general` does.
@@ -253,6 +262,6 @@ def einsum(
     )
     y = dot_general(
         lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend,
-        preferred_element_type=preferred_element_type, seeded=seeded,
+        preferred_element_type=preferred_element_type, seeded=seeded, probe=probe,
     )  # fmt: skip
     return y.transpose([result.index(c) for c in out])

@@ -34,6 +34,7 @@ from fp8jax.linear.explicit_axes import is_explicit
 from fp8jax.linear.few_rows import has_few_rows, matmul_few_rows
 from fp8jax.linear.manual_axes import pooled_axes
 from fp8jax.linear.operands import QuantizedOperand
+from fp8jax.linear.probe import Probe, as_cotangent, combining, deposit
 from fp8jax.linear.vjp import VjpContext, forward, quantize_operand, shared_amax
 from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.recipe import Recipe
@@ -180,6 +181,15 @@ def _frozen_matmuls(context: VjpContext, x, operands, histories, keys) -> tuple[
     return forward(context, x, operands, in_float32, keys, {"fwd_x": -1})[0]
 
 
+def _measured_matmuls(
+    context: VjpContext, x, operands, histories, keys, probes: Sequence[Probe | None]
+) -> tuple[jax.Array, ...]:
+    """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
+    arguments = lax.stop_gradient((x, operands, tuple(map(to_float32, histories))))
+    ys, _, _, rows = forward(context, *arguments, keys, {"fwd_x": -1}, probes)
+    return deposit(x, ys, tuple(probes), tuple(map(as_cotangent, probes, rows)))
+
+
 @_frozen_matmuls.defjvp
 def _refuse_derivative(context: VjpContext, primals, tangents):
     raise NotImplementedError(
@@ -198,6 +208,7 @@ def frozen_dot(
     preferred_element_type: Any = None,
     scopes: Sequence[str] | None = None,
     seeded: bool = False,
+    probes: Sequence[Probe | None] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
     """Return x times each kernel, as `dot_general_shared` with the kernels that were frozen.
 
@@ -232,7 +243,11 @@ def frozen_dot(
     ):
         backend_of_few = dataclasses.replace(context.backend, matmul=matmul_few_rows)
         context = dataclasses.replace(context, backend=backend_of_few)
-    ys = _frozen_matmuls(context, rows_MK, operands, tuple(states), tuple(keys))
+    arguments = context, rows_MK, operands, tuple(states), tuple(keys)
+    if probes is not None and any(probes):
+        ys = _measured_matmuls(*arguments, tuple(map(combining, probes)))
+    else:
+        ys = _frozen_matmuls(*arguments)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 

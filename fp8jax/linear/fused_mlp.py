@@ -11,6 +11,8 @@ residuals are those of vjp.py, whose functions this file uses.
 Saved for the backward are both factors, in bfloat16, and the quantized x. The gradient of Wd needs
 the codes of h, which are computed again in the backward, together with the gradients, from the same
 numbers with the same scale.
+
+A program with probes (probe.py) runs three linears instead: here h is never whole to be measured.
 """
 
 import functools
@@ -90,11 +92,11 @@ def _run(contexts: tuple[VjpContext, VjpContext], x, ws, histories, keys, x_cast
     """Return y, the operands of `x_casts`, the factors of h, and the new histories without g's."""
     first, second = contexts
     in_float32 = tuple(map(to_float32, histories))
-    factors, qx, new_histories = forward(first, x, ws[:2], in_float32[:2], keys[:2], x_casts)
+    factors, qx, new_histories, _ = forward(first, x, ws[:2], in_float32[:2], keys[:2], x_casts)
     ((qh, amax),) = _quantize_results(
         second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, in_float32[2], keys[2])]
     )
-    y, of_w = forward_matmul(
+    y, of_w, _ = forward_matmul(
         second, qh["fwd_x"], ws[2], in_float32[2], keys[2], second.scopes[0], x.dtype
     )
     of_h = record(in_float32[2], "x", factors[0], amax)
@@ -112,7 +114,7 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
     in_float32 = tuple(map(to_float32, saved.histories))
     dy = dy.astype(second.dtype)
     qdy, amax_dy = quantize_operand(second, dy, G_CASTS, in_float32[2], keys[2])
-    dh = input_gradient(second, second.scopes[0], saved.ws[2], saved.histories[2], keys[2], qdy)
+    dh, _ = input_gradient(second, second.scopes[0], saved.ws[2], saved.histories[2], keys[2], qdy)
     casts = [(first.recipe, G_CASTS, in_float32[i], keys[i]) for i in range(2)]
     casts.append((second.recipe, {"wgrad_x": -2}, in_float32[2], keys[2]))  # h, as in the forward
     *of_factors, (qh, _) = _quantize_results(first, SWIGLU_GRAD, (dh, *saved.factors), casts)
@@ -120,7 +122,7 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
     dxs: list[jax.Array] = []
     for i in (1, 0):  # up, then gate
         scope, w, (qg, _) = first.scopes[i], saved.ws[i], of_factors[i]
-        dxs.insert(0, input_gradient(first, scope, w, saved.histories[i], keys[i], qg))
+        dxs.insert(0, input_gradient(first, scope, w, saved.histories[i], keys[i], qg)[0])
         dws.insert(0, weight_gradient(first, saved.x, scope, w, qg))
     cotangents = []
     amaxes = [*(amax for _, amax in of_factors), amax_dy]

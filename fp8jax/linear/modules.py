@@ -26,6 +26,7 @@ from fp8jax.linear.amax_history import Histories, module_histories
 from fp8jax.linear.arguments import check_sizes
 from fp8jax.linear.dot import dot_general, dot_general_shared, einsum
 from fp8jax.linear.frozen import FrozenKernel, frozen_dot
+from fp8jax.linear.probe import module_probe
 from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
@@ -108,7 +109,7 @@ class Fp8DotGeneral(nn.Module):
             lhs, rhs, dimension_numbers, *positional, precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=out_sharding, recipe=recipe,
             state=histories, key=rounding_key(self, recipe, key), backend=self.backend,
-            seeded=self.seeded,
+            seeded=self.seeded, probe=module_probe(self),
         )  # fmt: skip
 
 
@@ -233,6 +234,7 @@ def apply_together(
     kernels, biases, histories = zip(
         *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
     )
+    probes = [module_probe(layer) for layer in layers]
     if any(isinstance(kernel, FrozenKernel) for kernel in kernels):
         if input_scale is not None:
             raise ValueError(
@@ -241,7 +243,7 @@ def apply_together(
         ys = frozen_dot(
             x, kernels, recipe=as_recipe(first.recipe), states=histories, keys=keys,
             backend=first.backend, preferred_element_type=first.preferred_element_type,
-            scopes=scopes, seeded=first.seeded,
+            scopes=scopes, seeded=first.seeded, probes=probes,
         )  # fmt: skip
         return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
     if input_scale is not None:
@@ -250,7 +252,7 @@ def apply_together(
     ys = dot_general_shared(
         x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=histories,
         keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
-        scopes=scopes, seeded=first.seeded,
+        scopes=scopes, seeded=first.seeded, probes=probes,
     )  # fmt: skip
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 
@@ -292,6 +294,7 @@ class Einsum(nn.Module):
             self.equation, x, kernel,
             recipe=recipe, state=module_histories(self, recipe),
             key=rounding_key(self, recipe, key), backend=self.backend, seeded=self.seeded,
+            probe=module_probe(self),
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from fp8jax.linear.amax_history import Histories, record, to_float32
 from fp8jax.linear.dot import make_context
+from fp8jax.linear.probe import Probe, Rows, measure
 from fp8jax.linear.vjp import (
     X_CASTS,
     JointAmax,
@@ -37,21 +38,23 @@ Pair = tuple[VjpContext, VjpContext]  # of the low recipe and of the high one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _promotable(pair: Pair, promoted, x, w, histories: Histories, key) -> jax.Array:
-    return _forward(pair, promoted, x, w, histories, key)[0]
+def _promotable(pair: Pair, promoted, x, w, histories: Histories, key, probe) -> jax.Array:
+    return _forward(pair, promoted, x, w, histories, key, probe)[0]
 
 
-def _forward(pair: Pair, promoted, x, w, histories: Histories, key) -> tuple[jax.Array, Histories]:
-    """Return y and the new histories of x and w."""
+def _forward(
+    pair: Pair, promoted, x, w, histories: Histories, key, probe: Probe | None
+) -> tuple[jax.Array, Histories, Rows]:
+    """Return y, the new histories of x and w, and the statistics of the casts made."""
 
     def with_recipe(context: VjpContext):
         def branch(x, w, histories):
-            (y,), _, (new_histories,) = forward(
-                context, x, (w,), (to_float32(histories),), (key,), {"fwd_x": -1}
+            (y,), _, (new_histories,), (rows,) = forward(
+                context, x, (w,), (to_float32(histories),), (key,), {"fwd_x": -1}, (probe,)
             )
             # Recorded again from w itself: a recipe that leaves w in high precision has recorded
             # the amax of w rounded to x's dtype.
-            return y, new_histories | record(to_float32(histories), "w", w, None)
+            return y, new_histories | record(to_float32(histories), "w", w, None), rows
 
         return branch
 
@@ -59,30 +62,31 @@ def _forward(pair: Pair, promoted, x, w, histories: Histories, key) -> tuple[jax
     return lax.cond(promoted, with_recipe(high), with_recipe(low), x, w, histories)
 
 
-def _fwd(pair: Pair, promoted, x, w, histories: Histories, key):
-    y, new_histories = _forward(pair, promoted, x, w, histories, key)
-    return y, (promoted, x, w, histories, new_histories, key)
+def _fwd(pair: Pair, promoted, x, w, histories: Histories, key, probe):
+    y, new_histories, rows = _forward(pair, promoted, x, w, histories, key, probe)
+    return y, (promoted, x, w, histories, new_histories, key, probe, rows)
 
 
 def _bwd(pair: Pair, saved: Any, g: jax.Array):
-    promoted, x, w, histories, new_histories, key = saved
+    promoted, x, w, histories, new_histories, key, probe, rows = saved
 
     def with_recipe(context: VjpContext):
-        def branch(x, w, histories, new_histories, g):
+        def branch(x, w, histories, new_histories, g, rows):
             x_casts = {"wgrad_x": X_CASTS["wgrad_x"]}
             qx, _ = quantize_operand(context, x, x_casts, to_float32(histories), key)
+            rows = rows | measure(probe, x, qx, x_casts, key)
             return backward(
                 context, qx["wgrad_x"], context.scopes[0], w, histories, new_histories, key, g,
-                JointAmax(),
+                JointAmax(), probe, rows,
             )  # fmt: skip
 
         return branch
 
     low, high = pair
-    dx, dw, cotangent = lax.cond(
-        promoted, with_recipe(high), with_recipe(low), x, w, histories, new_histories, g
+    dx, dw, cotangent, statistics = lax.cond(
+        promoted, with_recipe(high), with_recipe(low), x, w, histories, new_histories, g, rows
     )
-    return None, dx, dw, cotangent, None
+    return None, dx, dw, cotangent, None, statistics
 
 
 _promotable.defvjp(_fwd, _bwd)
@@ -99,6 +103,7 @@ def promotable_dot(
     key: Shaped[Array, "..."] | None,
     backend: str | None = None,
     scope: str = "",
+    probe: Probe | None = None,
 ) -> Float[Array, "*rows N"]:
     """Return x w in x's dtype, quantized by recipe `high` if `promoted`, else by `low`.
 
@@ -110,6 +115,7 @@ def promotable_dot(
       key: a PRNG key, for recipes that round stochastically.
       backend: a key of `BACKENDS`, or None for the fastest that can run each recipe.
       scope: name of the module in the compiled program.
+      probe: its cotangent is the statistics of the casts of the recipe that runs.
 
     Raises:
       ValueError: if `high` has histories, one of the recipes shares scales between weights, or
@@ -132,5 +138,5 @@ def promotable_dot(
         make_context(high, ({},), (key,), x.dtype, **settings),
     )
     rows_MK = x.reshape(-1, x.shape[-1])
-    y_MN = _promotable(pair, promoted, rows_MK, w, state, key)
+    y_MN = _promotable(pair, promoted, rows_MK, w, state, key, probe)
     return jnp.reshape(y_MN, (*x.shape[:-1], -1))

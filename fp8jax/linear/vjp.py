@@ -13,6 +13,7 @@ axis multiply the result, others multiply block by block. Saved for the backward
          quantizes it again, so no gathered or cast weight is saved under any rematerialization
          policy.
     the amax histories, with x and w already recorded (amax_history.py).
+    the statistics of the casts of x and w, where there are probes (probe.py).
 
 A rematerialization policy can save what has a name: GEMM_OUTPUT, the results of the forward GEMMs,
 and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` look for
@@ -30,7 +31,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,8 @@ from fp8jax.linear.operands import (
     QuantizedOperand,
     plain_matmul,
 )
+from fp8jax.linear.probe import Probe, Rows, measure
+from fp8jax.linear.probe import as_cotangent as probe_cotangent
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 
@@ -70,6 +73,7 @@ GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
 # Casts of the operands that two GEMMs read: name -> contracting axis.
 X_CASTS = {"fwd_x": -1, "wgrad_x": -2}
 G_CASTS = {"dgrad_g": -1, "wgrad_g": -2}
+W_CASTS = {"dgrad_w": -1}  # of the backward
 
 # A cast's key is fold_in(key, index in this order). Changing the order changes training runs.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
@@ -107,6 +111,8 @@ class _Residuals(NamedTuple):
     histories: tuple[Histories, ...]
     new_histories: tuple[Histories, ...]  # of x and w; the backward adds g's
     keys: tuple[jax.Array | None, ...]
+    probes: tuple[Probe | None, ...]
+    rows: tuple[Rows, ...]  # of x and w; the backward adds the others
 
 
 class JointAmax(NamedTuple):
@@ -235,11 +241,12 @@ def quantized_matmuls(
     ws: tuple[jax.Array, ...],
     histories: tuple[Histories, ...],
     keys,
+    probes: tuple[Probe | None, ...],
 ) -> tuple[jax.Array, ...]:
     """Multiply x [..., M, K] by each w [..., K, N] to [..., M, N]; quantize x once for all.
 
-    `histories` and `keys` have one entry per weight. The cotangent of `histories` is their next
-    value.
+    `histories`, `keys` and `probes` have one entry per weight. The cotangent of `histories` is
+    their next value, that of `probes` the statistics of the casts.
     """
     in_float32 = tuple(map(to_float32, histories))
     return forward(context, x, ws, in_float32, keys, {"fwd_x": -1})[0]
@@ -252,26 +259,39 @@ def forward(
     histories: Sequence[Histories],
     keys,
     x_casts: dict[str, int],
-) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Histories, ...]]:
+    probes: Sequence[Probe | None] | None = None,
+) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Histories, ...], tuple[Rows, ...]]:
     """Compute the forward GEMMs of one x.
 
     Args:
       ws: the weights, or what fwd_w has made of all of them (frozen.py).
       histories: in float32, one entry per weight, like `ws` and `keys`.
       x_casts: the casts of x to compute, name -> contracting axis; contains fwd_x.
+      probes: one entry per weight; None measures nothing.
 
     Returns:
-      y for each weight, the operands of `x_casts`, and the new histories of x and each w.
+      y for each weight, the operands of `x_casts`, the new histories of x and each w, and the
+      statistics of these casts, {} without a probe.
     """
     of_x = tuple({k: v for k, v in one.items() if k == "x"} for one in histories)
     qx, amax_x = quantize_operand(context, x, x_casts, largest_of(of_x), keys[0])
     joint = shared_amax(context, ("fwd_w",), [w for w in ws if isinstance(w, jax.Array)])
-    ys, new_histories = [], []
-    for w, one, key, scope in zip(ws, histories, keys, context.scopes, strict=True):
-        y, of_w = forward_matmul(context, qx["fwd_x"], w, one, key, scope, x.dtype, joint)
+    ys, new_histories, rows = [], [], []
+    rows_x: dict[Any, Rows] = {}  # by what-if recipe
+    each = zip(
+        ws, histories, keys, context.scopes, probes or (None,) * len(ws), strict=True
+    )  # fmt: skip
+    for w, one, key, scope, probe in each:
+        y, of_w, rows_w = forward_matmul(
+            context, qx["fwd_x"], w, one, key, scope, x.dtype, joint, probe
+        )
         ys.append(y)
         new_histories.append(record(one, "x", x, amax_x) | of_w)
-    return tuple(ys), qx, tuple(new_histories)
+        what_if = None if probe is None else probe.what_if
+        if what_if not in rows_x:
+            rows_x[what_if] = measure(probe, x, qx, x_casts, key)
+        rows.append(rows_x[what_if] | rows_w)
+    return tuple(ys), qx, tuple(new_histories), tuple(rows)
 
 
 def forward_matmul(
@@ -283,20 +303,22 @@ def forward_matmul(
     scope: str,
     dtype,
     joint: jax.Array | None = None,
-) -> tuple[jax.Array, Histories]:
-    """Compute one forward GEMM; return y and the new history of w.
+    probe: Probe | None = None,
+) -> tuple[jax.Array, Histories, Rows]:
+    """Compute one forward GEMM; return y, the new history of w, and the statistics of its cast.
 
     Args:
-      w: the weight, or what fwd_w has made of it (frozen.py), which has no new history.
+      w: the weight, or what fwd_w has made of it (frozen.py), which has neither of the two.
       dtype: of x.
       joint: the amax of all weights that share the scale.
     """
     if isinstance(w, QuantizedOperand):
-        return named_matmul(context, "fwd", scope, qx, w, context.out_dtype), {}
-    w = in_compute_dtype(w, dtype, context.recipe.fwd_w)
-    qw, amax = quantize_operand(context, w, {"fwd_w": -2}, histories, key, joint)
+        return named_matmul(context, "fwd", scope, qx, w, context.out_dtype), {}, {}
+    w, master, axes = in_compute_dtype(w, dtype, context.recipe.fwd_w), w, {"fwd_w": -2}
+    qw, amax = quantize_operand(context, w, axes, histories, key, joint)
     y = named_matmul(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
-    return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax)
+    rows = measure(probe, master, qw, axes, key)
+    return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax), rows
 
 
 @jax.custom_jvp
@@ -317,30 +339,34 @@ def _refuse_second_derivative(primals, tangents):
     )
 
 
-def _matmuls_fwd(context: VjpContext, x, ws, histories, keys):
+def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
     in_float32 = tuple(map(to_float32, histories))
-    ys, qx, new_histories = forward(context, x, ws, in_float32, keys, X_CASTS)
+    ys, qx, new_histories, rows = forward(context, x, ws, in_float32, keys, X_CASTS, probes)
     x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
-    return ys, _Residuals(x, ws, histories, new_histories, keys)
+    return ys, _Residuals(x, ws, histories, new_histories, keys, probes, rows)
 
 
 def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
-    dxs, dws, histories = [], [], []
+    dxs, dws, histories, statistics = [], [], [], []
     joint = JointAmax(
         w=shared_amax(context, ("dgrad_w",), saved.ws),
         g=shared_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
     )
-    for scope, w, old, new, key, g in zip(
-        context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs, strict=True
-    ):
-        dx, dw, cotangent = backward(context, saved.x, scope, w, old, new, key, g, joint)
+    for scope, w, old, new, key, g, probe, rows in zip(
+        context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs,
+        saved.probes, saved.rows, strict=True,
+    ):  # fmt: skip
+        dx, dw, cotangent, measured = backward(
+            context, saved.x, scope, w, old, new, key, g, joint, probe, rows
+        )
         dxs.append(dx)
         dws.append(dw)
         histories.append(cotangent)
+        statistics.append(measured)
     dx = summed_like(sum_cotangents(dxs), context.x_axes)
     if context.recipe.casts:
         dx, dws = _first_derivative(dx), [_first_derivative(dw) for dw in dws]
-    return dx, tuple(dws), tuple(histories), None
+    return dx, tuple(dws), tuple(histories), None, tuple(statistics)
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
@@ -356,7 +382,9 @@ def backward(
     key,
     g: jax.Array,
     joint: JointAmax,
-) -> tuple[jax.Array, jax.Array, Histories]:
+    probe: Probe | None,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array, Histories, Probe | None]:
     """Compute the backward GEMMs of one weight from the gradient g of its result.
 
     Args:
@@ -364,20 +392,25 @@ def backward(
       histories: as given to the forward, in their own dtype.
       new_histories: those of x and w, from the forward.
       joint: amaxes for shared casts.
+      rows: the statistics of the casts of the forward, {} without a probe.
 
     Returns:
-      dx, dw and the cotangent of `histories`.
+      dx, dw and the cotangents of `histories` and of `probe`.
     """
     g = g.astype(context.dtype)
     qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key, joint.g)
-    dx = input_gradient(context, scope, w, histories, key, qg, joint.w)
+    dx, qw = input_gradient(context, scope, w, histories, key, qg, joint.w)
+    rows = rows | measure(probe, w, qw, W_CASTS, key) | measure(probe, g, qg, G_CASTS, key)
     dw = weight_gradient(context, x, scope, w, qg)
     of_g = record(to_float32(histories), "g", g, amax)
     following = {
         operand: largest_like(history, varying(histories[operand]))
         for operand, history in (new_histories | of_g).items()
     }
-    return dx, summed_like(dw, varying(w)), as_cotangent(histories, following)
+    return (
+        dx, summed_like(dw, varying(w)), as_cotangent(histories, following),
+        probe_cotangent(probe, rows),
+    )  # fmt: skip
 
 
 def input_gradient(
@@ -388,11 +421,12 @@ def input_gradient(
     key,
     qg: dict[str, Operand],
     joint_w: jax.Array | None = None,
-) -> jax.Array:
-    """Compute the dgrad GEMM, dx = Q(g) Q(w)^T."""
+) -> tuple[jax.Array, dict[str, Operand]]:
+    """Compute the dgrad GEMM, dx = Q(g) Q(w)^T; also return the operand Q(w)."""
     w = in_compute_dtype(w, context.dtype, context.recipe.dgrad_w)
-    qw, _ = quantize_operand(context, w, {"dgrad_w": -1}, to_float32(histories), key, joint_w)
-    return named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+    qw, _ = quantize_operand(context, w, W_CASTS, to_float32(histories), key, joint_w)
+    dx = named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+    return dx, qw
 
 
 def weight_gradient(

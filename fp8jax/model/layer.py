@@ -19,6 +19,7 @@ from fp8jax.device.mesh import constrain
 from fp8jax.linear.frozen import FrozenKernel, has_frozen
 from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.linear.modules import Dense, add_bias, together
+from fp8jax.linear.probe import TELEMETRY, module_probe, watched
 from fp8jax.linear.promotable import promotable_dot
 from fp8jax.model.attention import Implementation, dot_product_attention
 from fp8jax.model.cache import KVCache, attend_cached, written
@@ -31,7 +32,7 @@ from fp8jax.numerics.policy import Policy
 
 # A collection: float32 [n_layers] amaxes, one leaf for each output inside a layer.
 AMAXES = "amaxes"
-# The leaf of "mlp" in it for the input of "down", which is the output of SwiGLU.
+# The leaf of "mlp" in it, and in `TELEMETRY`, for the input of "down": the output of SwiGLU.
 HIDDEN = "hidden"
 
 
@@ -122,7 +123,7 @@ class Linears:
         y = promotable_dot(
             x, kernel, self.promoted, low=as_recipe(layer.recipe),
             high=high.recipe(self._path_of(name)), state=histories, key=key,
-            backend=self.backend, scope=name,
+            backend=self.backend, scope=name, probe=module_probe(layer),
         )  # fmt: skip
         return add_bias(y, bias)
 
@@ -226,8 +227,8 @@ class FeedForward(nn.Module):
         up = LinearSpec("up", features, ("embed", "mlp"))
         down = LinearSpec("down", self.config.d_model, ("mlp", "embed"))
         # The fused kernels never write the hidden activations, which a watched layer reports.
-        watched = self.is_mutable_collection("intermediates")
-        separate = self.is_initializing() or watched or has_frozen(self.variables)
+        watching = self.is_mutable_collection("intermediates") or TELEMETRY in self.variables
+        separate = self.is_initializing() or watching or has_frozen(self.variables)
         if mlp.fusible and not separate and self.linears.fuses(x_BLD):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
@@ -238,6 +239,8 @@ class FeedForward(nn.Module):
             hidden_BLF = _recomputed(mlp.activation)(up_BLF)
         hidden_BLF = self.linears.masked(constrain(hidden_BLF, "batch", "length", "mlp"))
         self.sow("intermediates", HIDDEN, hidden_BLF)
+        if self.has_variable(TELEMETRY, HIDDEN):
+            hidden_BLF = watched(hidden_BLF, self.get_variable(TELEMETRY, HIDDEN))
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
         return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
 

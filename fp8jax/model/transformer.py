@@ -28,6 +28,7 @@ from fp8jax.device.mesh import constrain
 from fp8jax.linear.amax_history import HISTORIES, to_max_combining
 from fp8jax.linear.frozen import has_frozen, take_layers
 from fp8jax.linear.modules import Dense, Fp8DotGeneral
+from fp8jax.linear.probe import TELEMETRY
 from fp8jax.linear.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import Implementation
@@ -190,6 +191,8 @@ class Transformer(nn.Module):
             variables = {"params": params}
             if _has_layer_histories(stretch.policy):
                 variables[HISTORIES] = histories
+            if self.has_variable(TELEMETRY, "layers"):
+                variables[TELEMETRY] = self.get_variable(TELEMETRY, "layers")
             if cache is not None:
                 x_BLD, part = _run_cached(self, stretch, variables, x_BLD, inputs, cache)
                 caches.append(part)
@@ -275,7 +278,7 @@ def _run_stretch(
       x after the stretch, and if `watching` the amax [layers of the stretch] of each output in a
       layer, else None.
     """
-    high = None if _is_exact(stretch.policy) or model.high is None else as_policy(model.high)
+    high = None if is_exact(stretch.policy) or model.high is None else as_policy(model.high)
     block = Block(
         model.config, stretch.policy, model.backend, model.attention, high, model.zero_padding,
         parent=None,
@@ -374,7 +377,7 @@ def _has_layer_histories(policy: Policy) -> bool:
     return any(policy.recipe(path).histories for path in MODULES if path.startswith("layers/"))
 
 
-def _is_exact(policy: Policy) -> bool:
+def is_exact(policy: Policy) -> bool:
     """Whether the policy casts nothing, so that a promotion would change nothing."""
     return all(not policy.recipe(path).casts for path in MODULES)
 

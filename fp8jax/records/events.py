@@ -22,6 +22,7 @@ class Event(enum.StrEnum):
     DAMAGED_CHECKPOINT = "damaged_checkpoint"  # reason: an older checkpoint was read instead
     BEST_CHECKPOINT = "best_checkpoint"  # valid_loss: the best checkpoint among those on disk
     PRECISION_SWITCH = "precision_switch"  # from, to, seeding: the next policy of the schedule
+    TELEMETRY = "telemetry"  # compile_s: the program that samples casts was compiled
     PROFILED = "profiled"  # directory: where the trace lies
     PROMOTION = "promotion"  # layers: that GNMR runs in high precision from now on
     SWIGLU_GROWS = "swiglu_grows"  # amaxes: of layers whose SwiGLU output keeps growing

@@ -24,6 +24,7 @@ from absl import logging
 from fp8jax.records.display import Display
 from fp8jax.records.events import SILENT
 from fp8jax.records.jsonl import append_line, keep_lines
+from fp8jax.records.sinks import Sink
 
 
 class Metrics:
@@ -32,7 +33,14 @@ class Metrics:
     In a multi-host run only the first process writes. On the others all methods do nothing.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], *, num_steps: int, start_step: int = 0):
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        num_steps: int,
+        start_step: int = 0,
+        sink: Sink | None = None,
+    ):
         """Opens the files in `workdir`, and creates the directory if it does not exist.
 
         Args:
@@ -42,6 +50,7 @@ class Metrics:
             Metrics and samples of later steps are dropped: a killed run wrote them after its last
             checkpoint, or this run before a rollback. A fresh run drops all. An incomplete last
             line is dropped too.
+          sink: takes the scalars as well (sinks.py), None for none; closed with the files.
 
         Raises:
           ValueError: start_step is out of range, or a file holds a line that is not JSON.
@@ -65,6 +74,7 @@ class Metrics:
         self._tensorboard = tensorboardX.SummaryWriter(
             str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else 0
         )
+        self._sink = sink
         self._display = Display(num_steps, start_step)
 
     def __enter__(self) -> "Metrics":
@@ -88,10 +98,18 @@ class Metrics:
         if not self._writes:
             return
         append_line(self._metrics_file, {"step": step, "time": _now(), **scalars})
-        for name, value in scalars.items():
-            if value is not None and math.isfinite(value):
-                self._tensorboard.add_scalar(name, value, step)
+        self.curves(step, scalars)
         self._display.show(step, scalars)
+
+    def curves(self, step: int, scalars: Mapping[str, float | int | None]) -> None:
+        """Writes the finite ones of some scalars to TensorBoard and to the sink alone."""
+        if not self._writes:
+            return
+        finite = {k: v for k, v in scalars.items() if v is not None and math.isfinite(v)}
+        for name, value in finite.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._sink is not None:
+            self._sink.log(finite, step)
 
     def sample(self, step: int, text: str) -> None:
         """Writes and logs a text that the model generated after `step` steps.
@@ -139,6 +157,8 @@ class Metrics:
             self._metrics_file.close()
             self._samples_file.close()
             self._events_file.close()
+            if self._sink is not None:
+                self._sink.finish()
 
 
 def _now() -> str:

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.data.byte_tokenizer import Tokenizer
+from fp8jax.data.loader import Batch
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device import xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
@@ -42,11 +43,19 @@ from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr
 from fp8jax.stability.ladder import Ladder
 from fp8jax.stability.spikes import SpikeDetector
+from fp8jax.telemetry.transformer import transformer_probes
 from fp8jax.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
 from fp8jax.training.policy_switch import carried_histories
 from fp8jax.training.run import Programs, Run, Stage
 from fp8jax.training.settings import Settings, check_numbers
-from fp8jax.training.step import TrainState, as_variables, eval_step, repeat_step, train_step
+from fp8jax.training.step import (
+    TrainState,
+    as_variables,
+    eval_step,
+    repeat_step,
+    telemetry_step,
+    train_step,
+)
 
 # Layers in one iteration of the seeding step's loop (docs/results/steps_and_memory.md).
 _SEEDING_UNROLL = 2
@@ -177,6 +186,8 @@ def _programs(
         policy=as_policy(model.policy).seeding(), unroll=min(model.unroll, _SEEDING_UNROLL)
     )
     repeating = model.clone(policy=config.recovery_precision, high=None)
+    # They run seldom. A loop compiles fastest, and computes the same.
+    measured, measured_seeding = model.clone(unroll=1), seeding.clone(unroll=1)
     return Programs(
         initialize=_initialize(shared, initial, state, shardings),
         seed_step=compiled(seeding),
@@ -186,7 +197,31 @@ def _programs(
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
             compiler_options=options,
         ),
+        telemetry=_telemetry(config, shared, measured),
+        seed_telemetry=_telemetry(config, shared, measured_seeding),
         sample=None if config.sample_every is None else _sampler(config, shared, model),
+    )
+
+
+def _telemetry(
+    config: ConfigDict, shared: _Shared, model: Transformer
+) -> Callable[[TrainState, Batch], Any] | None:
+    if config.telemetry_every is None:
+        return None
+    what_if = None if config.telemetry_what_if is None else as_policy(config.telemetry_what_if)
+    if what_if is not None:
+        what_if.check(model.config.modules, model.config.n_layers)
+
+    def measured(state, batch):
+        probes = transformer_probes(model, what_if)
+        return telemetry_step(
+            state, batch, model=model, grad_accum=config.grad_accum, probes=probes
+        )
+
+    return jax.jit(
+        measured,
+        out_shardings=NamedSharding(shared.mesh, PartitionSpec()),
+        compiler_options=xla.compiler_options(),
     )
 
 

@@ -39,6 +39,7 @@ from fp8jax.records.events import Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.records.sinks import Sink, open_sink
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
@@ -55,6 +56,7 @@ from fp8jax.training.resume import (
 )
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.stop_request import StopRequest
+from fp8jax.training.telemetry import Telemetry
 from fp8jax.training.validate import sample_text, validate
 from fp8jax.training.watch import LayerWatch
 
@@ -76,8 +78,8 @@ def train_and_evaluate(
     Args:
       config: all keys of configs/base.py.
       workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
-        samples.jsonl, events.jsonl, checkpoints/, tensorboard/, profile/; hugging_face/ with the
-        files of a model or tokenizer that the config names by path.
+        samples.jsonl, events.jsonl, checkpoints/, tensorboard/, telemetry/, profile/; hugging_face/
+        with the files of a model or tokenizer that the config names by path.
       profile: first and last step of a trace for xprof, None for none.
       faults: faults to inject (stability/faults.py).
       defaults: the console shows which keys of the config differ from these; None for no keys.
@@ -147,12 +149,14 @@ class _Dispatched:
     Attributes:
       out: its metrics, on the device.
       seeded: whether it seeded amax histories.
+      telemetry: what measured its casts, None if it was not sampled.
     """
 
     step: int
     out: dict[str, Array]
     batch: Batch
     seeded: bool
+    telemetry: Any
 
 
 class _Loop:
@@ -184,8 +188,12 @@ class _Loop:
         self.profile.require_within(self.start, num_steps)
         stack.callback(self.profile.stop)
         self.metrics = stack.enter_context(
-            Metrics(workdir, num_steps=max(num_steps, self.start), start_step=self.start)
-        )
+            Metrics(
+                workdir, num_steps=max(num_steps, self.start), start_step=self.start,
+                sink=self._sink(),
+            )
+        )  # fmt: skip
+        self.telemetry = stack.enter_context(Telemetry(workdir, run, self.metrics, self.start))
         self.position = initial_position(run, restored)
         self.step = self.start  # finished steps
         self._restore_counts(restored)
@@ -207,6 +215,11 @@ class _Loop:
         )  # fmt: skip
         self.recovery = Recovery(self.run, self.checkpointer, self.metrics, spent)
         self.watch = LayerWatch(self.metrics, amaxes)
+
+    def _sink(self) -> Sink | None:
+        if jax.process_index() != 0:
+            return None
+        return open_sink(self.settings.log_to, self.workdir, self.settings.record)
 
     # Start and end --------------------------------------------------------------------------------
 
@@ -407,16 +420,18 @@ class _Loop:
 
     def _dispatch(self, step: int, batch: Batch) -> _Dispatched:
         position, programs = self.position, self.position.stage.programs
+        telemetry = self.telemetry.dispatch(step, position, batch)  # the step donates its state
         seeded = position.seeding
         run_step = programs.seed_step if seeded else programs.step
         position.state, out = run_step(position.state, batch)
         position.seeding = False
-        return _Dispatched(step=step, out=out, batch=batch, seeded=seeded)
+        return _Dispatched(step=step, out=out, batch=batch, seeded=seeded, telemetry=telemetry)
 
     def _read(self, dispatched: _Dispatched) -> Scalars:
         """Wait for a step and return its scalars. If it was rejected, climb the ladder."""
         host: dict[str, Any] = jax.device_get(dispatched.out)
         step = dispatched.step
+        self.telemetry.write(step, dispatched.telemetry)  # also of a step that ends the run
         if "promoted" in host:
             host["promoted"] = self.watch.promoted(step, host["promoted"])
         scalars = {name: float(value) for name, value in host.items()}

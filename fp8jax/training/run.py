@@ -7,6 +7,7 @@ a `Run` from a config, and nothing after it reads the config.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
@@ -36,6 +37,8 @@ class Programs:
       step: every other step.
       repeat_step: a rejected step once more, in the policy `recovery_precision`.
       eval_step: (state, batch) -> sums over the batch, see `step.eval_step`.
+      telemetry: (state, batch) -> statistics of every cast in that step, and the promoted layers
+        (`step.telemetry_step`); seed_telemetry is that of a seeding step. None without telemetry.
       sample: state -> tokens of a generated text; None if the config asks for no samples.
     """
 
@@ -44,6 +47,8 @@ class Programs:
     step: Step
     repeat_step: Step
     eval_step: Callable[[TrainState, Batch], dict[str, Array]]
+    telemetry: Callable[[TrainState, Batch], Any] | None
+    seed_telemetry: Callable[[TrainState, Batch], Any] | None
     sample: Callable[[TrainState], Array] | None
 
 

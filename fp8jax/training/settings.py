@@ -12,6 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fp8jax.records.sinks import check_sink
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -42,6 +44,9 @@ class Settings:
     valid_every: int
     valid_batches: int | None
     sample_every: int | None
+    telemetry_every: int | None
+    telemetry_what_if: str | None
+    log_to: str
     checkpoint_every: int
     checkpoint_keep: int
     checkpoint_keep_best: int
@@ -73,7 +78,8 @@ def check_numbers(config: ConfigDict) -> None:
     """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
         "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
-        "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep",
+        "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
+        "checkpoint_keep",
     )  # fmt: skip
     for name in names:
         if config[name] is not None and config[name] < 1:
@@ -94,6 +100,12 @@ def check_numbers(config: ConfigDict) -> None:
     if not 0 <= config.sample_temperature < math.inf:
         raise ValueError(
             f"sample_temperature={config.sample_temperature} must be finite and not negative"
+        )
+    check_sink(config.log_to)
+    if config.telemetry_what_if is not None and config.telemetry_every is None:
+        raise ValueError(
+            f"telemetry_what_if={config.telemetry_what_if!r} is measured with telemetry: set"
+            " telemetry_every"
         )
     if config.sample_prompt and config.sample_every is None:
         raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from fp8jax.data.loader import Batch
 from fp8jax.device.mesh import constrain
 from fp8jax.linear.amax_history import HISTORIES, combine_max, empty_max
+from fp8jax.linear.probe import TELEMETRY, combine
 from fp8jax.linear.updates import next_histories
 from fp8jax.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.model.layer import AMAXES, HIDDEN
@@ -55,22 +56,23 @@ class TrainState:
     gnmr: Any = dataclasses.field(default_factory=dict)
 
 
-def as_variables(params: Any, histories: Any) -> dict[str, Any]:
+def as_variables(params: Any, histories: Any, probes: Any = None) -> dict[str, Any]:
     """The variables that `Transformer.apply` takes: all float32."""
-    return {"params": to_float32(params)} | ({HISTORIES: histories} if histories else {})
+    others = {HISTORIES: histories, TELEMETRY: probes}
+    return {"params": to_float32(params)} | {k: tree for k, tree in others.items() if tree}
 
 
 def loss_sum(
     model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
-    promoted: Array | None = None, total: Any = 1.0,
+    promoted: Array | None = None, total: Any = 1.0, probes: Any = None,
 ) -> Float[Array, ""]:  # fmt: skip
     """The sum of the tokens' weighted negative log-likelihoods, in nats, divided by `total`."""
-    return _loss(model, params, histories, batch, key, promoted, total)[0]
+    return _loss(model, params, histories, batch, key, promoted, total, probes=probes)[0]
 
 
 def _loss(
     model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
-    promoted: Array | None, total: Any, watched: tuple[str, ...] = (),
+    promoted: Array | None, total: Any, watched: tuple[str, ...] = (), probes: Any = None,
 ) -> tuple[Float[Array, ""], Any]:  # fmt: skip
     """`loss_sum`, and the collections `watched` of the model.
 
@@ -83,7 +85,12 @@ def _loss(
     whole = bool(recipe.casts) or positions == length
     inputs = batch["tokens"], batch["segments"], batch["positions"]
     out, seen = model.apply(
-        as_variables(params, histories), *inputs, key, promoted, head=whole, mutable=[*watched]
+        as_variables(params, histories, probes),
+        *inputs,
+        key,
+        promoted,
+        head=whole,
+        mutable=[*watched],
     )
     targets, weights = batch["targets"], batch["weights"]
     if whole:
@@ -110,19 +117,13 @@ def accumulate(
     params = to_float32(state.params)  # here, so that gradients are not rounded to bfloat16
 
     def microbatch_loss(params, histories, micro, index):
-        key = None
-        if as_policy(model.policy).stochastic:
-            key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
+        key = _microbatch_key(model, state, index)
         return loss_sum(model, params, histories, micro, key, _promoted(model, state), total)
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
         loss, (grads, histories) = grad(params, state.histories, batch, 0)
         return loss, grads, histories
-
-    def split(x):
-        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(x, None, "batch", "length")
 
     def body(carry, scanned):
         loss, grads, histories = carry
@@ -136,8 +137,56 @@ def accumulate(
         jax.tree.map(jnp.zeros_like, params),
         empty_max(state.histories),
     )
-    scanned = (jax.tree.map(split, batch), jnp.arange(grad_accum))
-    return lax.scan(body, start, scanned)[0]
+    return lax.scan(body, start, _microbatches(batch, grad_accum))[0]
+
+
+def _microbatch_key(model: Transformer, state: TrainState, index: Any) -> Array | None:
+    """The key of a microbatch's casts; None if none rounds stochastically."""
+    if not as_policy(model.policy).stochastic:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
+
+
+def _microbatches(batch: Batch, grad_accum: int) -> tuple[Batch, Array]:
+    """All microbatches on a leading axis, and their indices."""
+
+    def split(x):
+        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "batch", "length")
+
+    return jax.tree.map(split, batch), jnp.arange(grad_accum)
+
+
+def telemetry_step(
+    state: TrainState, batch: Batch, *, model: Transformer, grad_accum: int, probes: Any
+) -> Any:
+    """The statistics of every cast in the training step of this state and batch.
+
+    It computes the step's loss and gradients as `train_step` does, and changes nothing. Parts of a
+    batch combine as linear/probe.py says. Clipping, the optimizer and weight gradients are left
+    out.
+
+    Args:
+      probes: zeros (telemetry/transformer.py).
+
+    Returns:
+      A tree like `probes`; and `promoted`, bool [layers], None without GNMR.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    params, promoted = to_float32(state.params), _promoted(model, state)
+
+    def microbatch_loss(probes, micro, index):
+        key = _microbatch_key(model, state, index)
+        return loss_sum(model, params, state.histories, micro, key, promoted, total, probes)
+
+    grad = jax.grad(microbatch_loss)
+    if grad_accum == 1:
+        return grad(probes, batch, 0), promoted
+
+    def body(statistics, scanned):
+        return combine(statistics, grad(probes, *scanned)), None
+
+    return lax.scan(body, probes, _microbatches(batch, grad_accum))[0], promoted
 
 
 def train_step(

@@ -26,6 +26,7 @@ from experiments.bench import (
     operators,
     size_gains,
     steps,
+    telemetry,
     timing,
     torch_peers,
 )
@@ -40,6 +41,7 @@ from fp8jax.linear.xla import matmul_xla
 from fp8jax.model.transformer import Transformer, count_params
 from fp8jax.training.build import build
 from tests.support.commands import run_command
+from tests.support.runs import tiny
 
 pytestmark = pytest.mark.extended
 
@@ -605,3 +607,26 @@ def test_command_refuses_in_one_line():
     done = run_command("bench", "quantize", "--remat=full")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: --remat is not for quantize\n"
+
+
+@pytest.mark.slow
+def test_cost_of_telemetry(data):
+    small = dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, mlp="gelu")
+    config = tiny(data, num_steps=8, telemetry_every=4, warmup_steps=0, unroll=1, batch_size=8)
+    config.model_overrides.update(small)
+    made = telemetry.measure_telemetry(config)
+    assert [row.name for row in made.rows][:2] == [
+        "run without telemetry", "run with telemetry every 4 steps",
+    ]  # fmt: skip
+    without, with_telemetry, step, sampled = (row.timing.seconds for row in made.rows)
+    assert made.known == {
+        "telemetry_cost": with_telemetry / without - 1, "telemetry_sample": sampled / step - 1
+    }  # fmt: skip
+    assert "run with telemetry" in made.section("python -m experiments.bench telemetry")
+
+
+def test_cost_of_telemetry_needs_two_samples(data):
+    with pytest.raises(ValueError, match="telemetry needs --config.telemetry_every"):
+        telemetry.measure_telemetry(tiny(data))
+    with pytest.raises(ValueError, match="num_steps=7 has fewer than two samples"):
+        telemetry.measure_telemetry(tiny(data, num_steps=7, telemetry_every=4))

@@ -4,13 +4,14 @@ README.md shows them in its picture of the layers, which readme_test.py compares
 """
 
 LAYERS = (
-    "nn",
-    "nnx",
     "training",
     "inference",
     "interop",
+    "telemetry",
     "analysis",
     "model",
+    "nn",
+    "nnx",
     "linear",
     "kernels",
     "optim",

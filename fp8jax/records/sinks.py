@@ -1,0 +1,88 @@
+"""Where a run's scalars go besides its own directory: Weights & Biases, or trackio on this machine.
+
+    --config.log_to=wandb:PROJECT        (pip install fp8jax[wandb])
+    --config.log_to=trackio:PROJECT      (pip install fp8jax[trackio]; the same functions, local)
+
+Both packages have the functions `init`, `log` and `finish`, and are imported only when asked for.
+"""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from fp8jax.lookup import lookup
+
+PACKAGES = {"wandb": "wandb", "trackio": "trackio"}
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """What takes a run's scalars."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Take the scalars of one step, by name; all are finite."""
+
+    def finish(self) -> None:
+        """End; nothing is logged afterwards."""
+
+
+class _PackageSink:
+    """A `Sink` over a package with the functions of wandb."""
+
+    def __init__(self, package: Any, project: str, workdir: Path, config: Mapping[str, Any]):
+        # The same workdir is the same run, so that a resumed one goes on where it was.
+        run = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:12]
+        name = f"{workdir.name}-{run}"
+        self._package = package
+        if package.__name__ == "wandb":
+            package.init(
+                project=project, name=name, id=name, resume="allow", dir=str(workdir),
+                config=dict(config),
+            )  # fmt: skip
+        else:
+            package.init(project=project, name=name, resume="allow", config=dict(config))
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        self._package.log(dict(scalars), step=step)
+
+    def finish(self) -> None:
+        self._package.finish()
+
+
+def check_sink(spec: str) -> None:
+    """Raises ValueError for what is neither empty nor KIND:PROJECT of a known kind."""
+    if spec:
+        _parse(spec)
+
+
+def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> Sink | None:
+    """Return the sink that KIND:PROJECT names, None for an empty text.
+
+    Args:
+      config: what the sink shows as the run's configuration.
+
+    Raises:
+      ValueError: as `check_sink`.
+      ImportError: the package is not installed; the message says how to install it.
+    """
+    if not spec:
+        return None
+    kind, project = _parse(spec)
+    try:
+        package = importlib.import_module(PACKAGES[kind])
+    except ImportError as error:
+        raise ImportError(
+            f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install fp8jax[{kind}]"
+        ) from error
+    return _PackageSink(package, project, Path(workdir), config)
+
+
+def _parse(spec: str) -> tuple[str, str]:
+    kind, _, project = spec.partition(":")
+    lookup("kind of log_to", kind, PACKAGES)
+    if not project:
+        raise ValueError(f"log_to={spec!r}: expected {kind}:PROJECT")
+    return kind, project
