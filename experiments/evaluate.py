@@ -8,6 +8,9 @@ differs from BF16 on the same items. --workdir is a run's directory, or hf:DIR. 
     FILE.jsonl    multiple choice or exact match, FILE.jsonl:samples=4,temperature=0.8
     FILE.yaml     any task of lm-evaluation-harness whose data is local
 
+--telemetry=FOLDER also writes what each precision does to weights and activations, on the first
+batch of that text: FOLDER/PRECISION.parquet (docs/telemetry.md).
+
 docs/evaluation.md describes them. Tasks but perplexity need `pip install 'fp8jax[eval]'`.
 """
 
@@ -15,14 +18,18 @@ import importlib.util
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from absl import flags
 
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.corpus import build_corpus
+from fp8jax.data.loader import valid_batches
 from fp8jax.data.rows import Rows
 from fp8jax.device import xla
 from fp8jax.inference.generate import SEEDS
@@ -34,6 +41,8 @@ from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.checkpoint import DamagedError
 from fp8jax.records.text_table import aligned
+from fp8jax.telemetry.files import write_rows
+from fp8jax.telemetry.transformer import measure_forward
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory, or hf:DIR.", required=True)
 _TASKS = flags.DEFINE_string("tasks", "perplexity", "Tasks, separated by commas.")
@@ -49,6 +58,7 @@ _LENGTH = flags.DEFINE_integer(
 )
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Most rows in a batch.", lower_bound=1)
 _LIMIT = flags.DEFINE_integer("limit", None, "Use only the first rows of each task.", lower_bound=1)
+_TELEMETRY = flags.DEFINE_string("telemetry", None, "Folder of files with what casts do.")
 _SEED = flags.DEFINE_integer(
     "seed", 0, "Of samples, and of stochastic rounding.", lower_bound=0, upper_bound=SEEDS - 1
 )
@@ -68,6 +78,11 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError("--tasks names no task")
     if _DATA.value and PERPLEXITY not in specs:
         raise ValueError(f"--data={_DATA.value} is for perplexity, which --tasks does not name")
+    if _TELEMETRY.value and PERPLEXITY not in specs:
+        raise ValueError(
+            f"--telemetry={_TELEMETRY.value} measures the text of perplexity, which --tasks does"
+            " not name"
+        )
     tasks = _read_tasks([spec for spec in specs if spec != PERPLEXITY])
     if _LIMIT.value is not None and not tasks:
         raise ValueError("--limit is for tasks from files, and --tasks names none")
@@ -128,6 +143,8 @@ def _measure(
         if not rows:
             rows.update(_read_rows(trained, tokenizer, length))
         numbers |= _perplexities(trained, tokenizer, rows)
+        if _TELEMETRY.value:
+            _write_telemetry(trained, next(iter(rows.values())), _TELEMETRY.value)
     if tasks:
         from fp8jax.inference.harness import HarnessModel, begins_texts, run_tasks
 
@@ -174,6 +191,19 @@ def _perplexities(trained: TrainedModel, tokenizer: Tokenizer, rows: Mapping[str
         numbers[source, PERPLEXITY] = each.perplexity()
         numbers[source, "bits per byte"] = each.bits_per_byte()
     return numbers
+
+
+def _write_telemetry(trained: TrainedModel, rows: Rows, folder: str) -> None:
+    batch = next(valid_batches(rows, batch_size=_BATCH_SIZE.value))
+    tokens, segments, positions = (
+        jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions")
+    )
+    policy = as_policy(trained.model.policy)
+    key = jax.random.key(_SEED.value) if policy.stochastic else None
+    table = measure_forward(
+        trained.model, trained.variables, tokens, segments, positions, key=key
+    )  # fmt: skip
+    write_rows(Path(folder, f"{policy.name.replace('/', '_')}.parquet"), table.rows)
 
 
 def _table(measured: Mapping[str, Numbers]) -> str:

@@ -75,8 +75,8 @@ def dot_general(
         `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
-      seeded: whether no history is empty. By default an empty history seeds itself: the scale comes
-        from the operand's own amax, at the cost of a pass over the operand in every step.
+      seeded: whether no history is empty. By default an empty one seeds itself from the operand's
+        own amax, at the cost of a pass over the operand in every step.
       probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
 
     Returns:
@@ -90,12 +90,11 @@ def dot_general(
     """
     recipe = as_recipe(recipe)
     result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
-    (y,) = dot_general_shared(
+    return dot_general_shared(
         lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
         backend=backend, preferred_element_type=result_dtype, seeded=seeded,
         out_sharding=out_sharding, probes=(probe,),
-    )  # fmt: skip
-    return y
+    )[0]  # fmt: skip
 
 
 def dot_general_shared(

@@ -10,6 +10,7 @@ import pytest
 
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.telemetry import read
 from fp8jax.training.build import build
 from fp8jax.training.resume import checkpoint_items
 from fp8jax.training.validate import validate
@@ -79,14 +80,20 @@ def test_perplexity_is_the_run_s_own(evaluate, trained):
         assert paired[1] < its_error / 2  # the rows' own differences are common to both
 
 
-def test_other_text(evaluate):
+def test_other_text(evaluate, trained):
     header, *lines = evaluate(
-        "--workdir=DIR/run", "--precision=bf16", "--data=x=jsonl:DIR/other.jsonl,y=jsonl:DIR/other*"
+        "--workdir=DIR/run",
+        "--precision=bf16",
+        "--data=x=jsonl:DIR/other.jsonl,y=jsonl:DIR/other*",
+        "--telemetry=DIR/telemetry",
     ).splitlines()
     found = dict(map(columns, lines))
     assert [key[0] for key in found] == ["x", "x", "y", "y", "all sources", "all sources"]
     x, y, together = (found[name, "perplexity", "bf16"][0] for name in ("x", "y", "all sources"))
     assert x == y == pytest.approx(together, rel=0.01)
+    rows = read(trained[0] / "telemetry" / "bf16.parquet").rows
+    assert {(row.cast, row.format) for row in rows} == {(c, None) for c in ("fwd_x", "fwd_w", "")}
+    assert all(row.amax > 0 for row in rows)
 
 
 BAD = [
@@ -106,6 +113,7 @@ BAD = [
     ),
     (("--workdir=DIR/run", "--limit=3"), "--limit is for tasks from files"),
     (("--workdir=DIR/run", "--tasks=a.jsonl", "--data=text:DIR/*"), "is for perplexity"),
+    (("--workdir=DIR/run", "--tasks=a.jsonl", "--telemetry=DIR/t"), "measures the text of perpl"),
     (("--workdir=DIR/run", "--data=text:DIR/nothing*"), "no file matches"),
     (("--workdir=DIR/run", "more"), "arguments that are not flags"),
 ]
