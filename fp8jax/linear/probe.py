@@ -44,7 +44,8 @@ from fp8jax.numerics.tiles import spread, tensor_amax
 
 TELEMETRY, PROBE = "telemetry", "probe"
 
-# Columns of `Probe.peaks`. The scale is the largest of all tiles, the inverse that of the smallest.
+# Columns of `Probe.peaks`. The scale is the largest of the tiles that hold a nonzero element, the
+# inverse that of the smallest.
 # The current scale is the one that the operand's own amax gives, for delayed casts only.
 PEAKS = ("amax", "scale", "inverse_scale", "current_scale")
 # Columns of `Probe.sums`: two for each count, one for each energy.
@@ -223,7 +224,7 @@ def _row(source: _Source, operand: Operand, axis: int) -> _Row:
     beyond = jnp.abs(source.x * (1.0 / scale)) > np.float32(cast.format.max * BEYOND)
     counts = source.nonzero, _count((source.x != 0) & (codes == 0)), _count(beyond)
     current = cast.scale(source.amax, cast.format)[0] if cast.timing == "delayed" else none
-    largest, inverse = (_largest(each) for each in (tiles, 1.0 / tiles))
+    largest, inverse = (_largest(each, source.x, tiles) for each in (scale, 1.0 / scale))
     noise = _energy(source.x - codes * scale)
     return _as_row(source, (largest, inverse, current), counts, noise)
 
@@ -252,8 +253,11 @@ def _as_row(source: _Source, scales: Any, counts: Any, noise: jax.Array) -> _Row
     )  # fmt: skip
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    return x.reshape(()) if x.size == 1 else jnp.max(x, initial=0)
+def _largest(each: jax.Array, x: jax.Array, tiles: jax.Array) -> jax.Array:
+    """Return the largest of `each` over tiles with a nonzero element: others have the scale 1."""
+    if tiles.size == 1 and x.size:
+        return each[(0,) * x.ndim]
+    return jnp.max(jnp.where(x != 0, each, 0), initial=0)
 
 
 def _count(mask: jax.Array) -> jax.Array:

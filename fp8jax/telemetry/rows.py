@@ -35,7 +35,8 @@ class Row:
       format: a key of `FORMATS`, None for high precision.
       elements, nonzero: of the operand, over all microbatches and devices.
       amax: max|operand|, before any Hadamard transform.
-      scale, smallest_scale: the largest and the smallest of the tiles' scales, x ≈ codes * scale.
+      scale, smallest_scale: the largest and the smallest of the scales, x ≈ codes * scale, of tiles
+        that hold a nonzero element.
       bias: Graphcore's scaling bias (arXiv 2309.17224), the largest integer b with which amax * 2^b
         still fits the format: floor(log2(max / amax)), their FP8-AMAX without a margin. Of the
         whole tensor, whatever the tiles; 0 for an amax of 0. In high precision, that of their
@@ -168,7 +169,7 @@ def _numbers(peaks: np.ndarray, sums: np.ndarray, recipe: Recipe, name: str) -> 
         return numbers
     numbers |= {
         "format": cast.format.name,
-        "scale": peak["scale"], "smallest_scale": _inverse(peak["inverse_scale"]),
+        "scale": peak["scale"] or None, "smallest_scale": _inverse(peak["inverse_scale"]),
         "underflow": counts["underflow"] / max(counts["nonzero"], 1),
         "saturation": counts["saturated"] / counts["elements"],
         "sqnr_db": _decibels(signal, noise),
@@ -183,9 +184,9 @@ def _counts(sums: np.ndarray) -> Iterable[int]:
         yield int(high) * 4096 + int(low)
 
 
-def _inverse(x: float) -> float:
+def _inverse(x: float) -> float | None:
     """1 / x as float32 has it, back from the reciprocal of a scale; NaN stays NaN."""
-    return float(np.float32(1) / np.float32(x)) if x else math.nan
+    return float(np.float32(1) / np.float32(x)) if x else None
 
 
 def _decibels(signal: float, noise: float) -> float | None:

@@ -66,7 +66,7 @@ def expected(x, cast, name, amax=None, key=None) -> dict:
     scaled = np.abs(x * (np.float32(1) / spread))
     signal, noise = np.sum(wide**2), np.sum((wide - codes * spread.astype(np.float64)) ** 2)
     return found | {
-        "elements": x.size, "nonzero": np.count_nonzero(x), "scale": spread.max(),
+        "elements": x.size, "nonzero": np.count_nonzero(x), "scale": spread[x != 0].max(),
         "underflow": np.count_nonzero((x != 0) & (codes == 0)), "signal": signal, "noise": noise,
         "saturated": np.count_nonzero(scaled > np.float32(cast.format.max * BEYOND)),
     }  # fmt: skip
