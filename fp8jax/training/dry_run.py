@@ -64,6 +64,8 @@ class Plan:
       total_bytes: on each device, what XLA allocates for a step, the larger one of two programs.
       first_step_bytes: the same of the first step's program, where that is a program of its own
         (a delayed policy seeds its histories); else None.
+      telemetry_bytes: the same of the program that measures every `telemetry_every`-th step, before
+        that step runs; None without telemetry.
       initialize_bytes: on each device, what XLA allocates to make the state of step 0.
       capacity_bytes: what JAX may use of a device, None where the device does not say.
       compile_seconds: of these programs, from the compilation cache where it has them.
@@ -94,6 +96,7 @@ class Plan:
     activations_bytes: int
     total_bytes: int
     first_step_bytes: int | None
+    telemetry_bytes: int | None
     initialize_bytes: int
     capacity_bytes: int | None
     compile_seconds: float
@@ -118,7 +121,7 @@ class Plan:
     def peak_bytes(self) -> int:
         """On each device, the most that any program of the run allocates."""
         later = (size for _, _, size in self.later)
-        return max(self.total_bytes, self.initialize_bytes, *later)
+        return max(self.total_bytes, self.initialize_bytes, self.telemetry_bytes or 0, *later)
 
     def text(self) -> str:
         """The report, several lines: label, value and unit, then memory in GiB and in bytes."""
@@ -169,6 +172,11 @@ class Plan:
                 "The first step seeds the histories in a program of its own, compiled too:"
                 f" {self.first_step_bytes / 2**30:,.3f} GiB. The total is the larger of the two."
             )
+        if self.telemetry_bytes is not None:
+            yield (
+                "Telemetry measures a step in a program of its own, before the step runs:"
+                f" {self.telemetry_bytes / 2**30:,.3f} GiB."
+            )
         for begin, policy, size in self.later:
             yield f"After step {begin:,} policy {policy}: {size / 2**30:,.3f} GiB a step."
         if self.device_kind == "cpu":
@@ -210,10 +218,12 @@ def make_plan(run: Run) -> Plan:
     settings = run.settings
     sources = tuple(source.name for source in parse_sources(settings.data))
     first, *later = run.stages
-    names = ["initialize", *training_programs(first)]
+    measuring = ["telemetry"] if first.programs.telemetry is not None else []
+    names = ["initialize", *training_programs(first), *measuring]
     compiled, seconds = compile_programs(run, first, names)
     totals = {name: xla.program_bytes(program) for name, program in compiled.items()}
     initialize = totals.pop("initialize")
+    telemetry = totals.pop("telemetry") if measuring else None
     total = max(totals.values())
     later_totals, gemms = [], [_gemms(first, compiled["step"])]
     for stage in later:
@@ -240,7 +250,8 @@ def make_plan(run: Run) -> Plan:
         batch_bytes=inputs, gradients_bytes=gradients, activations_bytes=max(rest, 0),
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
-        initialize_bytes=initialize, capacity_bytes=_memory_stat(run, "bytes_limit"),
+        telemetry_bytes=telemetry, initialize_bytes=initialize,
+        capacity_bytes=_memory_stat(run, "bytes_limit"),
         compile_seconds=seconds, gemms=tuple(gemms),
         gains=tuple(stage.gains for stage in run.stages if stage.gains),
     )  # fmt: skip

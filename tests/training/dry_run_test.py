@@ -95,11 +95,14 @@ def test_gradients_are_float32_and_weights_as_the_config_stores_them():
     assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated():
-    config = tiny()
+    config = tiny(telemetry_every=5)
     run = build(config, jax.devices()[:1])
     before = sum(array.nbytes for array in jax.live_arrays())
-    dry_run.make_plan(run)
+    made = dry_run.make_plan(run)
+    assert made.weights_bytes < made.telemetry_bytes <= made.peak_bytes
+    assert f"{made.telemetry_bytes / 2**30:,.3f} GiB." in made.text()
     parameter_table.parameter_table(run)
     # Tracing makes a few keys of eight bytes.
     assert sum(array.nbytes for array in jax.live_arrays()) <= before + 64
