@@ -46,6 +46,7 @@ from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
+from fp8jax.training.programs import compile_programs, training_programs
 from fp8jax.training.recovery import Recovery, rejection_cause
 from fp8jax.training.resume import (
     Position,
@@ -376,7 +377,7 @@ class _Loop:
             return self._dispatch(step, batch)
         self.metrics.say("compiling the training step…")
         begin = time.perf_counter()
-        checked = self._check_gemms(step, batch)
+        checked = self._check_gemms(step)
         dispatched = self._dispatch(step, batch)
         self.clock = time.perf_counter()
         seconds = self.clock - begin
@@ -396,15 +397,16 @@ class _Loop:
                     self.metrics.say(line)
         return dispatched
 
-    def _check_gemms(self, step: int, batch: Batch) -> list[tuple[Stage, Summary]]:
+    def _check_gemms(self, step: int) -> list[tuple[Stage, Summary]]:
         """Find the GEMMs of each new stage's step; raise if FP8 is required and one is not."""
         checked = []
         while self.unchecked and (step == self.start + 1 or not self.position.seeding):
             stage: Stage = self.unchecked.pop(0)
-            # jit keeps the compiled program: the first call of the step compiles nothing more.
-            lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
+            seeds = stage is self.position.stage and self.position.seeding
+            names = training_programs(stage) if seeds else ["step"]
+            compiled, _ = compile_programs(self.run, stage, names)
             gemms = find_gemms(
-                lowered.compile().as_text(), stage.policy, stage.model.config.linears,
+                compiled["step"].as_text(), stage.policy, stage.model.config.linears,
                 backend=stage.model.backend, high=stage.high,
             )  # fmt: skip
             self.compiled.add((stage.begins, False))

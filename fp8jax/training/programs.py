@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,15 @@ def lower_program(run: Run, stage: Stage, name: str) -> Any:
 
 
 def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
-    """The compiled programs by name, and the seconds that tracing and compiling took."""
+    """The compiled programs by name, and the seconds that tracing and compiling took.
+
+    A call of such a program, with the state and batches of the loop, compiles nothing more.
+    """
     begin = time.perf_counter()
-    compiled = {name: lower_program(run, stage, name).compile() for name in names}
+    with ThreadPoolExecutor(len(names)) as pool:
+        # XLA does not hold Python's lock: it compiles one program while the next one is traced.
+        futures = {name: pool.submit(lower_program(run, stage, name).compile) for name in names}
+        compiled = {name: future.result() for name, future in futures.items()}
     return compiled, time.perf_counter() - begin
 
 
