@@ -45,7 +45,6 @@ class Settings:
     valid_batches: int | None
     sample_every: int | None
     telemetry_every: int | None
-    telemetry_what_if: str | None
     log_to: str
     checkpoint_every: int
     checkpoint_keep: int
