@@ -41,10 +41,9 @@ def measure(
         print(table)
 
     Every `Dense`, `Einsum`, `Fp8DotGeneral` and `Transformer` of this library that f calls is
-    measured; linears
-    that call `fp8jax.dot_general` itself are not found. The model stays as it is. A model that is
-    called with `nn.scan` or `nn.vmap` over layers must name the collection `fp8jax.nn.TELEMETRY` in
-    `variable_axes`, with axis 0.
+    measured; linears that call `fp8jax.dot_general` itself are not found. The model stays as it is.
+    A model that is called with `nn.scan` or `nn.vmap` over layers must name the collection
+    `fp8jax.nn.TELEMETRY` in `variable_axes`, with axis 0.
 
     Args:
       f: (model, *args) -> the loss, a scalar. Compiled here, once for each function and shapes.
