@@ -1,0 +1,43 @@
+"""The public names of fp8jax with their docstrings, for the pages (conf.py) and for the tests.
+
+Python keeps no docstring of a constant. The string below its assignment is taken from the source.
+"""
+
+import ast
+import importlib
+import inspect
+import types
+from pathlib import Path
+
+MODULES = ("fp8jax", "fp8jax.nn", "fp8jax.nnx", "fp8jax.telemetry")
+
+
+def public_names() -> dict[str, tuple[object, str]]:
+    """Return full name, such as "fp8jax.nn.Dense" -> (the object, its docstring or "")."""
+    found = {}
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if isinstance(value, type | types.FunctionType | types.ModuleType):
+                text = inspect.getdoc(value) or ""
+            else:
+                text = constant_docstring(module_name, name)
+            found[f"{module_name}.{name}"] = value, text
+    return found
+
+
+def constant_docstring(module_name: str, name: str) -> str:
+    """Return the string below a constant's assignment, in the module that imports end at; or ""."""
+    tree = ast.parse(Path(str(importlib.import_module(module_name).__file__)).read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return constant_docstring(str(node.module), alias.name)
+    for node, following in zip(tree.body, tree.body[1:], strict=False):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        named = any(isinstance(target, ast.Name) and target.id == name for target in targets)
+        if named and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            return inspect.cleandoc(str(following.value.value))
+    return ""
