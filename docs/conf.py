@@ -37,14 +37,13 @@ myst_enable_extensions = ["colon_fence"]
 default_role = "py:obj"  # `name` in a docstring: a link where the name has an entry, else code
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_class_signature = "mixed"
+autoclass_content = "both"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_numpy_docstring = False
-copybutton_prompt_text = ">>> "
 
 DOCUMENTED = public_names()
 

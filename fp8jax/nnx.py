@@ -96,7 +96,14 @@ Gradients: TypeAlias = Any  # an nnx.State of `nnx.Param` and `AmaxHistory`
 
 
 class AmaxHistory(nnx.Variable[Any]):
-    """The amax history of one operand, float32 [H]; its gradient is its next value."""
+    """The amax history of one operand, float32 [H]; its gradient is its next value.
+
+    Example:
+      >>> layer = fp8jax.nnx.Linear(8, 4, "fp8_delayed", rngs=nnx.Rngs(0))
+      >>> histories = nnx.state(layer, fp8jax.nnx.AmaxHistory)
+      >>> sorted(histories["dot_general"]), layer.dot_general.x_amax_history.shape
+      (['g_amax_history', 'w_amax_history', 'x_amax_history'], (16,))
+    """
 
 
 class ProbePeaks(nnx.Variable[Any]):
@@ -125,6 +132,14 @@ class Fp8DotGeneral(nnx.Module):
       x_amax_history, w_amax_history, g_amax_history: those that the recipe has.
       stream: the stream of keys, if the recipe rounds stochastically and `rngs` has one, else None.
       probe_peaks, probe_sums, what_if: those of a probe while the model is measured, else None.
+
+    Example:
+      >>> layer = nnx.Linear(
+      ...     8, 4, dot_general=fp8jax.nnx.Fp8DotGeneral("fp8_block"),
+      ...     promote_dtype=fp8jax.nnx.keep_master, rngs=nnx.Rngs(0),
+      ... )
+      >>> layer(jnp.ones((2, 8), jnp.bfloat16)).dtype.name, layer.kernel.dtype.name
+      ('bfloat16', 'float32')
     """
 
     def __init__(
@@ -138,8 +153,15 @@ class Fp8DotGeneral(nnx.Module):
         """Create empty histories.
 
         Args:
+          recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
+          backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
+          seeded: whether no history is empty; see `fp8jax.nn.Fp8DotGeneral`.
           rngs: for recipes that round stochastically: the stream "fp8" (`fp8jax.nn.RNG`), or the
             default stream.
+
+        Raises:
+          TypeError: for what is neither a recipe nor a name.
+          ValueError: for an unknown name or option.
         """
         self.recipe = as_recipe(recipe)
         self.backend = backend
@@ -203,6 +225,22 @@ def keep_master(arrays: Any, *, dtype: Any = None, inexact: bool = True) -> Any:
     """Return (inputs, kernel, bias), the kernel as it is: a `promote_dtype=` for flax's modules.
 
     See `fp8jax.nn.keep_master`.
+
+    Args:
+      arrays: (inputs, kernel, bias); the bias may be None.
+      dtype: of the returned inputs and bias; None for the inputs' own.
+      inexact: ignored, since flax passes it; the arrays are floats.
+
+    Returns:
+      (inputs, kernel, bias).
+
+    Raises:
+      TypeError: for inputs that are no array.
+
+    Example:
+      >>> x, kernel, bias = jnp.ones((2, 8)), jnp.ones((8, 4)), jnp.zeros(4)
+      >>> [a.dtype.name for a in fp8jax.nnx.keep_master((x, kernel, bias), dtype=jnp.bfloat16)]
+      ['bfloat16', 'float32', 'bfloat16']
     """
     return modules.keep_master(*arrays, dtype=dtype)
 
@@ -215,6 +253,11 @@ class Linear(nnx.Linear):
     Attributes:
       dot_general: an `Fp8DotGeneral`.
       kernel, bias and others: as in `nnx.Linear`.
+
+    Example:
+      >>> layer = fp8jax.nnx.Linear(8, 4, "fp8_rowwise", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 3, 8))).shape, layer.kernel.shape
+      ((2, 3, 4), (8, 4))
     """
 
     def __init__(
@@ -231,9 +274,14 @@ class Linear(nnx.Linear):
         """Create the parameters and empty histories.
 
         Args:
+          in_features, out_features: K and N.
           recipe, backend, seeded: as in `Fp8DotGeneral`.
           rngs: with the stream "fp8", for recipes that round stochastically.
           options: others of `nnx.Linear`; without `dot_general` and `promote_dtype`.
+
+        Raises:
+          TypeError: for what is neither a recipe nor a name.
+          ValueError: for an unknown name or option.
         """
         dot = Fp8DotGeneral(recipe, backend=backend, seeded=seeded, rngs=rngs)
         super().__init__(
@@ -274,10 +322,21 @@ def value_and_grad(
     Args:
       f: (model, ...) -> a scalar, or (scalar, anything) with `has_aux`.
       argnums: the positions of models.
+      has_aux: whether f returns (scalar, anything).
 
     Returns:
       A function that returns the value and an `nnx.State` of gradients and next histories, for
       `update`; one state for each position if `argnums` is a sequence.
+
+    Raises:
+      TypeError: when f returns no scalar.
+
+    Example:
+      >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", rngs=nnx.Rngs(0))
+      >>> loss_of = lambda model, x: model(x).mean()
+      >>> loss, gradients = fp8jax.nnx.value_and_grad(loss_of)(model, jnp.ones((2, 8)))
+      >>> loss.shape, gradients["kernel"].shape, gradients["dot_general"]["x_amax_history"][...]
+      ((), (8, 4), Array([1., 0.], dtype=float32))
     """
     return _differentiate(nnx.value_and_grad, f, argnums, has_aux, _MODEL_STATE)
 
@@ -285,7 +344,24 @@ def value_and_grad(
 def grad(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`nnx.grad` with respect to a model's `nnx.Param` and `AmaxHistory`; see `value_and_grad`."""
+    """`nnx.grad` with respect to a model's `nnx.Param` and `AmaxHistory`; see `value_and_grad`.
+
+    Args:
+      f, argnums, has_aux: as in `value_and_grad`.
+
+    Returns:
+      A function that returns an `nnx.State` of gradients and next histories; with `has_aux`, that
+      and what f returned beside the scalar.
+
+    Raises:
+      TypeError: when f returns no scalar.
+
+    Example:
+      >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", rngs=nnx.Rngs(0))
+      >>> gradients = fp8jax.nnx.grad(lambda model: model(jnp.ones((2, 8))).mean())(model)
+      >>> gradients["dot_general"]["x_amax_history"][...]
+      Array([1., 0.], dtype=float32)
+    """
     return _differentiate(nnx.grad, f, argnums, has_aux, _MODEL_STATE)
 
 
@@ -326,7 +402,25 @@ def _nodes(model: Any, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any
 
 
 def merge(gradients: Gradients, *more: Gradients) -> Gradients:
-    """Return the gradients of several microbatches as one: sums, and maxima of histories."""
+    """Return the gradients of several microbatches as one: sums, and maxima of histories.
+
+    Args:
+      gradients, more: states from `value_and_grad` or `grad` of one model.
+
+    Returns:
+      A state like each of them.
+
+    Raises:
+      ValueError: the states differ in structure.
+
+    Example:
+      >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", rngs=nnx.Rngs(0))
+      >>> gradients_of = fp8jax.nnx.grad(lambda model, x: model(x).mean())
+      >>> x = jnp.ones((2, 8))
+      >>> merged = fp8jax.nnx.merge(gradients_of(model, x), gradients_of(model, 3 * x))
+      >>> merged["dot_general"]["x_amax_history"][...]
+      Array([3., 0.], dtype=float32)
+    """
 
     def combine(variable: nnx.Variable, *others: nnx.Variable) -> nnx.Variable:
         combined = jnp.maximum if isinstance(variable, AmaxHistory) else jnp.add
@@ -349,6 +443,7 @@ def update(
     Changes the model and the optimizer in place. The optimizer's `step` counts the updates.
 
     Args:
+      model: the module that the gradients are of.
       optimizer: of parameters only, as `nnx.Optimizer(model, tx, wrt=nnx.Param)`.
       gradients: from this module's `value_and_grad` or `grad`.
       options: what else `optimizer.update` takes.
@@ -359,6 +454,14 @@ def update(
     Raises:
       ValueError: the gradients have no histories, or others than the model; the optimizer has
         histories; a `dot_general_cls` of the model cannot store its histories.
+
+    Example:
+      >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> gradients = fp8jax.nnx.grad(lambda model: model(jnp.ones((2, 8))).mean())(model)
+      >>> fp8jax.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
+      >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
+      (Array([1., 0.], dtype=float32), 1)
     """
     _refuse_classes_with_histories(model)
     if _histories(nnx.state(model, optimizer.wrt)):
@@ -461,7 +564,19 @@ def seed(loss: Callable[..., Any], model: nnx.Module, *args: Any, has_aux: bool 
     See `fp8jax.seed`. Nothing else of the model changes.
 
     Args:
-      loss: (model, *args) -> a scalar, or (scalar, anything) with `has_aux`.
+      loss: (model, ...) -> a scalar, or (scalar, anything) with `has_aux`.
+      model: changed in place.
+      args: what else the loss takes, such as a first batch.
+      has_aux: whether the loss returns (scalar, anything).
+
+    Raises:
+      TypeError: the loss returns no scalar, or with `has_aux` no pair.
+
+    Example:
+      >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", seeded=True, rngs=nnx.Rngs(0))
+      >>> fp8jax.nnx.seed(lambda model, x: model(x).mean(), model, jnp.full((2, 8), 3.0))
+      >>> model.dot_general.x_amax_history[...]
+      Array([3., 0.], dtype=float32)
     """
 
     def loss_of(variables: Any) -> Any:

@@ -169,13 +169,40 @@ def test_commands_name_configs_and_keys_that_exist():
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *PAGES])
+def prose(text: str) -> str:
+    """A page without its code, in which brackets are no links."""
+    return re.sub(r"^(```+).*?^\1$", "", text, flags=re.M | re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """What a link to a heading of this page ends in, as GitHub makes it: lower case, hyphens."""
+    headings = re.findall(r"^#+ +(.*?) *$", prose(text), re.M)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    """The relative links of a page that lead to no file, or to no heading of a page."""
+    broken = []
+    for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", prose(text)):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if not target.exists():
+            broken.append(link)
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES])
 def test_links_lead_somewhere(page):
-    folder = (ROOT / page).parent
-    text = (ROOT / page).read_text(encoding="utf-8")
-    links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
-    missing = [link for link in links if not (folder / link).exists()]
-    assert not missing
+    assert broken_links(page, (ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_a_broken_link_is_found():
+    text = "[a](no.md) [b](recipes.md#no) [c](recipes.md#six-casts) [d](https://e.org/x#y)"
+    assert broken_links("docs/running.md", text) == ["no.md", "recipes.md#no"]
+    assert anchors("# `a.b` and [c](d.md), e\n```\n# no\n```\n") == {"ab-and-c-e"}
 
 
 def test_the_index_of_results_names_every_page():

@@ -29,7 +29,7 @@ def gemms(
     backend: str | None = None,
     device: Device | None = None,
 ) -> list[Gemm]:
-    """Returns all GEMMs of a compiled program.
+    """Returns all GEMMs of a compiled program, and what they run in.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, or its `as_text()`.
@@ -37,8 +37,19 @@ def gemms(
       backend: the backend that the model names, None if it names none.
       device: what the program was compiled for; None for this process's default device.
 
+    Returns:
+      A `Gemm` each, with `recipe`, `role`, `shape` (M, K, N), `operands` (dtypes), `fp8`, and the
+      `reason` where a GEMM should be FP8 and is not.
+
     Raises:
       ValueError: a GEMM runs a recipe that is neither known nor in `recipes`.
+
+    Example:
+      >>> x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+      >>> f = functools.partial(fp8jax.einsum, "mk,kn->mn", recipe="fp8_current")
+      >>> (gemm,) = fp8jax.gemms(jax.jit(f).lower(x, w).compile())
+      >>> gemm.recipe, gemm.role, gemm.shape, gemm.fp8
+      ('fp8_current', 'fwd', (16, 32, 16), False)
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     device = hardware.device() if device is None else device
@@ -53,7 +64,23 @@ def gemms(
 
 
 def gemm_table(gemms: Iterable[Gemm]) -> str:
-    """Returns a text table of GEMMs, and why those that should be FP8 are not."""
+    """Returns a text table of GEMMs, and why those that should be FP8 are not.
+
+    Args:
+      gemms: from `fp8jax.gemms`.
+
+    Returns:
+      Text of several lines, for people.
+
+    Example:
+      >>> x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+      >>> f = functools.partial(fp8jax.einsum, "mk,kn->mn", recipe="fp8_current")
+      >>> print(fp8jax.gemm_table(fp8jax.gemms(jax.jit(f).lower(x, w).compile())))
+      module          recipe and role  GEMMs  operands  M x K x N     kernel
+      (unattributed)  fp8_current.fwd  1      bf16      16 x 32 x 16  ...
+      FP8: 0 of 1 GEMMs that recipes cast to it
+      NOT FP8: (unattributed) fwd in bf16 (1): backend: emulated; cpu has no FP8 matrix unit
+    """
     return format_table(gemms)
 
 
@@ -78,6 +105,17 @@ def assert_fp8(
       Fp8FallbackError: some GEMMs run in another precision; it says which, and why.
       AssertionError: there are not `count` FP8 GEMMs.
       ValueError: as `gemms` does.
+
+    Example:
+      On a CPU, which has no FP8 units:
+
+      >>> x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+      >>> f = functools.partial(fp8jax.einsum, "mk,kn->mn", recipe="fp8_current")
+      >>> fp8jax.assert_fp8(jax.jit(f).lower(x, w).compile())
+      Traceback (most recent call last):
+          ...
+      fp8jax.analysis.gemms.Fp8FallbackError: 1 GEMMs of the program should run in FP8 and do not:
+        NOT FP8: (unattributed) fwd in bf16 (1): backend: emulated; cpu has no FP8 matrix unit
     """
     all_gemms = gemms(compiled, recipes=recipes, backend=backend, device=device)
     ours = [gemm for gemm in all_gemms if fnmatch.fnmatchcase(gemm.module, modules)]

@@ -48,6 +48,15 @@ Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 
 # The collection of amax histories, by flax's name for it.
 HISTORIES = OVERWRITE_WITH_GRADIENT
+"""The collection of amax histories in linen variables, by flax's name for it.
+
+The gradient of a leaf of this collection is its next value.
+
+Example:
+  >>> variables = fp8jax.nn.Dense(4, "fp8_delayed").init(jax.random.key(0), jnp.ones((2, 8)))
+  >>> jax.tree.map(jnp.shape, variables[fp8jax.nn.HISTORIES])
+  {'g_amax_history': (16,), 'w_amax_history': (16,), 'x_amax_history': (16,)}
+"""
 
 # `seed` (updates.py) runs a model with histories that are longer by this many entries. To modules
 # that skip self-seeding (`seeded=True`) the length says that these histories are empty.
@@ -58,7 +67,24 @@ SEED_ENTRIES = 1
 
 
 def init_state(recipe: str | Recipe) -> Histories:
-    """Return empty histories for `dot_general`: operand -> float32 zeros [H]."""
+    """Return empty histories for `dot_general`: operand -> float32 zeros [H].
+
+    Args:
+      recipe: a `Recipe` or the name of one, with options if any.
+
+    Returns:
+      A dict of the operands "x", "w" and "g" that the recipe scales by past amaxes; {} if none.
+
+    Raises:
+      TypeError: for what is neither a recipe nor a name.
+      ValueError: for an unknown name or option.
+
+    Example:
+      >>> {k: (h.shape, h.dtype.name) for k, h in fp8jax.init_state("fp8_delayed").items()}
+      {'x': ((16,), 'float32'), 'w': ((16,), 'float32'), 'g': ((16,), 'float32')}
+      >>> fp8jax.init_state("fp8_block")
+      {}
+    """
     return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}
 
 
@@ -176,7 +202,19 @@ def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
 def to_max_combining(histories: Any) -> Any:
     """Convert a tree's float32 histories to the dtype in which addition is the maximum.
 
-    Leaves of other dtypes stay as they are.
+    Args:
+      histories: any tree of arrays; leaves of other dtypes than float32 stay as they are.
+
+    Returns:
+      A tree of the same structure and shapes. JAX cannot differentiate with respect to it, nor can
+      Orbax save it.
+
+    Example:
+      >>> histories = fp8jax.nn.to_max_combining({"x": jnp.array([3.0, 1.0])})
+      >>> histories["x"].dtype == jnp.float32
+      False
+      >>> jax.lax.convert_element_type(histories["x"], jnp.float32)
+      Array([3., 1.], dtype=float32)
     """
     return jax.tree.map(
         lambda h: lax.convert_element_type(h, fm32) if h.dtype == jnp.float32 else h, histories
@@ -190,7 +228,24 @@ def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
     (shared_leaf.py). The histories are converted on the way in and out. Parameters and the tree of
     variables do not change, nor do initial values if the returned module is the outermost one.
 
-    Raises ValueError where it is differentiated outside `jax.jit`.
+    Args:
+      module: a class of linen modules.
+
+    Returns:
+      A class that is constructed and called as `module`.
+
+    Raises:
+      ValueError: when the model is differentiated outside `jax.jit`.
+
+    Example:
+      >>> Model = fp8jax.nn.max_combining(fp8jax.nn.Dense)
+      >>> variables = Model(4).init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> jax.tree.map(jnp.shape, variables["params"])
+      {'kernel': (8, 4)}
+      >>> loss = lambda variables: Model(4).apply(variables, jnp.ones((2, 8))).sum()
+      >>> gradients = jax.jit(jax.grad(loss))(variables)
+      >>> gradients[fp8jax.nn.HISTORIES]["x_amax_history"][:3]
+      Array([1., 0., 0.], dtype=float32)
     """
 
     def into_max_combining(histories: Any) -> Any:

@@ -87,6 +87,24 @@ def dot_general(
       ValueError: for unknown names, arguments of `lax.dot_general` that cannot be honored, a state
         that does not fit the recipe, and a missing key.
       NotImplementedError: if the named backend cannot run the recipe; the message says why.
+
+    Example:
+      >>> x, w = jnp.ones((4, 16)), jnp.full((16, 8), 0.5)
+      >>> dims = (((1,), (0,)), ((), ()))
+      >>> y = fp8jax.dot_general(x, w, dims, recipe="fp8_amax")
+      >>> y.shape, y[0, 0].item()
+      ((4, 8), 8.0)
+
+      With delayed scaling, the gradient of the state is the next state:
+
+      >>> state = fp8jax.init_state("fp8_delayed:history=2")
+      >>> def loss(w, state):
+      ...     return fp8jax.dot_general(
+      ...         x, w, dims, recipe="fp8_delayed:history=2", state=state
+      ...     ).sum()
+      >>> dw, state = jax.grad(loss, (0, 1))(w, state)
+      >>> dw.shape, state["x"], state["w"]
+      ((16, 8), Array([1., 0.], dtype=float32), Array([0.5, 0. ], dtype=float32))
     """
     recipe = as_recipe(recipe)
     result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
@@ -245,11 +263,24 @@ def einsum(
       lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded, probe: as in
         `dot_general`.
 
+    Returns:
+      An array with the axes of the equation's result, in lhs's dtype or in
+      `preferred_element_type`.
+
     Raises:
       TypeError: for an equation that is not a string, and as `dot_general` does.
       ValueError: for an equation that is not one GEMM of two arrays or does not fit their shapes,
         and as `dot_general` does.
       NotImplementedError: as `dot_general` does.
+
+    Example:
+      >>> x, w = jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8))
+      >>> fp8jax.einsum("bsd,dhk->bshk", x, w, recipe="fp8_rowwise").shape
+      (2, 3, 4, 8)
+      >>> fp8jax.einsum("bsd,dhk", x, w, recipe="fp8_rowwise")
+      Traceback (most recent call last):
+          ...
+      ValueError: expected an equation such as 'bsd,dhk->bshk' ..., got 'bsd,dhk'
     """
     a, b, out = parse_equation(equation, lhs, rhs)
     contract = [c for c in a if c in b and c not in out]

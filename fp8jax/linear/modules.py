@@ -34,6 +34,16 @@ from fp8jax.numerics.recipe import Recipe
 _INIT = nn.initializers.lecun_normal()
 
 RNG = "fp8"  # the linen RNG stream of stochastic rounding
+"""The linen RNG stream of stochastic rounding: give it a new key in every step.
+
+Example:
+  >>> x = jnp.ones((16, 32))
+  >>> layer = fp8jax.nn.Dense(16, "nvfp4")
+  >>> variables = layer.init(jax.random.key(0), x)
+  >>> y = jax.jit(layer.apply)(variables, x, rngs={fp8jax.nn.RNG: jax.random.key(1)})
+  >>> y.shape
+  (16, 16)
+"""
 
 
 def rounding_key(module: nn.Module, recipe: Recipe, key: Any) -> Any:
@@ -62,7 +72,22 @@ def keep_master(inputs, kernel, bias, *, dtype=None) -> tuple[Any, Any, Any]:
     gradient in float32. Use it with `dot_general_cls=` or `dot_general=`.
 
     Args:
-      dtype: None for the inputs' own.
+      inputs: the activations, an array or what `jnp.asarray` takes.
+      kernel: returned as it is.
+      bias: an array or None.
+      dtype: of the returned inputs and bias; None for the inputs' own.
+
+    Returns:
+      (inputs, kernel, bias).
+
+    Raises:
+      TypeError: for inputs that are no array.
+
+    Example:
+      >>> x, kernel, bias = jnp.ones((2, 8)), jnp.ones((8, 4)), jnp.zeros(4)
+      >>> arrays = fp8jax.nn.keep_master(x, kernel, bias, dtype=jnp.bfloat16)
+      >>> [a.dtype.name for a in arrays]
+      ['bfloat16', 'float32', 'bfloat16']
     """
     dtype = jnp.asarray(inputs).dtype if dtype is None else dtype
     return (
@@ -80,6 +105,16 @@ class Fp8DotGeneral(nn.Module):
         over each operand in every step: as much as current scaling. With True they are read as they
         are; fill them with `fp8jax.seed` before the first step, since empty ones flush most
         gradients to zero.
+
+    Example:
+      >>> layer = nn.Dense(
+      ...     4, dot_general_cls=functools.partial(fp8jax.nn.Fp8DotGeneral, "fp8_delayed"),
+      ...     promote_dtype=fp8jax.nn.keep_master,
+      ... )
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> jax.tree.map(jnp.shape, variables[fp8jax.nn.HISTORIES])
+      {'Fp8DotGeneral_0':
+       {'g_amax_history': (16,), 'w_amax_history': (16,), 'x_amax_history': (16,)}}
     """
 
     recipe: str | Recipe = "fp8_delayed"
@@ -125,6 +160,15 @@ class Dense(nn.Module):
       kernel_init: initializer of the float32 kernel.
       kernel_axes: logical axis names of the kernel, for sharding; () for none.
       preferred_element_type: dtype of y; None for x's.
+
+    Example:
+      >>> x = jnp.ones((2, 8), jnp.bfloat16)
+      >>> layer = fp8jax.nn.Dense(4, "fp8_block", use_bias=True)
+      >>> y, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x)
+      >>> y.shape, y.dtype.name
+      ((2, 4), 'bfloat16')
+      >>> {name: (p.shape, p.dtype.name) for name, p in variables["params"].items()}
+      {'kernel': ((8, 4), 'float32'), 'bias': ((4,), 'float32')}
     """
 
     features: int
@@ -188,8 +232,23 @@ def together(
       keys: one PRNG key per layer, or None for recipes that do not round stochastically.
       input_scale: as in `Dense`.
 
-    Raises ValueError without layers or with another number of keys, and for layers with shared
-    casts that have other settings than the rest or round x stochastically.
+    Returns:
+      One result per layer, [..., features], in x's dtype or the layer's `preferred_element_type`.
+
+    Raises:
+      TypeError: for an x that is no array of a float dtype of 16 or more bits.
+      ValueError: without layers or with another number of keys, and for layers with shared casts
+        that have other settings than the rest or round x stochastically.
+
+    Example:
+      >>> class Projections(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         layers = [fp8jax.nn.Dense(4, "fp8_block", name=name) for name in "qkv"]
+      ...         return fp8jax.nn.together(layers, x, [None] * 3)
+      >>> results, _ = Projections().init_with_output(jax.random.key(0), jnp.ones((2, 8)))
+      >>> [y.shape for y in results]
+      [(2, 4), (2, 4), (2, 4)]
     """
     if not layers or len(keys) != len(layers):
         raise ValueError(
@@ -271,6 +330,12 @@ class Einsum(nn.Module):
       equation: two operands, such as "bsd,dhk->bshk".
       shape: the kernel's shape.
       recipe, backend, kernel_init, kernel_axes, seeded: as in `Dense`.
+
+    Example:
+      >>> layer = fp8jax.nn.Einsum("bsd,dhk->bshk", shape=(8, 2, 4), recipe="fp8_rowwise")
+      >>> init = jax.jit(layer.init_with_output)
+      >>> init(jax.random.key(0), jnp.ones((1, 3, 8)))[0].shape
+      (1, 3, 2, 4)
     """
 
     equation: str

@@ -42,7 +42,21 @@ from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.tiles import spread, tensor_amax
 
-TELEMETRY, PROBE = "telemetry", "probe"
+TELEMETRY = "telemetry"
+"""The collection of probes in linen variables, only there while a model is measured.
+
+Name it in `variable_axes` of `nn.scan` and `nn.vmap`, so that `fp8jax.telemetry.measure` reaches
+the layers inside.
+
+Example:
+  >>> Layers = nn.scan(
+  ...     fp8jax.nn.Dense, length=3, split_rngs={"params": True},
+  ...     variable_axes={"params": 0, fp8jax.nn.HISTORIES: 0, fp8jax.nn.TELEMETRY: 0},
+  ... )
+  >>> fp8jax.nn.TELEMETRY
+  'telemetry'
+"""
+PROBE = "probe"
 
 # Columns of `Probe.peaks`. The scale is the largest of the tiles that hold a nonzero element, the
 # inverse that of the smallest.

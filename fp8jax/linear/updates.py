@@ -70,7 +70,24 @@ _FAULTS = {
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Return a tree without its histories, and its histories alone; trees are dicts of dicts."""
+    """Return a tree without its histories, and its histories alone.
+
+    Args:
+      tree: variables or gradients of a linen model, dicts of dicts.
+
+    Returns:
+      (rest, histories), for `join`; histories is {} if there are none.
+
+    Raises:
+      TypeError: for histories inside a list or a TrainState.
+
+    Example:
+      >>> history = {"x_amax_history": jnp.zeros(2)}
+      >>> variables = {"params": {"kernel": 1.0}, fp8jax.nn.HISTORIES: history}
+      >>> rest, histories = fp8jax.split(variables)
+      >>> rest, list(histories) == [fp8jax.nn.HISTORIES]
+      ({'params': {'kernel': 1.0}}, True)
+    """
     if not isinstance(tree, Mapping):
         check_no_histories_inside(tree)
         return tree, {}
@@ -86,7 +103,21 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(rest: Any, histories: Any) -> Any:
-    """Return the tree that `split` has taken apart."""
+    """Return the tree that `split` has taken apart.
+
+    Args:
+      rest, histories: the results of `split`, or trees like them.
+
+    Returns:
+      One tree of dicts.
+
+    Raises:
+      KeyError: the histories belong to a branch that `rest` does not have.
+
+    Example:
+      >>> fp8jax.join(*fp8jax.split({"params": {"kernel": 1.0}}))
+      {'params': {'kernel': 1.0}}
+    """
     if not histories:
         return rest
     joined = dict(rest)
@@ -101,7 +132,26 @@ def join(rest: Any, histories: Any) -> Any:
 
 
 def merge(gradients: Any, *more: Any) -> Any:
-    """Return the gradients of several microbatches as one: sums, and maxima of histories."""
+    """Return the gradients of several microbatches as one: sums, and maxima of histories.
+
+    Args:
+      gradients, more: trees of the same structure and shapes, each with gradients of parameters and
+        next histories.
+
+    Returns:
+      A tree like each of them.
+
+    Raises:
+      ValueError: the trees differ.
+
+    Example:
+      >>> def gradients(dw, newest):
+      ...     history = {"x_amax_history": jnp.array([newest, 1.0])}
+      ...     return {"params": {"kernel": jnp.array(dw)}, fp8jax.nn.HISTORIES: history}
+      >>> merged = fp8jax.merge(gradients(0.5, 3.0), gradients(0.25, 2.0))
+      >>> merged["params"]["kernel"].item(), merged[fp8jax.nn.HISTORIES]["x_amax_history"]
+      (0.75, Array([3., 1.], dtype=float32))
+    """
     for other in more:
         check_same_leaves("gradients to merge", gradients, other, "take both from one model")
         (rest, histories), (more_rest, more_histories) = split(gradients), split(other)
@@ -112,7 +162,25 @@ def merge(gradients: Any, *more: Any) -> Any:
 
 
 def merge_stacked(gradients: Any) -> Any:
-    """Return gradients with a leading axis as one: means over it, and maxima of histories."""
+    """Return gradients with a leading axis as one: means over it, and maxima of histories.
+
+    Args:
+      gradients: a tree whose leaves have a leading axis of microbatches, as of `jax.vmap` or
+        `lax.scan`; histories are [microbatches, ..., H].
+
+    Returns:
+      The tree without that axis.
+
+    Raises:
+      ValueError: a leaf has no leading axis.
+
+    Example:
+      >>> history = {"x_amax_history": jnp.array([[3.0, 1.0], [2.0, 1.0]])}
+      >>> stacked = {"params": {"kernel": jnp.array([0.5, 0.25])}, fp8jax.nn.HISTORIES: history}
+      >>> merged = fp8jax.merge_stacked(stacked)
+      >>> merged["params"]["kernel"].item(), merged[fp8jax.nn.HISTORIES]["x_amax_history"]
+      (0.375, Array([3., 1.], dtype=float32))
+    """
     rest, histories = split(gradients)
     check_leading_axis(rest, axes=1)
     check_leading_axis(histories, axes=2)
@@ -123,7 +191,30 @@ def merge_stacked(gradients: Any) -> Any:
 
 
 def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Return means over mapped axes, and maxima of histories; for `pmap` and `shard_map`."""
+    """Return means over mapped axes, and maxima of histories; for `pmap` and `shard_map`.
+
+    Args:
+      gradients: the gradients of one device, with its next histories.
+      axis_name: of the mapped axes, one name or several.
+
+    Returns:
+      A tree like `gradients`, equal on all devices.
+
+    Raises:
+      ValueError: there is no mapped axis of that name here.
+
+    Example:
+      `jax.vmap` with a name stands for two devices here:
+
+      >>> history = {"x_amax_history": jnp.array([[3.0, 1.0], [2.0, 1.0]])}
+      >>> devices = {"params": {"kernel": jnp.array([0.5, 0.25])}, fp8jax.nn.HISTORIES: history}
+      >>> merged = jax.vmap(lambda g: fp8jax.merge_devices(g, "data"), axis_name="data")(devices)
+      >>> merged["params"]["kernel"]
+      Array([0.375, 0.375], dtype=float32)
+      >>> merged[fp8jax.nn.HISTORIES]["x_amax_history"]
+      Array([[3., 1.],
+             [3., 1.]], dtype=float32)
+    """
     rest, histories = split(gradients)
     try:
         return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
@@ -174,7 +265,24 @@ class UpdateState:
 
 
 def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
-    """Return the state of `update` before the first step."""
+    """Return the state of `update` before the first step.
+
+    Args:
+      optimizer: from optax; `optax.MultiSteps` too.
+      variables: parameters and histories.
+
+    Returns:
+      An `UpdateState`: the optimizer's state, of the parameters alone, and the number of updates.
+
+    Raises:
+      TypeError: for what is not an optimizer.
+
+    Example:
+      >>> variables = fp8jax.nn.Dense(4).init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> state = fp8jax.init_update(optax.sgd(0.1, momentum=0.9), variables)
+      >>> [leaf.shape for leaf in jax.tree.leaves(state.optimizer)], state.updates.item()
+      ([(8, 4)], 0)
+    """
     check_optimizer(optimizer)
     return UpdateState(optimizer.init(split(variables)[0]), jnp.zeros((), jnp.int32))
 
@@ -194,7 +302,23 @@ def update(
       The next variables and state, and what is wrong with the histories, for `raise_if`.
 
     Raises:
+      TypeError: for what is not an optimizer, and a state that is not from `init_update` or
+        `update`.
       ValueError: the gradients have no histories, or others than the variables.
+
+    Example:
+      >>> layer, x, optimizer = fp8jax.nn.Dense(4), jnp.ones((2, 8)), optax.sgd(0.1)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> state = fp8jax.init_update(optimizer, variables)
+      >>> gradients = jax.grad(lambda variables: layer.apply(variables, x).mean())(variables)
+      >>> variables, state, faults = fp8jax.update(optimizer, variables, state, gradients)
+      >>> variables[fp8jax.nn.HISTORIES]["x_amax_history"][:2], state.updates.item()
+      (Array([1., 0.], dtype=float32), 1)
+      >>> fp8jax.update(optimizer, variables, state, {"params": gradients["params"]})
+      Traceback (most recent call last):
+          ...
+      ValueError: the gradients lack amax history g_amax_history, ...: differentiate with respect
+      to all variables, not to the parameters alone
     """
     (params, histories), (grads, new) = split(variables), split(gradients)
     require_same_histories(histories, new)
@@ -256,9 +380,30 @@ class HistoryError(ValueError):
 def raise_if(faults: Faults) -> None:
     """Read the faults of an update, or of several that `lax.scan` has stacked; waits for them.
 
-    Raises HistoryError for histories that are wrong, with their modules. Warns once, after the
-    third update, of those that are still empty: a layer of zeros has such histories, and so has a
-    layer that no gradient reaches.
+    Warns once, after the third update, of histories that are still empty: a layer of zeros has such
+    histories, and so has a layer that no gradient reaches.
+
+    Args:
+      faults: from `fp8jax.update` or `fp8jax.nnx.update`.
+
+    Raises:
+      HistoryError: for histories that are wrong, with their modules; a ValueError.
+      TypeError: for what is not the faults of an update, and inside `jax.jit`.
+
+    Example:
+      >>> layer, x, optimizer = fp8jax.nn.Dense(4), jnp.ones((2, 8)), optax.sgd(0.1)
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> state = fp8jax.init_update(optimizer, variables)
+      >>> gradients = jax.grad(lambda variables: layer.apply(variables, x).mean())(variables)
+      >>> *_, faults = fp8jax.update(optimizer, variables, state, gradients)
+      >>> fp8jax.raise_if(faults)
+      >>> scaled = jax.tree.map(lambda g: -2 * g, gradients)
+      >>> *_, faults = fp8jax.update(optimizer, variables, state, scaled)
+      >>> fp8jax.raise_if(faults)
+      Traceback (most recent call last):
+          ...
+      fp8jax.linear.updates.HistoryError: amax history g_amax_history, ... has a negative entry
+      or NaN: an optimizer has changed it; use fp8jax.update
     """
     if not isinstance(faults, Faults):
         raise TypeError(f"raise_if takes the faults that update returns, got {brief(faults)}")
@@ -306,8 +451,24 @@ def seed(loss: Callable[..., Any], variables: Any, *args: Any, has_aux: bool = F
     are `seeded`. Call it before the first step.
 
     Args:
-      loss: (variables, *args) -> a scalar, or (scalar, anything) with `has_aux`.
+      loss: (variables, ...) -> a scalar, or (scalar, anything) with `has_aux`.
+      variables: parameters and histories; the histories' values do not matter.
       args: what else the loss takes, such as a first batch.
+      has_aux: whether the loss returns (scalar, anything).
+
+    Returns:
+      A tree like `variables`, with the same parameters.
+
+    Raises:
+      TypeError: the loss returns no scalar, or with `has_aux` no pair.
+
+    Example:
+      >>> layer = fp8jax.nn.Dense(4, "fp8_delayed:history=2", seeded=True)
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> variables = fp8jax.seed(loss, variables, jnp.full((2, 8), 3.0))
+      >>> variables[fp8jax.nn.HISTORIES]["x_amax_history"]
+      Array([3., 0.], dtype=float32)
     """
     rest, histories = split(variables)
     empty = jax.tree.map(

@@ -108,6 +108,15 @@ class ModelConfig:
 
     Raises:
       ValueError: a field is out of range or unknown, or two fields contradict each other.
+
+    Example:
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_kv_heads=4)
+      >>> config.linears["layers/mlp/down"]  # inputs, outputs
+      (384, 128)
+      >>> dataclasses.replace(config, n_kv_heads=3)
+      Traceback (most recent call last):
+          ...
+      ValueError: n_heads=4 is not a multiple of n_kv_heads=3
     """
 
     vocab_size: int

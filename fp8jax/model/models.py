@@ -105,3 +105,12 @@ _ALL: dict[str, ModelConfig] = {
     "qwen3_8b": _qwen(4096, 36, 32, 12_288, n_kv_heads=8, head_dim=128, qk_norm=True),
 }
 MODELS: Table[ModelConfig] = Table("model", _ALL)
+"""The models by name; the guide of models lists their sizes. An unknown name raises ValueError.
+
+Example:
+  >>> config = fp8jax.MODELS["llama3_8b"]
+  >>> config.n_layers, config.d_model, config.n_heads, config.n_kv_heads
+  (32, 4096, 32, 8)
+  >>> list(fp8jax.MODELS)[:4]
+  ['llama_tiny', 'gpt2_tiny', 'qwen2_tiny', 'qwen3_tiny']
+"""

@@ -76,6 +76,17 @@ class Transformer(nn.Module):
 
     `apply(..., mutable=[AMAXES])` also returns the amax of every output inside every layer. An
     output that contains a NaN has the amax NaN.
+
+    Example:
+      >>> model = fp8jax.Transformer(fp8jax.MODELS["llama_tiny"], policy="fp8_delayed")
+      >>> tokens = segments = jnp.ones((1, 8), jnp.int32)
+      >>> positions = jnp.arange(8)[None]
+      >>> variables = jax.eval_shape(model.init, jax.random.key(0), tokens, segments, positions)
+      >>> sorted(variables)
+      ['_overwrite_with_gradient', 'params']
+      >>> logits = jax.eval_shape(model.apply, variables, tokens, segments, positions)
+      >>> logits.shape, logits.dtype.name
+      ((1, 8, 320), 'float32')
     """
 
     config: ModelConfig

@@ -23,7 +23,21 @@ ACCUMULATIONS = ("fast", "split")
 
 
 class Accumulation(NamedTuple):
-    """How each GEMM of a recipe adds up its products: an entry of `ACCUMULATIONS` each."""
+    """How each GEMM of a recipe adds up its FP8 products.
+
+    "fast" leaves the sum in the matrix unit, which keeps about 14 bits of it on Hopper (arXiv
+    2412.19437, 3.3.2). "split" adds up short pieces in float32. A `Recipe` checks the names.
+
+    Attributes:
+      fwd, dgrad, wgrad: "fast" or "split" for each GEMM.
+
+    Example:
+      >>> recipe = fp8jax.RECIPES["fp8_current"]
+      >>> dataclasses.replace(recipe, accumulation=fp8jax.Accumulation(wgrad="split")).accumulation
+      Accumulation(fwd='fast', dgrad='fast', wgrad='split')
+      >>> recipe.with_accumulation("split", ("dgrad", "wgrad")).accumulation
+      Accumulation(fwd='fast', dgrad='split', wgrad='split')
+    """
 
     fwd: str = "fast"
     dgrad: str = "fast"

@@ -110,6 +110,23 @@ _ALL = (
     ),
 )  # fmt: skip
 FORMATS: Table[Format] = Table("format", {fmt.name: fmt for fmt in _ALL})
+"""The number formats by name: values in 8 or 4 bits, and e8m0 for scales.
+
+`max` is the largest finite magnitude, `tiny` the smallest positive number, and `unit_roundoff` the
+largest relative error of rounding a normal number to nearest. An unknown name raises ValueError
+with similar names.
+
+Example:
+  >>> list(fp8jax.FORMATS)
+  ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e2m1', 'e8m0']
+  >>> e4m3 = fp8jax.FORMATS["e4m3"]
+  >>> e4m3.max, e4m3.tiny, e4m3.unit_roundoff
+  (448.0, 0.001953125, 0.0625)
+  >>> fp8jax.FORMATS["e4m4"]
+  Traceback (most recent call last):
+      ...
+  fp8jax.lookup.UnknownNameError: unknown format 'e4m4'; did you mean 'e4m3' or ...
+"""
 
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -197,6 +214,13 @@ def cast(
       TypeError: for an x that is not an array of a float dtype of 16 or more bits.
       ValueError: for an unknown format or rounding, a missing or an unused key, and for
         stochastic rounding to e8m0.
+
+    Example:
+      >>> x = jnp.array([0.3, 1000.0, 1e-6])
+      >>> fp8jax.cast(x, "e4m3")
+      Array([0.3125, 448, 0], dtype=float8_e4m3fn)
+      >>> fp8jax.cast(x, jnp.float8_e5m2)
+      Array([0.3125, 1024, 0], dtype=float8_e5m2)
     """
     check_float("x", x)
     fmt = as_format(fmt)

@@ -39,6 +39,14 @@ class Policy:
     Raises:
       TypeError: for rules that are not such pairs, and for numbers of layers of another type.
       ValueError: for numbers of layers that are negative, or neither whole nor a fraction.
+
+    Example:
+      >>> block = fp8jax.RECIPES["fp8_block"]
+      >>> policy = fp8jax.Policy((("layers/mlp/*", block),), bf16_last=0.1, name="mlps")
+      >>> policy.recipe("layers/mlp/up").name, policy.recipe("layers/attention/q").name
+      ('fp8_block', 'bf16')
+      >>> policy.exempt(24)  # of 24 layers, the first none and the last three run in BF16
+      (0, 3)
     """
 
     rules: tuple[tuple[str, Recipe], ...]
@@ -176,3 +184,15 @@ POLICIES: Table[Policy] = Table(
         ),
     },
 )
+"""The policies by name: one for each recipe, for all linears of all layers, and mixtures.
+
+`--config.precision` takes these names, with options behind a colon. An unknown name raises
+ValueError with similar names.
+
+Example:
+  >>> [name for name in fp8jax.POLICIES if name not in fp8jax.RECIPES]
+  ['fp4_mixed', 'fp4_backward', 'nvfp4_mixed']
+  >>> policy = fp8jax.POLICIES["fp4_mixed"]
+  >>> policy.recipe("layers/attention/q").name, policy.recipe("layers/mlp/up").name
+  ('fp8_block', 'fp4_block')
+"""

@@ -46,6 +46,11 @@ class Quantized:
       tile: the tile's size along each axis. Static: the shapes alone do not determine it.
 
     In a stack of quantized arrays each leaf has leading axes; only slices of it can be dequantized.
+
+    Example:
+      >>> q = fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.BLOCK128)
+      >>> q.values.dtype.name, q.values.shape, q.scale.shape, q.tile
+      ('float8_e4m3fn', (256, 512), (2, 4), (128, 128))
     """
 
     values: Shaped[Array, "..."]
@@ -91,6 +96,18 @@ def quantize(
         more bits.
       ValueError: for an unknown name, an axis out of range, a missing or an unused key, and an amax
         that is negative or does not broadcast to the scales.
+
+    Example:
+      >>> x = jnp.array([[1.0, 2.0, 448.0], [0.5, 1.0, 3.5]])
+      >>> fp8jax.quantize(x, "e4m3", "tensor").scale
+      Array([[1.]], dtype=float32)
+      >>> q = fp8jax.quantize(x, "e4m3", fp8jax.ROW)
+      >>> q.scale
+      Array([[1.       ],
+             [0.0078125]], dtype=float32)
+      >>> q.values
+      Array([[1, 2, 448],
+             [64, 128, 448]], dtype=float8_e4m3fn)
     """
     check_float("x", x)
     if amax is not None:
@@ -160,8 +177,24 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
     float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and silently skip the
     emulation of the format.
 
-    Raises TypeError for a q that is not `Quantized`, and for a dtype that is not a float of 16 or
-    more bits.
+    Args:
+      q: what `fp8jax.quantize` returned.
+      dtype: of the result, a float dtype of 16 or more bits. The product is computed in float32.
+
+    Returns:
+      An array with the shape of q.values.
+
+    Raises:
+      TypeError: for a q that is not `Quantized`, and for another dtype.
+
+    Example:
+      >>> x = jnp.array([[0.3, 448.0], [0.0009, 3.5]])
+      >>> fp8jax.dequantize(fp8jax.quantize(x, "e4m3", fp8jax.TENSOR))  # 0.0009 underflows
+      Array([[3.125e-01, 4.480e+02],
+             [0.000e+00, 3.500e+00]], dtype=float32)
+      >>> fp8jax.dequantize(fp8jax.quantize(x, "e4m3", fp8jax.ROW))
+      Array([[3.1250000e-01, 4.4800000e+02],
+             [9.1552734e-04, 3.5000000e+00]], dtype=float32)
     """
     if not isinstance(q, Quantized):
         raise TypeError(

@@ -67,6 +67,15 @@ class Cast:
     Raises:
       TypeError: for fields of another type.
       ValueError: for unknown names, and for settings that contradict each other.
+
+    Example:
+      >>> fp8jax.Cast(format="e5m2", timing="delayed", history=16)
+      Cast(e5m2 tensor fp32 delayed, max of 16)
+      >>> fp8jax.Cast(format="e4m3", tile="row", timing="delayed", history=16)
+      Traceback (most recent call last):
+          ...
+      ValueError: delayed scaling contradicts tile=row, scale=Fp32(margin=0): its history holds one
+      amax for the whole tensor; use tile=TENSOR and a rule such as Fp32
     """
 
     format: Format
@@ -166,14 +175,37 @@ class GemmCasts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The six casts of a linear layer (see the module's docstring); None is high precision.
+    """How the operands of a linear's three GEMMs are quantized; None leaves one in high precision.
 
-    `accumulation` says how each GEMM adds up its products (accumulation.py).
+    With x [M, K], w [K, N] and g = dL/dy [M, N], fwd is y = x w, dgrad is dx = g w^T, and wgrad is
+    dw = x^T g. Recipes are hashable and equal if their casts and accumulation are.
 
-    Recipes are hashable and equal if their casts and accumulation are; `name` does not count.
-    Raises ValueError if the casts of one operand have histories of different lengths, the two casts
-    of one GEMM have different `hadamard`, a cast of x is `shared`, and for a split accumulation of
-    a GEMM that has no choice of accumulation.
+    Attributes:
+      fwd_x, fwd_w: the casts of fwd, which contracts K.
+      dgrad_g, dgrad_w: the casts of dgrad, which contracts N.
+      wgrad_x, wgrad_g: the casts of wgrad, which contracts M.
+      accumulation: how each GEMM adds up its products.
+      name: for logs and error messages; ignored by == and hash.
+
+    Raises:
+      TypeError: for fields of another type.
+      ValueError: the casts of one operand have histories of different lengths, the two casts of
+        one GEMM have different `hadamard`, a cast of x is `shared`, and for a split accumulation
+        of a GEMM that has no choice of accumulation.
+
+    Example:
+      >>> tile = fp8jax.Cast(format="e4m3", tile="tile128")
+      >>> recipe = fp8jax.Recipe(name="forward_only", fwd_x=tile, fwd_w=tile)
+      >>> print(recipe.table())
+      cast     format          tile     scale  timing   rounding  Hadamard
+      fwd_x    e4m3            tile128  fp32   current  nearest   -
+      fwd_w    e4m3            tile128  fp32   current  nearest   -
+      dgrad_g  high precision
+      dgrad_w  high precision
+      wgrad_x  high precision
+      wgrad_g  high precision
+      >>> recipe.wgrad_g is None, recipe.histories, recipe.stochastic
+      (True, {}, False)
     """
 
     fwd_x: Cast | None = None

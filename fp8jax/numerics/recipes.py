@@ -108,4 +108,25 @@ def _all_recipes() -> tuple[Recipe, ...]:
 
 
 RECIPES: Table[Recipe] = Table("recipe", {recipe.name: recipe for recipe in _all_recipes()})
+"""The recipes by name; the guide of recipes has the casts and the paper of each.
+
+Wherever a recipe is expected, its name will do, with options behind a colon. An unknown name raises
+ValueError with similar names.
+
+Example:
+  >>> list(fp8jax.RECIPES)
+  ['bf16', 'fp8_delayed', 'fp8_current', 'fp8_amax', 'fp8_cscale', 'fp8_rowwise',
+   'fp8_rowwise_wgrad_bf16', 'fp8_block', 'fp8_block_ue8m0', 'mxfp8', 'fp4_block', 'fp4_naive',
+   'nvfp4', 'mxfp4']
+  >>> print(fp8jax.RECIPES["fp8_delayed"].table())
+  cast     format  tile    scale  timing              rounding  Hadamard
+  fwd_x    e4m3    tensor  fp32   delayed, max of 16  nearest   -
+  fwd_w    e4m3    tensor  fp32   delayed, max of 16  nearest   -
+  dgrad_g  e5m2    tensor  fp32   delayed, max of 16  nearest   -
+  dgrad_w  e4m3    tensor  fp32   delayed, max of 16  nearest   -
+  wgrad_x  e4m3    tensor  fp32   delayed, max of 16  nearest   -
+  wgrad_g  e5m2    tensor  fp32   delayed, max of 16  nearest   -
+  >>> fp8jax.init_state("fp8_delayed:history=4")["x"]
+  Array([0., 0., 0., 0.], dtype=float32)
+"""
 HIGH_PRECISION = RECIPES["bf16"]

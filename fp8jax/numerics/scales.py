@@ -76,7 +76,25 @@ class Fp32:
 
 @dataclasses.dataclass(frozen=True)
 class Pow2:
-    """scale = 2^(ceil(log2(amax / max)) + margin), exactly."""
+    """The scale rule 2^(ceil(log2(amax / max)) + margin), exactly.
+
+    Multiplying by such a scale never rounds. An amax of 0 gives 1.
+
+    Attributes:
+      margin: binades between the amax and the largest number of the format, -126 to 126. With 0
+        nothing saturates.
+
+    Raises:
+      TypeError: for a margin that is not an int.
+      ValueError: for a margin out of range.
+
+    Example:
+      >>> x = jnp.array([3.0, -1.5])
+      >>> fp8jax.quantize(x, "e4m3", "tensor", scale=fp8jax.Pow2()).scale.item()  # 2^-7 > 3 / 448
+      0.0078125
+      >>> fp8jax.quantize(x, "e4m3", "tensor", scale=fp8jax.Pow2(margin=3)).scale.item()
+      0.0625
+    """
 
     margin: int = 0
     power_of_two = True
@@ -129,7 +147,21 @@ class NvFp4:
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """scale = value for every tensor (Graphcore's FP8-CSCALE: value = 2^-bias)."""
+    """The scale rule that gives every tensor the same scale (Graphcore's FP8-CSCALE: 2^-bias).
+
+    Attributes:
+      value: the scale, x ≈ values * value, from 2^-126 to 2^126.
+
+    Raises:
+      TypeError: for a value that is not a real number.
+      ValueError: for a value out of range.
+
+    Example:
+      >>> x = jnp.array([3.0, 100.0])
+      >>> q = fp8jax.quantize(x, "e4m3", "tensor", scale=fp8jax.Constant(2**-6))
+      >>> fp8jax.dequantize(q)  # 448 * 2^-6 is the largest magnitude
+      Array([3., 7.], dtype=float32)
+    """
 
     value: float
 

@@ -25,6 +25,13 @@ class PrecisionSchedule:
     Raises:
       ValueError: if the fractions do not begin at 0.0, do not increase, or reach 1; for unknown
         names.
+
+    Example:
+      >>> schedule = fp8jax.PrecisionSchedule(((0.0, "fp4_mixed"), (0.9, "bf16")))
+      >>> schedule.begins(1000)
+      (0, 900)
+      >>> schedule.policy_of(900, 1000).name, schedule.policy_of(901, 1000).name
+      ('fp4_mixed', 'bf16')
     """
 
     stages: tuple[tuple[int | float, str | Policy], ...]

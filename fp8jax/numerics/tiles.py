@@ -31,7 +31,24 @@ from fp8jax.lookup import Table, brief, lookup
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How many elements share a scale along the free and the contracting axis (None: all)."""
+    """How many elements share a scale along the free and the contracting axis of a GEMM.
+
+    Attributes:
+      free: elements along the free axis, the last one that is not contracted; None for all.
+      contract: elements along the contracting axis; None for all.
+
+    Raises:
+      TypeError: for sizes that are neither ints nor None.
+      ValueError: for sizes below 1.
+
+    Example:
+      >>> fp8jax.Tile(1, 64)
+      Tile(free=1, contract=64)
+      >>> fp8jax.quantize(jnp.ones((4, 256)), "e4m3", fp8jax.Tile(1, 64)).scale.shape
+      (4, 4)
+      >>> print(fp8jax.Tile(1, 128))
+      tile128
+    """
 
     free: int | None
     contract: int | None
@@ -85,13 +102,57 @@ def check_axis(name: str, axis: Any, ndim: int) -> int:
 
 
 TENSOR = Tile(None, None)
+"""One scale for the whole tensor.
+
+Example:
+  >>> fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.TENSOR).scale.shape
+  (1, 1)
+"""
 ROW = Tile(1, None)
+"""One scale for each row along the contracting axis: a token of x, a channel of w.
+
+Example:
+  >>> fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.ROW).scale.shape
+  (256, 1)
+"""
 TOKEN = Tile(None, 1)
 TILE128 = Tile(1, 128)
+"""1 x 128 elements, the tiles of activations and gradients in DeepSeek-V3 (arXiv 2412.19437).
+
+Example:
+  >>> fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.TILE128).scale.shape
+  (256, 4)
+"""
 BLOCK128 = Tile(128, 128)
+"""128 x 128 elements, the blocks of weights in DeepSeek-V3 (arXiv 2412.19437).
+
+Example:
+  >>> fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.BLOCK128).scale.shape
+  (2, 4)
+"""
 MX32 = Tile(1, 32)
+"""1 x 32 elements, the tiles of MXFP8 and MXFP4 (OCP Microscaling v1.0).
+
+Example:
+  >>> q = fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.MX32, scale="e8m0")
+  >>> q.scale.shape, q.scale.dtype.name
+  ((256, 16), 'float8_e8m0fnu')
+"""
 NV16 = Tile(1, 16)
+"""1 x 16 elements, the tiles of activations and gradients in NVFP4 (arXiv 2509.25149).
+
+Example:
+  >>> q = fp8jax.quantize(jnp.ones((256, 512)), "e2m1", fp8jax.NV16, scale="nvfp4")
+  >>> q.scale.shape, q.scale.dtype.name, q.tensor_scale.shape
+  ((256, 32), 'float8_e4m3fn', ())
+"""
 NV16x16 = Tile(16, 16)
+"""16 x 16 elements, the blocks of weights in NVFP4 (arXiv 2509.25149).
+
+Example:
+  >>> fp8jax.quantize(jnp.ones((256, 512)), "e2m1", fp8jax.NV16x16, scale="nvfp4").scale.shape
+  (16, 32)
+"""
 
 TILES: Table[Tile] = Table(
     "tile",

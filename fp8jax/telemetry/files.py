@@ -40,7 +40,21 @@ def _schema() -> Any:
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     """Write rows as a Parquet file, which replaces one of that name; makes its folder.
 
-    Raises OSError if it cannot be written.
+    Args:
+      path: of the file.
+      rows: such as `table.rows`.
+
+    Raises:
+      OSError: it cannot be written.
+
+    Example:
+      >>> layer, x = fp8jax.nn.Dense(4, "fp8_current"), jnp.ones((2, 8))
+      >>> loss = lambda variables: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, layer.init(jax.random.key(0), x))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     fp8jax.telemetry.write(f"{folder}/mine.parquet", table.rows)
+      ...     fp8jax.telemetry.read(f"{folder}/mine.parquet") == table
+      True
     """
     import pyarrow as pa
     import pyarrow.parquet
@@ -56,8 +70,23 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 def read_rows(path: str | os.PathLike[str]) -> Table:
     """Return the rows of a file, of a folder of files, or of a run's directory, in order of steps.
 
-    Raises FileNotFoundError, with what it looked for, if there are none; ValueError for a file of
-    other columns.
+    Args:
+      path: a Parquet file, a folder of such files, or a workdir.
+
+    Returns:
+      A `Table`.
+
+    Raises:
+      FileNotFoundError: there are none; it says what it looked for.
+      ValueError: for a file of other columns.
+
+    Example:
+      `write` has one that reads rows. Without any:
+
+      >>> fp8jax.telemetry.read("runs/nowhere")
+      Traceback (most recent call last):
+          ...
+      FileNotFoundError: no telemetry in runs/nowhere: train with --config.telemetry_every=50, ...
     """
     import pyarrow.parquet
 

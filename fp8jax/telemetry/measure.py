@@ -34,19 +34,13 @@ def measure(
 ) -> Table:
     """Return what every cast of a model does in one evaluation of a function of it.
 
-    Linen and NNX::
-
-        table = fp8jax.telemetry.measure(loss_of, variables, batch)
-        table = fp8jax.telemetry.measure(loss_of, model, x, y, what_if="fp8_block")
-        print(table)
-
     Every `Dense`, `Einsum`, `Fp8DotGeneral` and `Transformer` of this library that f calls is
     measured; linears that call `fp8jax.dot_general` itself are not found. The model stays as it is.
     A model that is called with `nn.scan` or `nn.vmap` over layers must name the collection
     `fp8jax.nn.TELEMETRY` in `variable_axes`, with axis 0.
 
     Args:
-      f: (model, *args) -> the loss, a scalar. Compiled here, once for each function and shapes.
+      f: (model, ...) -> the loss, a scalar. Compiled here, once for each function and shapes.
       model: flax's variables {"params": ..., ...} of a linen model, or an `nnx.Module`.
       args: what else f takes.
       what_if: a recipe, or the name of one, to measure on the same operands.
@@ -61,6 +55,17 @@ def measure(
       TypeError: the model is neither of the two, or f returns no scalar.
       ValueError: an unknown recipe, no linear to measure, and a linear that a lifted transformation
         keeps from its probe.
+
+    Example:
+      >>> model = nn.Sequential([fp8jax.nn.Dense(8, "fp8_current"), nn.relu])
+      >>> x = jnp.linspace(-1, 1, 16).reshape(2, 8)
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> loss = lambda variables, x: model.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, variables, x, what_if="fp4_naive")
+      >>> for row in table.where(lambda row: row.cast == "fwd_x").rows:
+      ...     print(row.linear, row.recipe, row.format, f"{row.sqnr_db:.0f} dB")
+      layers_0 fp8_current e4m3 33 dB
+      layers_0 fp4_naive e2m1 20 dB
     """
     recipe = None if what_if is None else as_recipe(what_if)
 

@@ -40,7 +40,17 @@ class Finding:
     """A tensor that is out of line, since `step`, and why; `str` says it in a sentence.
 
     Attributes:
+      step, layer, linear, operand: which tensor, as in `Row`.
+      why: the reason, in words.
       followers: how many other tensors are out of line in that step because of it.
+
+    Example:
+      >>> print(fp8jax.telemetry.Finding(
+      ...     step=50, layer=2, linear="layers/mlp/down", operand="w",
+      ...     why="its amax 250 is 1000 times its largest before", followers=3,
+      ... ))
+      step 50: w of layers/mlp/down in layer 2: its amax 250 is 1000 times its largest before;
+      3 other tensors follow
     """
 
     step: int
@@ -80,8 +90,25 @@ class _Tensor:
 def out_of_line(rows: Sequence[Row]) -> list[Finding]:
     """Return the tensors that are out of line, the first one first; [] if none is.
 
+    The guide of telemetry has the rules: amaxes that are not finite, jumped or far from those of
+    the same linear in other layers, clipped values, and noise.
+
     Args:
       rows: of the steps of one run, or of one call of `measure`; what-if casts are left out.
+
+    Returns:
+      A `Finding` for each tensor. Tensors that follow a weight are counted, not listed.
+
+    Example:
+      >>> layer = nn.Sequential([fp8jax.nn.Dense(4, "fp8_current"), nn.relu])
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> rows = fp8jax.telemetry.measure(loss, variables, jnp.ones((2, 8))).rows
+      >>> fp8jax.telemetry.out_of_line(rows)
+      []
+      >>> rows = fp8jax.telemetry.measure(loss, variables, jnp.full((2, 8), jnp.inf)).rows
+      >>> print(fp8jax.telemetry.out_of_line(rows)[0])
+      x of layers_0: its amax is inf
     """
     findings: list[Finding] = []
     known: set[Key] = set()

@@ -47,6 +47,14 @@ class Row:
       sqnr_db: 10 log10(sum of x^2 / sum of (x - codes * scale)^2); inf without any error.
       delay: log2(delayed scale / scale of the current amax), for delayed casts. Below zero values
         may saturate; above it the lower end of the format is lost.
+
+    Example:
+      >>> layer, x = fp8jax.nn.Dense(4, "fp8_current"), jnp.ones((2, 8))
+      >>> loss = lambda variables: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, layer.init(jax.random.key(0), x))
+      >>> row = table.rows[0]
+      >>> row.operand, row.cast, row.format, row.elements, row.amax, row.bias, row.underflow
+      ('x', 'fwd_x', 'e4m3', 16, 1.0, 8, 0.0)
     """
 
     step: int
@@ -74,12 +82,25 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of telemetry; `pandas.DataFrame(table.columns())` is a data frame of them."""
+    """Rows of telemetry; `pandas.DataFrame(table.columns())` is a data frame of them.
+
+    Attributes:
+      rows: in the order of steps, layers and linears.
+
+    Example:
+      >>> layer, x = fp8jax.nn.Dense(4, "fp8_current"), jnp.ones((2, 8))
+      >>> loss = lambda variables: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, layer.init(jax.random.key(0), x))
+      >>> table.columns()["cast"]
+      ['fwd_x', 'fwd_w', 'dgrad_g', 'dgrad_w', 'wgrad_x', 'wgrad_g']
+      >>> [row.format for row in table.where(lambda row: row.operand == "g").rows]
+      ['e5m2', 'e5m2']
+    """
 
     rows: tuple[Row, ...]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the values of each field of `Row`."""
+        """Return the values of each field of `Row`, field -> list."""
         return {name: [getattr(row, name) for row in self.rows] for name in FIELDS}
 
     def where(self, keep: Callable[[Row], bool]) -> "Table":

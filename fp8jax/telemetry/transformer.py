@@ -112,7 +112,22 @@ def measure_forward(
       tokens_BL, segments_BL, positions_BL, key: as in `Transformer.__call__`.
       what_if: a policy, or the name of one, to measure beside the model's own.
 
-    Raises ValueError for an unknown what-if policy, and for one that does not fit the model.
+    Returns:
+      A `Table` with step 0.
+
+    Raises:
+      ValueError: for an unknown what-if policy, and for one that does not fit the model.
+
+    Example:
+      >>> config = dataclasses.replace(fp8jax.MODELS["gpt2_tiny"], n_layers=1)
+      >>> model = fp8jax.Transformer(config, policy="fp8_current")
+      >>> tokens = segments = jnp.ones((1, 4), jnp.int32)
+      >>> positions = jnp.arange(4)[None]
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens, segments, positions)
+      >>> table = fp8jax.telemetry.measure_forward(model, variables, tokens, segments, positions)
+      >>> sorted({row.linear for row in table.rows})
+      ['layers/attention/k', 'layers/attention/o', 'layers/attention/q', 'layers/attention/v',
+       'layers/mlp', 'layers/mlp/down', 'layers/mlp/up']
     """
     beside = None if what_if is None else as_policy(what_if)
     probes = transformer_probes(model, beside)

@@ -94,6 +94,17 @@ def train_and_evaluate(
       KeyboardInterrupt: after Ctrl-C, once the state is saved. SIGTERM saves and returns.
       StoppedError: a step was rejected and no rung of the ladder was left: NonFiniteError for a
         loss or gradient that is not finite, else for a spike.
+
+    Example:
+      What the command `python -m experiments.train` does, with a config of `configs/`:
+
+      >>> from configs import smoke
+      >>> config = smoke.get_config()
+      >>> config.precision = "fp8_blocks"
+      >>> fp8jax.train_and_evaluate(config, workdir="runs/smoke")
+      Traceback (most recent call last):
+          ...
+      ValueError: unknown policy 'fp8_blocks'; did you mean 'fp8_block' or ...
     """
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
