@@ -29,6 +29,7 @@ html_static_path = ["static"]
 html_css_files = ["pages.css"]
 html_extra_path = ["static/index.html"]  # leads from the site's root to docs/index.html
 html_copy_source = False
+html_show_copyright = False
 pygments_style = "friendly"
 
 myst_heading_anchors = 4  # the anchors that GitHub makes
@@ -54,6 +55,14 @@ def read_docstring(app, what, name, obj, options, lines):
         lines[:] = [*DOCUMENTED[name][1].splitlines(), ""]
 
 
+def shorten_signature(app, what, name, obj, options, signature, returned):
+    """Write jaxtyping's shapes as the source does."""
+    return tuple(
+        text and text.replace("jaxlib._jax.Array", "Array").replace("'", '"')
+        for text in (signature, returned)
+    )
+
+
 def check_names(app, env):
     """Warn of public names without a docstring or an entry in the reference."""
     logger = logging.getLogger(__name__)
@@ -67,4 +76,5 @@ def check_names(app, env):
 
 def setup(app):
     app.connect("autodoc-process-docstring", read_docstring, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("env-check-consistency", check_names)

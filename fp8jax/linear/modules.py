@@ -34,7 +34,7 @@ from fp8jax.numerics.recipe import Recipe
 _INIT = nn.initializers.lecun_normal()
 
 RNG = "fp8"  # the linen RNG stream of stochastic rounding
-"""The linen RNG stream of stochastic rounding: give it a new key in every step.
+"""The linen RNG stream of stochastic rounding. Give it a new key in every step.
 
 Example:
   >>> x = jnp.ones((16, 32))
@@ -167,8 +167,8 @@ class Dense(nn.Module):
       >>> y, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x)
       >>> y.shape, y.dtype.name
       ((2, 4), 'bfloat16')
-      >>> {name: (p.shape, p.dtype.name) for name, p in variables["params"].items()}
-      {'kernel': ((8, 4), 'float32'), 'bias': ((4,), 'float32')}
+      >>> jax.tree.map(lambda p: (p.shape, p.dtype.name), variables["params"])
+      {'bias': ((4,), 'float32'), 'kernel': ((8, 4), 'float32')}
     """
 
     features: int

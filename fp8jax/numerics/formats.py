@@ -110,7 +110,7 @@ _ALL = (
     ),
 )  # fmt: skip
 FORMATS: Table[Format] = Table("format", {fmt.name: fmt for fmt in _ALL})
-"""The number formats by name: values in 8 or 4 bits, and e8m0 for scales.
+"""The number formats by name, of 8 or 4 bits; e8m0 is for scales.
 
 `max` is the largest finite magnitude, `tiny` the smallest positive number, and `unit_roundoff` the
 largest relative error of rounding a normal number to nearest. An unknown name raises ValueError

@@ -184,7 +184,7 @@ POLICIES: Table[Policy] = Table(
         ),
     },
 )
-"""The policies by name: one for each recipe, for all linears of all layers, and mixtures.
+"""The policies by name; one for each recipe, for all linears of all layers, and mixtures.
 
 `--config.precision` takes these names, with options behind a colon. An unknown name raises
 ValueError with similar names.

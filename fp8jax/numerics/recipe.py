@@ -69,9 +69,10 @@ class Cast:
       ValueError: for unknown names, and for settings that contradict each other.
 
     Example:
-      >>> fp8jax.Cast(format="e5m2", timing="delayed", history=16)
+      >>> e5m2 = fp8jax.FORMATS["e5m2"]
+      >>> fp8jax.Cast(format=e5m2, timing="delayed", history=16)
       Cast(e5m2 tensor fp32 delayed, max of 16)
-      >>> fp8jax.Cast(format="e4m3", tile="row", timing="delayed", history=16)
+      >>> fp8jax.Cast(format=e5m2, tile=fp8jax.ROW, timing="delayed", history=16)
       Traceback (most recent call last):
           ...
       ValueError: delayed scaling contradicts tile=row, scale=Fp32(margin=0): its history holds one
@@ -194,7 +195,7 @@ class Recipe:
         of a GEMM that has no choice of accumulation.
 
     Example:
-      >>> tile = fp8jax.Cast(format="e4m3", tile="tile128")
+      >>> tile = fp8jax.Cast(format=fp8jax.FORMATS["e4m3"], tile=fp8jax.TILE128)
       >>> recipe = fp8jax.Recipe(name="forward_only", fwd_x=tile, fwd_w=tile)
       >>> print(recipe.table())
       cast     format          tile     scale  timing   rounding  Hadamard

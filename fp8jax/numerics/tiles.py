@@ -109,7 +109,7 @@ Example:
   (1, 1)
 """
 ROW = Tile(1, None)
-"""One scale for each row along the contracting axis: a token of x, a channel of w.
+"""One scale for each row along the contracting axis, such as a token of x or a channel of w.
 
 Example:
   >>> fp8jax.quantize(jnp.ones((256, 512)), "e4m3", fp8jax.ROW).scale.shape

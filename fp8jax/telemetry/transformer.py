@@ -120,14 +120,21 @@ def measure_forward(
 
     Example:
       >>> config = dataclasses.replace(fp8jax.MODELS["gpt2_tiny"], n_layers=1)
-      >>> model = fp8jax.Transformer(config, policy="fp8_current")
+      >>> model = fp8jax.Transformer(config, policy="bf16")
       >>> tokens = segments = jnp.ones((1, 4), jnp.int32)
       >>> positions = jnp.arange(4)[None]
-      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens, segments, positions)
+      >>> shapes = jax.eval_shape(model.init, jax.random.key(0), tokens, segments, positions)
+      >>> variables = jax.tree.map(lambda p: jnp.full(p.shape, 0.02), shapes)
       >>> table = fp8jax.telemetry.measure_forward(model, variables, tokens, segments, positions)
-      >>> sorted({row.linear for row in table.rows})
-      ['layers/attention/k', 'layers/attention/o', 'layers/attention/q', 'layers/attention/v',
-       'layers/mlp', 'layers/mlp/down', 'layers/mlp/up']
+      >>> rows = table.where(lambda row: row.operand == "w").rows
+      >>> for row in rows:
+      ...     print(row.layer, row.linear, f"{row.amax:.3f}", row.bias)  # 0.02 * 2^14 < 448
+      0 layers/attention/q 0.020 14
+      0 layers/attention/k 0.020 14
+      0 layers/attention/v 0.020 14
+      0 layers/attention/o 0.020 14
+      0 layers/mlp/up 0.020 14
+      0 layers/mlp/down 0.020 14
     """
     beside = None if what_if is None else as_policy(what_if)
     probes = transformer_probes(model, beside)
