@@ -5,7 +5,9 @@ they are. A broken link, and a public name without a docstring or a page, is a w
 an error. Nothing is fetched.
 """
 
+import inspect
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from public_names import MODULES, public_names  # noqa: E402
 from sphinx.util import logging  # noqa: E402
+from sphinx.util.inspect import stringify_signature  # noqa: E402
 
 project = "fp8jax"
 author = "the authors of fp8jax"
@@ -35,6 +38,7 @@ pygments_style = "friendly"
 myst_heading_anchors = 4  # the anchors that GitHub makes
 myst_enable_extensions = ["colon_fence"]
 
+smartquotes_action = "D"  # no dots: "..." is any axes
 default_role = "py:obj"  # `name` in a docstring: a link where the name has an entry, else code
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -42,7 +46,7 @@ autoclass_content = "both"
 autodoc_typehints = "signature"
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 80
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 napoleon_numpy_docstring = False
 
@@ -50,15 +54,34 @@ DOCUMENTED = public_names()
 
 
 def read_docstring(app, what, name, obj, options, lines):
-    """Take docstrings of constants from the source."""
+    """Take docstrings of constants from the source, and write them as napoleon reads them.
+
+    It takes a first line with a colon for a type, and knows no entry of two attributes.
+    """
     if what == "data" and name in DOCUMENTED:
         lines[:] = [*DOCUMENTED[name][1].splitlines(), ""]
+    if what in ("data", "property"):
+        lines.insert(0, "")
+    head, attributes, rest = "\n".join(lines).partition("\nAttributes:\n")
+    section, blank, rest = rest.partition("\n\n")
+    section = re.sub(r"^  ((?:\w+, )+\w+)(: .*(?:\n    .*)*)", one_entry_each, section, flags=re.M)
+    lines[:] = (head + attributes + section + blank + rest).split("\n")
+
+
+def one_entry_each(entry):
+    """Turn "a, b: text" into "a: text" and "b: text"."""
+    return "\n".join(f"  {name}{entry[2]}" for name in entry[1].split(", "))
 
 
 def shorten_signature(app, what, name, obj, options, signature, returned):
-    """Write jaxtyping's shapes as the source does."""
+    """Write jaxtyping's shapes as the source does, and the arguments of NNX modules' __init__."""
+    if what == "class" and signature and signature.startswith("(*args"):
+        own = inspect.signature(obj.__init__) if "__init__" in vars(obj) else inspect.Signature()
+        parameters = [p for p in own.parameters.values() if p.name != "self"]
+        own = own.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        signature = stringify_signature(own, unqualified_typehints=True) if parameters else None
     return tuple(
-        text and text.replace("jaxlib._jax.Array", "Array").replace("'", '"')
+        text and re.sub(r"\bjax(lib)?\.[\w.]*Array\b", "Array", text)
         for text in (signature, returned)
     )
 

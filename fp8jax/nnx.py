@@ -252,7 +252,7 @@ class Linear(nnx.Linear):
 
     Attributes:
       dot_general: an `Fp8DotGeneral`.
-      kernel, bias and others: as in `nnx.Linear`.
+      kernel, bias: as in `nnx.Linear`, which has others.
 
     Example:
       >>> layer = fp8jax.nnx.Linear(8, 4, "fp8_rowwise", rngs=nnx.Rngs(0))

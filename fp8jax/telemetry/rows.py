@@ -35,8 +35,8 @@ class Row:
       format: a key of `FORMATS`, None for high precision.
       elements, nonzero: of the operand, over all microbatches and devices.
       amax: max|operand|, before any Hadamard transform.
-      scale, smallest_scale: the largest and the smallest of the scales, x ≈ codes * scale, of tiles
-        that hold a nonzero element.
+      scale: the largest of the scales, x ≈ codes * scale, of tiles that hold a nonzero element.
+      smallest_scale: the smallest of them.
       bias: Graphcore's scaling bias (arXiv 2309.17224), the largest integer b with which amax * 2^b
         still fits the format: floor(log2(max / amax)), their FP8-AMAX without a margin. Of the
         whole tensor, whatever the tiles; 0 for an amax of 0. In high precision, that of their
