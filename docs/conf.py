@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from flax import linen, nnx  # noqa: E402
 from public_names import MODULES, public_names  # noqa: E402
 from sphinx.util import logging  # noqa: E402
 from sphinx.util.inspect import stringify_signature  # noqa: E402
@@ -74,16 +75,37 @@ def one_entry_each(entry):
 
 
 def shorten_signature(app, what, name, obj, options, signature, returned):
-    """Write jaxtyping's shapes as the source does, and the arguments of NNX modules' __init__."""
-    if what == "class" and signature and signature.startswith("(*args"):
-        own = inspect.signature(obj.__init__) if "__init__" in vars(obj) else inspect.Signature()
-        parameters = [p for p in own.parameters.values() if p.name != "self"]
-        own = own.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-        signature = stringify_signature(own, unqualified_typehints=True) if parameters else None
+    """Write jaxtyping's shapes as the source does, and modules without what flax adds."""
+    if what == "class" and issubclass(obj, (linen.Module, nnx.Module, nnx.Variable)):
+        signature = module_signature(obj)
     return tuple(
         text and re.sub(r"\bjax(lib)?\.[\w.]*Array\b", "Array", text)
         for text in (signature, returned)
     )
+
+
+def module_signature(module):
+    """Return the arguments of a flax class as text; None if it has no __init__ of its own."""
+    if "__init__" not in vars(module):
+        return None
+    parameters = [
+        p
+        if p.default is p.empty or repr(p.default)[0] != "<"
+        else p.replace(default=Named(p.default))
+        for p in inspect.signature(module.__init__).parameters.values()
+        if p.name not in ("self", "parent") and not (p.name == "name" and p.default is None)
+    ]
+    return stringify_signature(inspect.Signature(parameters), unqualified_typehints=True)
+
+
+class Named:
+    """A default such as a function, which has no expression that gives it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return getattr(self.value, "__name__", "...")
 
 
 def check_names(app, env):

@@ -154,7 +154,7 @@ class Dense(nn.Module):
     The variables may hold a `FrozenKernel` of the recipe in place of the kernel (frozen.py).
 
     Attributes:
-      features: N.
+      features: N, the size of y's last axis.
       recipe, backend, seeded: as in `Fp8DotGeneral`.
       use_bias: whether to add a bias, in y's dtype.
       kernel_init: initializer of the float32 kernel.
