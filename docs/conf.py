@@ -1,8 +1,9 @@
-"""Builds the pages: `python -m sphinx -W --keep-going -c docs . site`.
+"""Builds the pages: `python -m sphinx -EW --keep-going -c docs . site`.
 
 The source folder is the whole checkout, so that links between README.md, docs/ and the code stay as
 they are. A broken link, and a public name without a docstring or a page, is a warning; -W makes it
-an error. Nothing is fetched.
+an error. -E reads all pages again, since docstrings of constants are not among the files that Sphinx
+watches. Nothing is fetched.
 """
 
 import inspect
