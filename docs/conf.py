@@ -2,8 +2,8 @@
 
 The source folder is the whole checkout, so that links between README.md, docs/ and the code stay as
 they are. A broken link, and a public name without a docstring or a page, is a warning; -W makes it
-an error. -E reads all pages again, since docstrings of constants are not among the files that Sphinx
-watches. Nothing is fetched.
+an error. -E reads all pages again: Sphinx does not see changes of the docstrings of constants.
+Nothing is fetched.
 """
 
 import inspect
