@@ -53,17 +53,19 @@ napoleon_use_rtype = False
 napoleon_numpy_docstring = False
 
 DOCUMENTED = public_names()
+logger = logging.getLogger(__name__)
 
 
 def read_docstring(app, what, name, obj, options, lines):
     """Take docstrings of constants from the source, and write them as napoleon reads them.
 
-    It takes a first line with a colon for a type, and knows no entry of two attributes.
+    It takes what precedes a colon in the first line of data for a type, and knows no entry of two
+    attributes.
     """
     if what == "data" and name in DOCUMENTED:
         lines[:] = [*DOCUMENTED[name][1].splitlines(), ""]
-    if what in ("data", "property"):
-        lines.insert(0, "")
+    if what in ("data", "property") and ":" in lines[0]:
+        logger.warning("%s: the first line may have no colon", name)
     head, attributes, rest = "\n".join(lines).partition("\nAttributes:\n")
     section, blank, rest = rest.partition("\n\n")
     section = re.sub(r"^  ((?:\w+, )+\w+)(: .*(?:\n    .*)*)", one_entry_each, section, flags=re.M)
@@ -111,7 +113,6 @@ class Named:
 
 def check_names(app, env):
     """Warn of public names without a docstring or an entry in the reference."""
-    logger = logging.getLogger(__name__)
     entries = {entry[0] for entry in env.get_domain("py").get_objects()}
     for name, (_, text) in DOCUMENTED.items():
         if name not in MODULES and name not in entries:

@@ -152,8 +152,10 @@ class Cast:
 
     @property
     def separable(self) -> bool:
-        """Whether the scale can multiply the GEMM's result: it is constant along the contracting
-        axis."""
+        """Whether the scale can multiply the GEMM's result.
+
+        It can if it is constant along the contracting axis.
+        """
         return self.tile.contract is None and not isinstance(self.scale, NvFp4)
 
     def seeding(self) -> "Cast":
@@ -279,12 +281,12 @@ class Recipe:
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """The casts that quantize: x's, w's, then g's."""
+        """The casts that quantize, first x's, then w's, then g's."""
         return tuple(cast for pair in self._operands().values() for cast in pair)
 
     @property
     def gemms(self) -> dict[str, GemmCasts]:
-        """The casts of each GEMM: fwd (x, w), dgrad (g, w) and wgrad (x, g)."""
+        """The casts of each GEMM, fwd (x, w), dgrad (g, w) and wgrad (x, g)."""
         return {
             "fwd": GemmCasts(self.fwd_x, self.fwd_w),
             "dgrad": GemmCasts(self.dgrad_g, self.dgrad_w),
@@ -307,8 +309,10 @@ class Recipe:
 
     @property
     def same_x(self) -> bool:
-        """Whether several GEMMs with the same x quantize it to the same values: no cast of x rounds
-        stochastically."""
+        """Whether several GEMMs with the same x quantize it to the same values.
+
+        They do unless a cast of x rounds stochastically.
+        """
         casts = (self.fwd_x, self.wgrad_x)
         return all(cast is None or cast.rounding == "nearest" for cast in casts)
 
