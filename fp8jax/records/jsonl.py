@@ -39,17 +39,41 @@ def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
-        try:
-            parsed = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(parsed, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object: {parsed!r}")
-        for name, value in parsed.items():
-            if isinstance(value, str) and value in _NON_FINITE:
-                parsed[name] = float(value)
-        lines.append((line, parsed))
+        lines.append((line, _parse(line, f"{path}:{number}")))
     return lines
+
+
+def readable_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns what `read_jsonl` does, without the lines that it would raise for.
+
+    For those who look at a run, and not for those who go on with it.
+
+    Returns:
+      The objects, and a message for each line that is not a JSON object. An incomplete last line
+      has none: a run may be writing it.
+    """
+    lines, problems = [], []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            lines.append(_parse(line, f"{path.name}:{number}"))
+        except ValueError as error:
+            problems.append(str(error))
+    return lines, problems
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{where}: not a JSON object: {parsed!r}")
+    for name, value in parsed.items():
+        if isinstance(value, str) and value in _NON_FINITE:
+            parsed[name] = float(value)
+    return parsed
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

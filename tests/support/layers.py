@@ -7,6 +7,7 @@ LAYERS = (
     "training",
     "inference",
     "interop",
+    "figures",
     "telemetry",
     "analysis",
     "model",
