@@ -36,7 +36,7 @@ import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
-    from fp8jax import nnx, telemetry
+    from fp8jax import figures, nnx, telemetry
     from fp8jax.analysis.any_program import assert_fp8, gemm_table, gemms
     from fp8jax.model.config import ModelConfig
     from fp8jax.model.models import MODELS
@@ -47,8 +47,8 @@ __all__ = [
     "Accumulation", "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig",
     "NV16", "NV16x16", "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES",
     "ROW", "Recipe", "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize",
-    "dot_general", "einsum", "gemm_table", "gemms", "init_state", "init_update", "join", "merge",
-    "merge_devices", "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split",
+    "dot_general", "einsum", "figures", "gemm_table", "gemms", "init_state", "init_update", "join",
+    "merge", "merge_devices", "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split",
     "telemetry", "train_and_evaluate", "update",
 ]  # fmt: skip
 
@@ -59,6 +59,7 @@ _ON_FIRST_USE = {
     "MODELS": "fp8jax.model.models",
     "ModelConfig": "fp8jax.model.config",
     "Transformer": "fp8jax.model.transformer",
+    "figures": "fp8jax.figures",
     "telemetry": "fp8jax.telemetry",
     "nnx": "fp8jax.nnx",  # flax.nnx takes a fifth of a second to import
     "train_and_evaluate": "fp8jax.training.loop",

@@ -119,6 +119,9 @@ class Limits:
         """Returns the FLOP/s in e4m3 if `quantized`, else in bfloat16."""
         return self.fp8 if quantized else self.bf16
 
+    def by_name(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
     def note(self) -> str:
         return (
             f"Limits, measured in this process: BF16 {self.bf16 / 1e12:,.4g} and FP8 "
@@ -247,6 +250,19 @@ def _gemm_contestants(m: int, k: int, n: int, policies: Sequence[str], peers: bo
     return found
 
 
+def product_bytes(m: int, k: int, n: int, narrow: bool) -> int:
+    """Returns bytes of the operands of a GEMM, FP8 if `narrow`, and of its result in bfloat16.
+
+    Scales are left out: at most a thirty-second of the FP8 operands.
+    """
+    return (1 if narrow else 2) * (m * k + k * n) + 2 * m * n
+
+
+def linear_bytes(m: int, k: int, n: int) -> int:
+    """Returns bytes of x, g, y and dx in bfloat16, and of w and dw in float32, each once."""
+    return 4 * (m * k + m * n + 2 * k * n)
+
+
 def measure_gemm(
     shapes: Sequence[str], policies: Sequence[str], timed: Timer, limits: Limits, *, peers: bool
 ) -> Report:
@@ -269,9 +285,11 @@ def measure_gemm(
             of_linear = name.startswith("linear")
             work = (6 if of_linear else 2) * m * k * n
             base = "linear bf16" if of_linear else "JAX bf16"
-            limit = work / limits.matrix(name not in ("JAX bf16", "torch bf16", "linear bf16"))
+            narrow = name not in ("JAX bf16", "torch bf16", "linear bf16")
+            moved = linear_bytes(m, k, n) if of_linear else product_bytes(m, k, n, narrow)
             rows.append(
-                Row(case=shape, name=name, timing=timing, work=work, limit=limit,
+                Row(case=shape, name=name, timing=timing, work=work,
+                    limit=work / limits.matrix(narrow), moved=moved,
                     baseline=found[base].seconds if base in found else math.nan)
             )  # fmt: skip
         if peers:
@@ -280,7 +298,7 @@ def measure_gemm(
     figures = {"block_gemm_vs_cublas": mean_ratio(pairs)}
     return Report(
         title="Products and linears", rate="TFLOP/s", rows=rows, figures=figures,
-        notes=[limits.note()],
+        notes=[limits.note()], limits=limits.by_name(),
     )  # fmt: skip
 
 

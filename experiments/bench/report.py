@@ -1,7 +1,8 @@
 """Reports: tables of timed contestants, and the pages and figures that keep them.
 
-A page is a Markdown file with one section for each report. Beside it lies a JSON file of figures:
-single numbers such as a speedup, with the command that measured them.
+A page is a Markdown file with one section for each report. Beside it lie two JSON files: PATH.json
+has figures, single numbers such as a speedup, with the command that measured them; PATH_tables.json
+has the rows of the tables, which `fp8jax.figures.step_breakdown` and `roofline` draw.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,6 +36,8 @@ class Row:
       timing: of one piece of work.
       work: FLOPs or bytes of one piece of work; NaN if neither says anything.
       limit: seconds that the measured limits of the device allow; NaN for none.
+      parts: seconds of the limit by what takes them, such as "matmuls"; {} if it is one thing.
+      moved: bytes of the operands and results, each once; NaN if they are not known.
       baseline: seconds of the contestant to compare with; NaN for none.
       note: further results, in words.
     """
@@ -43,6 +47,8 @@ class Row:
     timing: Timing
     work: int | float = math.nan
     limit: float = math.nan
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    moved: int | float = math.nan
     baseline: float = math.nan
     note: str = ""
 
@@ -62,6 +68,19 @@ class Row:
             t.reason or self.note,
         ]
 
+    def record(self) -> dict[str, Any]:
+        """Returns the row for JSON: seconds, FLOPs or bytes; null for what is not known."""
+        t = self.timing
+        numbers = {
+            "seconds": t.seconds, "spread": math.nan if t.reason else t.spread, "work": self.work,
+            "limit": self.limit, "moved": self.moved, "baseline": self.baseline,
+        }  # fmt: skip
+        known = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+        return {
+            "case": self.case, "name": self.name, **known, "parts": dict(self.parts),
+            "bytes": t.bytes, "note": t.reason or self.note,
+        }  # fmt: skip
+
 
 def _cell(value: float, text: str) -> str:
     """Returns the formatted value, or "" for NaN."""
@@ -78,6 +97,7 @@ class Report:
       rows: the rows of the table.
       figures: name -> value, such as a speedup; NaN if it was not measured.
       notes: paragraphs above the table.
+      limits: of the device, measured: "bf16" and "fp8" in FLOP/s, "copy" in bytes/s; {} for none.
     """
 
     title: str
@@ -85,6 +105,15 @@ class Report:
     rows: Sequence[Row]
     figures: Mapping[str, float]
     notes: Sequence[str] = ()
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def record(self, command: str) -> dict[str, Any]:
+        """Returns the table for JSON."""
+        return {
+            "title": self.title, "command": command, "rate": self.rate,
+            "limits": {name: v for name, v in self.limits.items() if not math.isnan(v)},
+            "rows": [row.record() for row in self.rows],
+        }  # fmt: skip
 
     def table(self) -> str:
         """Returns the table in Markdown, without the columns that are empty in all rows."""
@@ -121,17 +150,26 @@ def versions() -> str:
 
 
 def write(path: Path, section: str, report: Report, command: str) -> None:
-    """Replaces the report's section in PATH.md, and merges its figures into PATH.json.
+    """Replaces the report's section in PATH.md, its table in PATH_tables.json, and merges its
+    figures into PATH.json.
 
-    PATH.json maps a figure's name to {"value": …, "command": …}. Other sections and figures stay.
+    PATH.json maps a figure's name to {"value": …, "command": …}; PATH_tables.json maps a section
+    to its table. Other sections, tables and figures stay.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     page, figures = path.parent / f"{path.name}.md", path.parent / f"{path.name}.json"
+    tables = path.parent / f"{path.name}_tables.json"
     text = page.read_text(encoding="utf-8") if page.exists() else f"# Benchmarks: {path.name}\n"
     page.write_text(replace_section(text, section, report.section(command)), encoding="utf-8")
-    merged = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {}
-    merged |= {name: {"value": v, "command": command} for name, v in report.known.items()}
-    figures.write_text(json.dumps(merged, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    measured = {name: {"value": v, "command": command} for name, v in report.known.items()}
+    _merge(figures, measured)
+    _merge(tables, {section: report.record(command)})
+
+
+def _merge(path: Path, entries: Mapping[str, Any]) -> None:
+    merged = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    text = json.dumps(merged | dict(entries), indent=2, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def mean_ratio(pairs: Iterable[tuple[float, float]]) -> float:

@@ -145,13 +145,16 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 
 def step_floor(
     dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits
-) -> dict[bool, float]:
-    """Returns the least seconds of a step, matmuls and attention only, by whether it quantizes."""
+) -> dict[bool, dict[str, float]]:
+    """Returns the least seconds of a step's matmuls and attention, by whether it quantizes."""
     shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim)
     core = timed({attention: attend(attention, *shape)})[attention].seconds
     flops = flops_per_token(dims, length) * rows * length
     flops -= 6 * dims.n_layers * rows * length * length * dims.n_heads * dims.head_dim
-    return {q: flops / limits.matrix(q) + dims.n_layers * core for q in (False, True)}
+    return {
+        q: {"matmuls": flops / limits.matrix(q), "attention": dims.n_layers * core}
+        for q in (False, True)
+    }
 
 
 def _quantizes(policy: str) -> bool:
@@ -195,7 +198,8 @@ def measure_step(
         del contestants  # the parameters go before the next shape's are initialized
         flops = flops_per_token(dims, length) * size * length
         rows += [
-            Row(case=shape, name=name, timing=timing, work=flops, limit=floor[name in quantized],
+            Row(case=shape, name=name, timing=timing, work=flops,
+                limit=sum(floor[name in quantized].values()), parts=floor[name in quantized],
                 baseline=found["bf16"].seconds if "bf16" in found else math.nan)
             for name, timing in found.items()
         ]  # fmt: skip
@@ -204,8 +208,9 @@ def measure_step(
         figures |= _step_figures(suffix, policies, found)
     notes = [limits.note(), f"Attention {attention}, rematerialization {remat}; GiB: temporaries."]
     return Report(
-        title="Steps without an optimizer", rate="TFLOP/s", rows=rows, figures=figures, notes=notes
-    )
+        title="Steps without an optimizer", rate="TFLOP/s", rows=rows, figures=figures, notes=notes,
+        limits=limits.by_name(),
+    )  # fmt: skip
 
 
 def _step_contestants(
@@ -407,11 +412,12 @@ def measure_training(
     flops = flops_per_token(training.model, config.seq_len) * config.batch_size * config.seq_len
     rows = []
     for policy in policies:
+        parts = {k: config.grad_accum * v for k, v in floor[_quantizes(policy)].items()}
         for part in ("", ", no optimizer"):
             name, base = f"{policy}{part}", f"bf16{part}"
             rows.append(
                 Row(case=case, name=name, timing=found[name], work=flops,
-                    limit=config.grad_accum * floor[_quantizes(policy)],
+                    limit=sum(parts.values()), parts=parts,
                     baseline=found[base].seconds if base in found else math.nan)
             )  # fmt: skip
     rows.append(Row(case=case, name="optimizer", timing=found["optimizer"]))
@@ -419,6 +425,7 @@ def measure_training(
     return Report(
         title=f"Training steps of {case}", rate="TFLOP/s", rows=rows,
         figures=_training_figures(config, policies, found, figure), notes=notes,
+        limits=limits.by_name(),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from experiments.study.loss_curves import require_ungated
 from fp8jax.data.corpus import Corpus, build_corpus
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.data.tokenizers import tokenizer
+from fp8jax.figures.style import require_matplotlib
 from fp8jax.model.transformer import count_params
 from fp8jax.numerics.names import as_policy
 from fp8jax.training.build import build
@@ -57,7 +58,7 @@ def sweep_bias(
         constant scale or with histories, a schedule, or `config.size_gate`.
       NonFiniteError: a loss was not finite in BF16.
     """
-    plots.require_matplotlib()
+    require_matplotlib()
     require_ungated(config)
     if not (biases and widths and tolerance > 0):
         raise ValueError(f"nothing to sweep, or {tolerance=} is not positive: {widths=}, {biases=}")

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
+from fp8jax.figures.style import require_matplotlib
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.events import Cause, Event
 from fp8jax.records.jsonl import read_jsonl
@@ -45,7 +46,7 @@ def loss_curves(
       ValueError: an unknown policy, no precision besides BF16, or `config.size_gate`.
       InterruptedError: a run was stopped before its end. The same call resumes it.
     """
-    plots.require_matplotlib()
+    require_matplotlib()
     require_ungated(config)
     names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
     if len(names) == 1:

@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.sources import parse_sources
@@ -32,10 +31,9 @@ from fp8jax.device import xla
 from fp8jax.linear.backends import choose_backend
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
+from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.programs import (
-    abstract_batch,
     compile_programs,
-    device_bytes,
     training_programs,
 )
 from fp8jax.training.run import Run, Stage
@@ -232,11 +230,7 @@ def make_plan(run: Run) -> Plan:
         later_totals.append((stage.begins, stage.policy.name, most))
         gemms.append(_gemms(stage, programs["step"]))
         seconds += more
-    batch = abstract_batch(run, settings.batch_size)
-    parts = [first.state.params, first.state.opt_state, first.state.histories, batch]
-    weights, optimizer, histories, inputs = map(device_bytes, parts)
-    gradients = gradient_bytes(first.state.params)
-    rest = total - (weights + optimizer + histories + inputs + gradients)
+    memory = memory_by_kind(run, first, total)
     return Plan(
         model=settings.model, policy=settings.precision, later=tuple(later_totals), sources=sources,
         backends=_backends(run),
@@ -246,8 +240,9 @@ def make_plan(run: Run) -> Plan:
         rows_per_step=settings.batch_size, seq_len=settings.seq_len, steps=settings.num_steps,
         checkpoint_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize
                              for leaf in jax.tree.leaves(first.state)),
-        weights_bytes=weights, optimizer_bytes=optimizer, histories_bytes=histories,
-        batch_bytes=inputs, gradients_bytes=gradients, activations_bytes=max(rest, 0),
+        weights_bytes=memory["weights"], optimizer_bytes=memory["optimizer"],
+        histories_bytes=memory["histories"], batch_bytes=memory["batch"],
+        gradients_bytes=memory["gradients"], activations_bytes=memory["activations"],
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
         telemetry_bytes=telemetry, initialize_bytes=initialize,
@@ -255,11 +250,6 @@ def make_plan(run: Run) -> Plan:
         compile_seconds=seconds, gemms=tuple(gemms),
         gains=tuple(stage.gains for stage in run.stages if stage.gains),
     )  # fmt: skip
-
-
-def gradient_bytes(params: Any) -> int:
-    """Returns the bytes on each device of float32 gradients, sharded like the parameters."""
-    return device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params))
 
 
 def _gemms(stage: Stage, program: Any) -> str:

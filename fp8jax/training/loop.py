@@ -44,6 +44,7 @@ from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
+from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
 from fp8jax.training.programs import compile_programs, training_programs
@@ -394,22 +395,25 @@ class _Loop:
         seconds = self.clock - begin
         self.compiled.add((self.position.stage.begins, dispatched.seeded))
         self.metrics.say(f"compiled it in {seconds:.1f} s")
-        for stage, summary in checked:
+        for stage, summary, memory in checked:
             named = f"policy {stage.policy.name}: " if len(self.run.stages) > 1 else ""
             details = "; see precision.txt" if summary.cast else ""
             for line in labeled("precision", f"{named}{summary}{details}"):
                 self.metrics.say(line)
             self.metrics.event(
                 step - 1, Event.STAGE, policy=stage.policy.name, fp8_gemms=summary.fp8,
-                cast_gemms=summary.cast, compile_s=round(seconds, 2),
+                cast_gemms=summary.cast, compile_s=round(seconds, 2), memory=memory,
             )  # fmt: skip
             if stage.slower and is_measured_here():
                 for line in labeled("size gate", stage.slower):
                     self.metrics.say(line)
         return dispatched
 
-    def _check_gemms(self, step: int) -> list[tuple[Stage, Summary]]:
-        """Find the GEMMs of each new stage's step; raise if FP8 is required and one is not."""
+    def _check_gemms(self, step: int) -> list[tuple[Stage, Summary, dict[str, int]]]:
+        """Find the GEMMs of each new stage's step, and its memory by kind.
+
+        Raises if FP8 is required and a GEMM is not.
+        """
         checked = []
         while self.unchecked and (step == self.start + 1 or not self.position.seeding):
             stage: Stage = self.unchecked.pop(0)
@@ -428,7 +432,8 @@ class _Loop:
             self._write_file("precision.txt", "\n".join(self.precision[:-1]))
             if self.settings.require_fp8_gemms:
                 require_fp8(gemms)
-            checked.append((stage, summarize(gemms)))
+            memory = memory_by_kind(self.run, stage, xla.program_bytes(compiled["step"]))
+            checked.append((stage, summarize(gemms), memory))
         return checked
 
     def _dispatch(self, step: int, batch: Batch) -> _Dispatched:

@@ -549,6 +549,8 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     assert (tmp_path / "precision.txt").read_text().endswith(f"policy fp8_delayed:\n{tables[0]}\n")
     (stage,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "stage")
     assert (stage["policy"], stage["fp8_gemms"], stage["cast_gemms"]) == ("fp8_delayed", 0, 42)
+    kinds = {"weights", "optimizer", "histories", "batch", "gradients", "activations", "total"}
+    assert stage["memory"].keys() == kinds and stage["memory"]["histories"] > 0
 
 
 @pytest.mark.parametrize(

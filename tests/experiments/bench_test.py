@@ -442,8 +442,8 @@ def test_the_limit_of_a_step_is_its_products_and_attention():
     weights = 128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 256 + 128 * 256
     floor = steps.step_floor(config, rows, length, "xla", even, LIMITS)
     products = 6 * weights * 2 * 64
-    assert floor[False] == pytest.approx(products / LIMITS.bf16 + 1.0)
-    assert floor[True] == pytest.approx(products / LIMITS.fp8 + 1.0)
+    assert floor[False] == pytest.approx({"matmuls": products / LIMITS.bf16, "attention": 1.0})
+    assert floor[True] == pytest.approx({"matmuls": products / LIMITS.fp8, "attention": 1.0})
 
 
 def test_a_delayed_policy_starts_from_what_its_seeding_step_saw():
@@ -466,7 +466,7 @@ def test_training(monkeypatch, hasty):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16, mlp="gelu_tanh"
     )
     config.update(seq_len=32, batch_size=4, grad_accum=1)
-    monkeypatch.setattr(steps, "step_floor", lambda *_: {True: 0.001})
+    monkeypatch.setattr(steps, "step_floor", lambda *_: {True: {"matmuls": 0.001}})
     llama_tiny = build(config, jax.devices()[:1]).stages[0].model.config
     made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
     found = by_name(made)

@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import to_devices, train_batches
-from fp8jax.training import dry_run, parameter_table, profile, programs
+from fp8jax.training import dry_run, memory, parameter_table, profile, programs
 from fp8jax.training.build import build
 from tests.support.commands import command_line
 from tests.support.text import write_generated_text
@@ -91,7 +91,7 @@ def test_accumulation_saves_work_space_and_not_gradients():
 def test_gradients_are_float32_and_weights_as_the_config_stores_them():
     state = build(tiny(mesh="fsdp", master_weights="bfloat16"), jax.devices()[:8]).stages[0].state
     assert programs.device_bytes(state.params) == 2 * (CUT // 8 + WHOLE)
-    assert dry_run.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
+    assert memory.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
     assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
 
 

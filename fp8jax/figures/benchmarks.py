@@ -1,0 +1,170 @@
+"""Figures of benchmarks, from the tables that `experiments.bench --output` writes as JSON."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fp8jax.figures.style import NothingToDraw, Style, panels, style
+
+Benchmark = str | os.PathLike[str] | Mapping[str, Any]  # NAME_tables.json, or what it holds
+
+_WHOLE = "optimizer"  # the contestant whose time is a part of the others'
+_WITHOUT = ", no optimizer"
+_PARTS = ("matmuls", "attention", _WHOLE)
+_LABELS = {
+    "matmuls": "matmuls, at the device's measured rate",
+    "attention": "attention, as measured alone",
+    _WHOLE: "optimizer, as measured alone",
+}
+_REST = "the rest: casts, norms, matmuls below that rate"
+_HATCHES = ("", "//", "xx", "--")
+
+
+def step_breakdown(
+    benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool = False
+) -> Any:
+    """Return what a training step's time goes to, one panel for each shape, in milliseconds.
+
+    Matmuls are shown with the time that they would take at the measured rate of plain matmuls in
+    their precision, attention with its own measured time, and all else is the rest.
+
+    Args:
+      benchmark: the path of NAME_tables.json, or what it holds.
+      sections: those to draw; by default all that have such rows.
+
+    Raises:
+      NothingToDraw: no row has parts: a benchmark of steps writes them.
+      KeyError: an unknown section.
+    """
+    cases = {
+        case: rows for table in _tables(benchmark, sections).values()
+        for case, rows in _cases(table).items()
+    }  # fmt: skip
+    if not cases:
+        raise NothingToDraw("no step was measured: python -m experiments.bench step --output=DIR")
+    with style(dark=dark) as look:
+        heights = [0.6 + 0.26 * len(rows) for rows in cases.values()]
+        figure, axes = panels(
+            len(cases), 1, height=0.6 + sum(heights), gridspec_kw={"height_ratios": heights}
+        )
+        for axis, (case, rows) in zip(axes[:, 0], cases.items(), strict=True):
+            _draw_steps(axis, rows, look)
+            axis.set_title(case)
+            axis.set_xlabel("time of a step, ms")
+        entries: dict[str, Any] = {}
+        for axis in axes[:, 0]:
+            handles, labels = axis.get_legend_handles_labels()
+            entries |= dict(zip(labels, handles, strict=True))
+        figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _tables(benchmark: Benchmark, sections: Sequence[str] = ()) -> Mapping[str, Any]:
+    if isinstance(benchmark, Mapping):
+        found = benchmark
+    else:
+        found = json.loads(Path(benchmark).read_text(encoding="utf-8"))
+    return {name: found[name] for name in sections} if sections else found
+
+
+def _cases(table: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return case -> contestant -> milliseconds by part, with the rest, of a table."""
+    cases: dict[str, dict[str, dict[str, float]]] = {}
+    timed = [row for row in table["rows"] if row["seconds"] is not None]
+    for row in timed:
+        if not row["parts"]:
+            continue
+        parts = dict(row["parts"])
+        whole = [r["seconds"] for r in timed if (r["case"], r["name"]) == (row["case"], _WHOLE)]
+        if whole and row["name"].endswith(_WITHOUT):
+            continue
+        if whole:
+            parts[_WHOLE] = whole[0]
+        parts[_REST] = max(0.0, row["seconds"] - sum(parts.values()))
+        found = {name: 1e3 * seconds for name, seconds in parts.items()}
+        cases.setdefault(row["case"], {})[row["name"]] = found
+    return cases
+
+
+def _draw_steps(axis: Any, rows: Mapping[str, Mapping[str, float]], look: Style) -> None:
+    for y, parts in enumerate(rows.values()):
+        left = 0.0
+        for i, name in enumerate((*_PARTS, _REST)):
+            if name in parts:
+                axis.barh(
+                    y, parts[name], 0.7, left=left, color=look.colors[i], hatch=_HATCHES[i],
+                    edgecolor=look.background, linewidth=0,
+                    label=_LABELS[name] if name in _LABELS else name,
+                )  # fmt: skip
+                left += parts[name]
+        axis.text(left, y, f" {left:.4g}", va="center", fontsize=7)
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.margins(x=0.08)
+
+
+def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool = False) -> Any:
+    """Return the roofline of a device with the measured GEMMs under it.
+
+    FLOP/s over the FLOPs for each byte of operands and results, both logarithmic. The roofs are the
+    measured rates of plain matmuls in BF16 and in FP8, and of a device copy.
+
+    Args:
+      benchmark, sections: as for `step_breakdown`. The roofs are those of the first table drawn.
+
+    Raises:
+      NothingToDraw: no row has FLOPs and bytes, or no limits were measured: a benchmark of GEMMs
+        writes them.
+      KeyError: an unknown section.
+    """
+    tables = [
+        table for table in _tables(benchmark, sections).values()
+        if table["limits"] and any(_point(row) for row in table["rows"])
+    ]  # fmt: skip
+    if not tables:
+        raise NothingToDraw("no GEMM was measured: python -m experiments.bench gemm --output=DIR")
+    series: dict[str, list[tuple[float, float]]] = {}
+    for table in tables:
+        for row in table["rows"]:
+            if point := _point(row):
+                series.setdefault(row["name"], []).append(point)
+    with style(dark=dark) as look:
+        figure, ((axis,),) = panels(1, 1, height=3.6)
+        xs = [x for points in series.values() for x, _ in points]
+        _draw_roofs(axis, tables[0]["limits"], min(xs) / 4, max(xs) * 2, look)
+        for i, (name, points) in enumerate(series.items()):
+            line = look.line(i) | {"linestyle": "", "label": name}
+            filled = i < len(look.colors)  # from then on the colors repeat, with open markers
+            axis.plot(*zip(*points, strict=True), **line, fillstyle="full" if filled else "none")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("arithmetic intensity, FLOP/byte")
+        axis.set_ylabel("TFLOP/s")
+        figure.legend(loc="outside right upper")
+    return figure
+
+
+def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return (FLOP/byte, TFLOP/s) of a row; None if either is not known."""
+    if not (row["seconds"] and row["work"] and row["moved"]):
+        return None
+    return row["work"] / row["moved"], row["work"] / row["seconds"] / 1e12
+
+
+def _draw_roofs(
+    axis: Any, limits: Mapping[str, float], low: float, high: float, look: Style
+) -> None:
+    for name, dashes in (("bf16", "-"), ("fp8", "--")):
+        if not {name, "copy"} <= limits.keys():
+            continue
+        corner = limits[name] / limits["copy"]
+        xs = sorted({low, min(max(corner, low), high), high})
+        ys = [min(limits[name], x * limits["copy"]) / 1e12 for x in xs]
+        axis.plot(xs, ys, color=look.muted, linestyle=dashes, linewidth=1.0)
+        text = f"{name.upper()} {limits[name] / 1e12:,.4g} TFLOP/s"
+        axis.text(high, ys[-1], text, ha="right", va="bottom", color=look.muted)
+    axis.set_xlim(low, high)
