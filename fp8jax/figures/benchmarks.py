@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8jax.figures.style import NothingToDraw, Style, panels, style
 
@@ -19,6 +19,7 @@ _LABELS = {
     _WHOLE: "optimizer, as measured alone",
 }
 _REST = "the rest: casts, norms, matmuls below that rate"
+_ROOFS = {"bf16": "-", "fp8": "--"}
 _HATCHES = ("", "//", "xx", "--")
 
 
@@ -38,10 +39,10 @@ def step_breakdown(
       NothingToDraw: no row has parts: a benchmark of steps writes them.
       KeyError: an unknown section.
     """
-    cases = {
-        case: rows for table in _tables(benchmark, sections).values()
-        for case, rows in _cases(table).items()
-    }  # fmt: skip
+    cases: dict[str, dict[str, _Step]] = {}
+    for section, table in _tables(benchmark, sections).items():
+        for case, rows in _cases(table).items():
+            cases[f"{case}, section {section}" if case in cases else case] = rows
     if not cases:
         raise NothingToDraw("no step was measured: python -m experiments.bench step --output=DIR")
     with style(dark=dark) as look:
@@ -69,9 +70,16 @@ def _tables(benchmark: Benchmark, sections: Sequence[str] = ()) -> Mapping[str, 
     return {name: found[name] for name in sections} if sections else found
 
 
-def _cases(table: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return case -> contestant -> milliseconds by part, with the rest, of a table."""
-    cases: dict[str, dict[str, dict[str, float]]] = {}
+class _Step(NamedTuple):
+    """A step in milliseconds: all of it, and by part, with the rest."""
+
+    whole: float
+    parts: dict[str, float]
+
+
+def _cases(table: Mapping[str, Any]) -> dict[str, dict[str, _Step]]:
+    """Return case -> contestant -> its step, of a table."""
+    cases: dict[str, dict[str, _Step]] = {}
     timed = [row for row in table["rows"] if row["seconds"] is not None]
     for row in timed:
         if not row["parts"]:
@@ -84,12 +92,12 @@ def _cases(table: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
             parts[_WHOLE] = whole[0]
         parts[_REST] = max(0.0, row["seconds"] - sum(parts.values()))
         found = {name: 1e3 * seconds for name, seconds in parts.items()}
-        cases.setdefault(row["case"], {})[row["name"]] = found
+        cases.setdefault(row["case"], {})[row["name"]] = _Step(1e3 * row["seconds"], found)
     return cases
 
 
-def _draw_steps(axis: Any, rows: Mapping[str, Mapping[str, float]], look: Style) -> None:
-    for y, parts in enumerate(rows.values()):
+def _draw_steps(axis: Any, rows: Mapping[str, _Step], look: Style) -> None:
+    for y, (whole, parts) in enumerate(rows.values()):
         left = 0.0
         for i, name in enumerate((*_PARTS, _REST)):
             if name in parts:
@@ -99,7 +107,7 @@ def _draw_steps(axis: Any, rows: Mapping[str, Mapping[str, float]], look: Style)
                     label=_LABELS[name] if name in _LABELS else name,
                 )  # fmt: skip
                 left += parts[name]
-        axis.text(left, y, f" {left:.4g}", va="center", fontsize=7)
+        axis.text(left, y, f" {whole:.4g}", va="center", fontsize=7)
     axis.set_yticks(range(len(rows)), list(rows))
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.margins(x=0.08)
@@ -132,14 +140,12 @@ def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool =
                 series.setdefault(row["name"], []).append(point)
     with style(dark=dark) as look:
         figure, ((axis,),) = panels(1, 1, height=3.6)
-        xs = [x for points in series.values() for x, _ in points]
-        _draw_roofs(axis, tables[0]["limits"], min(xs) / 4, max(xs) * 2, look)
+        _draw_roofs(axis, tables[0]["limits"], [x for xs in series.values() for x, _ in xs], look)
         for i, (name, points) in enumerate(series.items()):
             line = look.line(i) | {"linestyle": "", "label": name}
-            filled = i < len(look.colors)  # from then on the colors repeat, with open markers
-            axis.plot(*zip(*points, strict=True), **line, fillstyle="full" if filled else "none")
+            axis.plot(*zip(*points, strict=True), **line)
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("arithmetic intensity, FLOP/byte")
@@ -156,13 +162,14 @@ def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _draw_roofs(
-    axis: Any, limits: Mapping[str, float], low: float, high: float, look: Style
+    axis: Any, limits: Mapping[str, float], xs_of_points: Sequence[float], look: Style
 ) -> None:
-    for name, dashes in (("bf16", "-"), ("fp8", "--")):
-        if not {name, "copy"} <= limits.keys():
-            continue
-        corner = limits[name] / limits["copy"]
-        xs = sorted({low, min(max(corner, low), high), high})
+    """Draw the roofs, from half the intensity at which the first one turns flat."""
+    shown = {name: dashes for name, dashes in _ROOFS.items() if {name, "copy"} <= limits.keys()}
+    corners = {name: limits[name] / limits["copy"] for name in shown}
+    low, high = min([*corners.values(), *xs_of_points]) / 2, 1.5 * max(xs_of_points)
+    for name, dashes in shown.items():
+        xs = sorted({low, min(corners[name], high), high})
         ys = [min(limits[name], x * limits["copy"]) / 1e12 for x in xs]
         axis.plot(xs, ys, color=look.muted, linestyle=dashes, linewidth=1.0)
         text = f"{name.upper()} {limits[name] / 1e12:,.4g} TFLOP/s"

@@ -43,11 +43,16 @@ class Style:
     ink: bool
 
     def line(self, index: int) -> dict[str, Any]:
-        """Return color, marker and line style of the index-th curve, as keywords of `plot`."""
+        """Return color, marker and line style of the index-th curve, as keywords of `plot`.
+
+        Each of the first seven differs from the others in all three; no two of the first 49 are
+        equal in color and marker.
+        """
+        around, place = divmod(index, len(self.colors))
         return {
-            "color": self.colors[index % len(self.colors)],
-            "marker": _MARKERS[index % len(_MARKERS)],
-            "linestyle": _LINES[index % len(_LINES)],
+            "color": self.colors[place],
+            "marker": _MARKERS[(place + around) % len(_MARKERS)],
+            "linestyle": _LINES[(place + around) % len(_LINES)],
         }
 
     def shades(self, count: int) -> Any:

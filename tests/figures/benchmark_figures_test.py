@@ -79,6 +79,11 @@ def test_a_step_is_its_products_its_attention_and_the_rest(benchmark):
     assert len(legend.get_texts()) == 3
 
 
+def test_a_step_faster_than_the_limits_has_no_rest(benchmark):
+    axis = figures.step_breakdown(benchmark(step=[step("bf16", 0.1)])).axes[0]
+    assert bars(axis) == {"bf16": [100, 20, 0]} and axis.texts[0].get_text() == " 100"
+
+
 def test_whole_training_steps_show_their_optimizer(benchmark):
     rows = [step("bf16", 0.3), step("bf16, no optimizer", 0.25), step("optimizer", 0.04, parts={})]
     axis = figures.step_breakdown(benchmark(train=rows)).axes[0]
@@ -91,6 +96,8 @@ def test_a_panel_for_each_shape_of_the_sections_asked_for(benchmark):
     )
     titles = lambda figure: [axis.get_title(loc="left") for axis in figure.axes]  # noqa: E731
     assert titles(figures.step_breakdown(path)) == ["tiny", "wide", "c"]
+    again = benchmark(again=[step("bf16", 0.2)])
+    assert titles(figures.step_breakdown(again)) == ["tiny", "wide", "tiny, section again", "c"]
     tables = json.loads(path.read_text())
     assert titles(figures.step_breakdown(tables, sections=["b"])) == ["c"]
     with pytest.raises(KeyError, match="other"):
@@ -107,9 +114,9 @@ def test_roofline(benchmark):
     (axis,) = figure.axes
     bf16, fp8, *series = axis.get_lines()
     # The roofs rise with the copy's rate, up to the corner, rate of matmuls over rate of the copy.
-    np.testing.assert_allclose(bf16.get_xdata(), [50 / 4, 175, 2000])
-    np.testing.assert_allclose(bf16.get_ydata(), [50, 700, 700])
-    np.testing.assert_allclose(fp8.get_ydata(), [50, 1400, 1400])
+    np.testing.assert_allclose(bf16.get_xdata(), [25, 175, 1500])
+    np.testing.assert_allclose(bf16.get_ydata(), [100, 700, 700])
+    np.testing.assert_allclose(fp8.get_ydata(), [100, 1400, 1400])
     assert bf16.get_linestyle() != fp8.get_linestyle()
     assert [line.get_label() for line in series] == ["ours", "bf16"]
     np.testing.assert_allclose(series[0].get_xdata(), [1000, 50])
