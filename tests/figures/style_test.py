@@ -1,6 +1,7 @@
 """One style: light and dark, legible without color, the same bytes for the same figure."""
 
 import ast
+import re
 import sys
 
 import matplotlib.image
@@ -65,6 +66,7 @@ def test_files_are_written_twice_with_the_same_bytes(tmp_path):
 
 def test_dark_figures_keep_their_background_in_svg():
     text = svg_text(drawn(dark=True))
+    assert not re.search(r' d="[^"]*\.\d{3}', text) and " d=" in text
     assert text.startswith("<svg") and "#15181c" in text and "#ffffff" not in text
 
 
