@@ -31,6 +31,7 @@ class RunFiles:
       events: the lines of events.jsonl as they were written; each has `step` and `kind`.
       telemetry: the sampled rows, None if there are none.
       precision: the text of precision.txt: every GEMM of the compiled step; None if unknown.
+      data: the text of data.txt: documents, bytes and tokens of each source; None if unknown.
       missing: sentences that say what is not there, and why where that is known.
     """
 
@@ -42,6 +43,7 @@ class RunFiles:
     telemetry: Table | None
     precision: str | None
     missing: tuple[str, ...]
+    data: str | None = None
 
 
 def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
@@ -71,6 +73,7 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
         events=events,
         telemetry=_telemetry(path / FOLDER, missing),
         precision=_text(path / "precision.txt", missing),
+        data=_text(path / "data.txt", missing),
         missing=tuple(missing),
     )
 

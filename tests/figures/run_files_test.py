@@ -26,6 +26,7 @@ def run(tmp_path):
         metrics.event(2, Event.END, reason="finished")
     tmp_path.joinpath("config.json").write_text('{"precision": "fp8_block"}')
     tmp_path.joinpath("precision.txt").write_text("GEMMs of a training step\n")
+    tmp_path.joinpath("data.txt").write_text("source  split\n")
     StepFiles(tmp_path, 0).write(2, [row(2)])
     return tmp_path
 
@@ -38,7 +39,7 @@ def test_a_finished_run_has_everything(run):
     assert [event["kind"] for event in found.events] == ["start", "end"] and has_ended(found.events)
     assert found.config == {"precision": "fp8_block"}
     assert found.telemetry.rows == (row(2),)
-    assert found.precision == "GEMMs of a training step"
+    assert found.precision == "GEMMs of a training step" and found.data == "source  split"
 
 
 def test_half_a_last_line_and_broken_lines_are_left_out(run):
@@ -58,7 +59,13 @@ def test_a_run_of_an_older_version_lacks_files(tmp_path):
     assert found.metrics == [line]
     assert (found.config, found.telemetry, found.precision, found.events) == (None, None, None, [])
     said = " ".join(found.missing)
-    for part in ("no events.jsonl", "no config.json", "no precision.txt", "no telemetry"):
+    for part in (
+        "no events.jsonl",
+        "no config.json",
+        "no precision.txt",
+        "no data.txt",
+        "no telemetry",
+    ):
         assert f"There is {part}" in said
 
 

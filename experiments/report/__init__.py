@@ -1,0 +1,1 @@
+"""One page on one or more runs: `python -m experiments.report`."""

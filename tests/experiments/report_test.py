@@ -1,0 +1,301 @@
+"""What the report says of runs, whatever state their directories are in."""
+
+import dataclasses
+import functools
+import html
+import json
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fp8jax
+from experiments.report import charts
+from experiments.report.first_look import spikes
+from experiments.report.page import report
+from fp8jax import telemetry
+from fp8jax.figures.run_files import read_run
+from fp8jax.records.events import Cause, Event
+from fp8jax.records.metrics import Metrics
+from fp8jax.telemetry.files import StepFiles
+from tests.support.commands import command_here
+from tests.support.pages import page_of
+
+CONFIG = {
+    "precision": "fp8_block", "data": "python_stdlib", "tokenizer": "bytes", "num_steps": 4,
+    "batch_size": 2, "seq_len": 8, "valid_batches": None, "valid_fraction": 0.05,
+    "model": "llama_tiny", "model_overrides": {"n_layers": None},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch):
+    """Figures take seconds, and tests of their own: here the page says that there are none."""
+    monkeypatch.setattr(charts, "have_matplotlib", lambda: False)
+
+
+def write_run(folder, *, losses=(4.0, 3.0, 2.0, 1.0), events=(), rows=(), **config):
+    """A run as the library writes it; the last step validates."""
+    steps = len(losses)
+    with Metrics(folder, num_steps=max(4, steps)) as metrics:
+        metrics.event(0, Event.START, jax="0.10.2", devices="1 x cpu", policies="fp8_block")
+        for step, loss in enumerate(losses, start=1):
+            valid = {"valid_loss": loss + 0.5} if step == steps else {}
+            metrics.write(step, {"loss": loss, "step_s": 0.1, "tokens_per_s": 160.0, **valid})
+        for step, kind, fields in events:
+            metrics.event(step, kind, **fields)
+        if steps >= 4:
+            metrics.event(steps, Event.END, reason="finished", seconds=1.5)
+    folder.joinpath("config.json").write_text(json.dumps(CONFIG | config))
+    folder.joinpath("precision.txt").write_text("GEMMs of a training step\nlayers/mlp/up  e4m3\n")
+    folder.joinpath("data.txt").write_text("source  split\n")
+    files = StepFiles(folder, 0)
+    for step in sorted({row.step for row in rows}):
+        files.write(step, [row for row in rows if row.step == step])
+    return folder
+
+
+def sections(*folders):
+    """The text of each section of the page, by its id."""
+    return page_of(report([read_run(folder) for folder in folders]))
+
+
+def in_order(text, *parts):
+    places = [text.find(part) for part in parts]
+    assert -1 not in places, f"{[p for p, at in zip(parts, places, strict=True) if at < 0]} lacks"
+    assert places == sorted(places)
+
+
+def test_a_sound_run_has_nothing_to_look_at(tmp_path):
+    page = sections(write_run(tmp_path / "a"))
+    first = page["first"]
+    assert "finished at step 4 of 4" in first and "No step was rejected" in first
+    assert "matplotlib is not installed" in first and "pip install 'fp8jax[plots]'" in first
+    assert "There is no telemetry" in first and "Tensors out of line" not in first
+    in_order(page["runs"], "precision", "fp8_block", "whole configuration", "batch_size = 2")
+    in_order(page["loss"], "last validation loss", "1.5000", "best", "1.5000, step 4")
+    in_order(page["speed"], "tokens a second, median", "160", "step, median, ms", "100.0")
+    assert "CPUs do not" in page["memory"]
+    in_order(page["events"], "Step 0: start", "devices: 1 x cpu", "Step 4: end", "seconds: 1.5")
+    assert "layers/mlp/up e4m3" in page["precision"]
+
+
+def test_stops_spikes_and_recovery_in_order_of_steps(tmp_path):
+    fields = {"loss": 9.5, "grad_norm": float("inf"), "spent": {"skip": 2}}
+    page = sections(
+        write_run(
+            tmp_path,
+            losses=(4.0, 3.0, 9.5),
+            events=[
+                (2, Event.SKIP, fields | {"cause": Cause.SPIKE}),
+                (3, Event.SKIP, fields | {"cause": Cause.SPIKE}),
+                (4, Event.STOP, fields | {"cause": Cause.NON_FINITE, "first": "logits"}),
+                (3, Event.END, {"reason": "NonFiniteError"}),
+            ],
+        )
+    )
+    in_order(
+        page["first"],
+        "stopped at step 4 of 4 (NonFiniteError)",
+        "Step 2: rejected, a loss spike (loss 9.5, grad_norm inf); the batch was skipped; 1 more",
+        "Step 4: rejected, not finite",
+        "the run stopped; the first tensor that was not finite: logits",
+    )
+
+
+def test_a_spike_that_nothing_rejected_is_found():
+    steady = {step: 2.0 + 0.01 * (step % 3) for step in range(1, 101)}
+    assert spikes(steady) == []
+    (found,) = spikes(steady | {60: 3.0, 61: 2.9})
+    assert found.step == 60 and "spikes to 3 over 2 steps, from a median of 2.01" in found.text
+    raised = {step: loss + 5 * (step > 60) for step, loss in steady.items()}
+    (found,) = spikes(raised)  # it stays there: one note
+    assert found.step == 61
+
+
+def test_a_loss_that_rises_is_said(tmp_path):
+    page = sections(write_run(tmp_path, losses=(4.0, 3.0, 3.5, 5.0)))
+    assert "Step 2: the training loss was lowest, 3, and rose to 5 by step 4" in page["first"]
+    page = sections(write_run(tmp_path, losses=(4.0, float("nan"), 3.0, 2.0)))
+    assert "Step 2: the training loss is nan" in page["first"]
+
+
+def test_runs_are_compared_with_the_first(tmp_path):
+    a = write_run(tmp_path / "a")
+    b = write_run(tmp_path / "b", losses=(4.0, 3.0, 2.0, 1.15), precision="fp4_naive", new_key=1)
+    page = sections(a, b)
+    assert "do not compare" not in page["first"]
+    assert "Validation loss against a: +10.00% at step 4" in page["first"]
+    differs = page["runs"].partition("What differs in the configuration")[2]
+    differs = differs.partition("whole configuration")[0]
+    in_order(differs, "precision", "'fp8_block'", "'fp4_naive'")
+    assert "new_key" not in differs and "batch_size" not in differs
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"data": "text:other"}, "do not compare: other data (data: 'text:other', against"),
+        ({"tokenizer": "bpe:x"}, "another tokenizer (tokenizer: 'bpe:x', against 'bytes'). Bits"),
+        ({"seq_len": 16}, "rows of another length (seq_len: 16, against 8)"),
+    ],
+)
+def test_runs_that_do_not_compare(tmp_path, change, said):
+    page = sections(write_run(tmp_path / "a"), write_run(tmp_path / "b", **change))
+    in_order(page["first"], "These runs do not compare", "The losses of b and a", said)
+    assert "Validation loss against a: does not compare" in page["first"]
+
+
+def test_other_text_rows_and_devices(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", valid_batches=2)
+    events = b / "events.jsonl"
+    events.write_text(events.read_text().replace("1 x cpu", "8 x H200"))
+    first = sections(a, b)["first"]
+    assert "b and a validate on other rows: 2 batches of 2, against all" in first
+    assert "speeds of b and a do not compare: 8 x H200, against 1 x cpu" in first
+    b.joinpath("data.txt").write_text("source  other\n")
+    assert "other text under the same name" in sections(a, b)["first"]
+
+
+def test_old_half_written_and_running_runs(tmp_path):
+    run = write_run(tmp_path / "a", losses=(4.0, 3.0))
+    with run.joinpath("metrics.jsonl").open("a") as log:
+        log.write('{"step": 3, "lo')
+    first = sections(run)["first"]
+    assert "has not ended: it still runs, or was killed; step 2 of 4, last written 20" in first
+    old = tmp_path / "old"
+    old.mkdir()
+    old.joinpath("metrics.jsonl").write_text('{"step": 7, "loss": 2.0}\n{"step": 8}\n')
+    page = sections(old)
+    assert "reached step 8; how it ended is not recorded" in page["first"]
+    assert "Whether steps were rejected is not recorded" in page["first"]
+    for file in ("events.jsonl", "config.json", "precision.txt", "data.txt", "telemetry"):
+        assert f"There is no {file}" in page["first"]
+    assert "2.0000" in page["loss"] and "No events were recorded" in page["events"]
+    empty = tmp_path / "empty"
+    with Metrics(empty, num_steps=2):
+        page = sections(empty, old)
+    assert "metrics.jsonl has no lines yet" in page["first"]
+    assert "It is not known whether the losses of old and empty compare" in page["first"]
+
+
+def test_only_the_last_fresh_start_counts(tmp_path):
+    stop = (2, Event.STOP, {"cause": "spike", "loss": 9.0, "grad_norm": 1.0})
+    write_run(tmp_path, losses=(4.0,), events=[stop])
+    page = sections(write_run(tmp_path))  # the same directory, from step 0
+    assert "No step was rejected" in page["first"] and "Step 2: stop" in page["events"]
+
+
+def test_text_of_a_run_is_text(tmp_path):
+    write_run(tmp_path, data="<script>alert(1)</script>", events=[(1, "<b>", {"x": "<i>"})])
+    page = report([read_run(tmp_path)])
+    assert "<script" not in page and "<b>" not in page and "<i>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    page = report([read_run(write_run(tmp_path))])
+    assert "default-src 'none'" in page and "<script" not in page
+    for address in re.findall(r'(?:src|href|srcset|action)="([^"]*)"', page):
+        assert html.unescape(address).startswith(("#", "data:")), address
+
+
+def test_the_command(tmp_path, capsys):
+    run, other = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")
+    output = tmp_path / "new" / "page.html"
+    with command_here("report.__main__") as call:
+        call(str(run), str(other), f"--output={output}")
+        assert "wrote" in capsys.readouterr().out
+        assert "x/run, y/run" in output.read_text()
+        for arguments, message in [
+            ([], "name the directory of a run"),
+            ([str(tmp_path / "none")], "no such directory"),
+            ([str(tmp_path)], "is not the directory of a run"),
+            ([str(run), str(run)], "a run is named twice"),
+            ([str(run), "--output=page.txt"], "name a file ending in .html"),
+        ]:
+            with pytest.raises(SystemExit, match=message):
+                call(*arguments)
+
+
+# Tensors out of line ------------------------------------------------------------------------------
+
+X = jax.random.normal(jax.random.key(0), (8, 16))
+
+
+class Model(nn.Module):
+    recipe: str
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = x + fp8jax.nn.Dense(16, self.recipe)(nn.relu(x))
+        return x
+
+
+@functools.cache
+def made(recipe):
+    """The variables of a model, and its loss; histories are filled."""
+    model = Model(recipe)
+
+    @jax.jit
+    def loss(variables, x):
+        return jnp.mean(model.apply(variables, x) ** 2)
+
+    variables = jax.jit(model.init)(jax.random.key(1), X)
+    return fp8jax.seed(lambda v: loss(v, X), variables), loss
+
+
+def rows_at(step, recipe, variables, x=X, **kwargs):
+    table = telemetry.measure(made(recipe)[1], variables, x, **kwargs)
+    return [dataclasses.replace(row, step=step) for row in table.rows]
+
+
+def out_of_line(text):
+    """The names that the page calls out of line, in its order."""
+    return re.findall(r"Step \d+: ([xwg]) of (\S+?):", text)
+
+
+def test_one_weight_times_1000_is_flagged_and_no_other(tmp_path):
+    variables, _ = made("fp8_current")
+    measure = functools.partial(rows_at, recipe="fp8_current", what_if="fp4_naive")
+    before = measure(1, variables=variables)
+    page = sections(write_run(tmp_path / "sound", rows=before))
+    assert "No tensor is out of line in 1 sampled step." in page["first"]
+    changed = jax.tree.map(lambda x: x, variables)
+    kernel = changed["params"]["Dense_2"]["kernel"]
+    changed["params"]["Dense_2"]["kernel"] = kernel.at[3, 5].multiply(1000)
+    rows = [*before, *measure(2, variables=changed)]
+    page = sections(write_run(tmp_path / "changed", rows=rows))
+    assert out_of_line(page["first"]) == [("w", "Dense_2")]
+    assert "its amax" in page["first"] and "times its largest before" in page["first"]
+    in_order(page["telemetry"], "worst casts of step 2", "x of Dense_0 e4m3", "w of Dense_2 e4m3")
+    said = r"fp4_naive would cast weights with \d+\.\d dB more noise in the median, and with less"
+    assert re.search(f"{said} noise in 0% of all casts", page["telemetry"])
+
+
+def test_an_amax_spike_in_a_delayed_run_is_named_first_tensor_first(tmp_path):
+    recipe = "fp8_delayed:history=4"
+    variables, _ = made(recipe)
+    rows = [*rows_at(1, recipe, variables), *rows_at(2, recipe, variables, 64 * X)]
+    page = sections(write_run(tmp_path, rows=rows))
+    in_order(page["first"], "Step 2: x of Dense_0: its delayed scale is 64 times too small", "clip")
+    assert out_of_line(page["first"])[0] == ("x", "Dense_0")
+
+
+def test_a_four_bit_run_that_diverges_is_named_first_tensor_first(tmp_path):
+    variables, loss = made("fp4_naive")
+    differentiated = jax.jit(jax.value_and_grad(loss))
+    rows, losses = [], []
+    for step in range(1, 5):
+        rows += rows_at(step, "fp4_naive", variables)
+        value, grads = differentiated(variables, X)
+        losses.append(float(value))
+        variables = jax.tree.map(lambda p, g: p - 300.0 * g, variables, grads)
+    page = sections(write_run(tmp_path, losses=losses, rows=rows, precision="fp4_naive"))
+    # The first update makes the weights large; the loss follows in the same step's forward pass.
+    assert out_of_line(page["first"])[0] == ("w", "Dense_0")
+    in_order(page["first"], "Step 2: w of Dense_0: its amax", "times its largest before")
+    in_order(page["first"], "Stops, spikes", "Step 1: the training loss was lowest")
