@@ -9,7 +9,7 @@ import inspect
 import types
 from pathlib import Path
 
-MODULES = ("fp8jax", "fp8jax.nn", "fp8jax.nnx", "fp8jax.telemetry")
+MODULES = ("fp8jax", "fp8jax.nn", "fp8jax.nnx", "fp8jax.telemetry", "fp8jax.figures")
 
 
 def public_names() -> dict[str, tuple[object, str]]:

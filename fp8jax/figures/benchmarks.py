@@ -34,10 +34,24 @@ def step_breakdown(
     Args:
       benchmark: the path of NAME_tables.json, or what it holds.
       sections: those to draw; by default all that have such rows.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
 
     Raises:
       NothingToDraw: no row has parts: a benchmark of steps writes them.
       KeyError: an unknown section.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> row = {
+      ...     "case": "d1024", "name": "bf16", "seconds": 3e-3, "limit": 2e-3, "baseline": None,
+      ...     "parts": {"matmuls": 1.5e-3, "attention": 0.5e-3}, "note": "",
+      ... }
+      >>> figure = fp8jax.figures.step_breakdown({"step": {"rows": [row]}})
+      >>> figure.axes[0].get_xlabel()
+      'time of a step, ms'
     """
     cases: dict[str, dict[str, _Step]] = {}
     for section, table in _tables(benchmark, sections).items():
@@ -120,12 +134,28 @@ def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool =
     measured rates of plain matmuls in BF16 and in FP8, and of a device copy.
 
     Args:
-      benchmark, sections: as for `step_breakdown`. The roofs are those of the first table drawn.
+      benchmark: the path of NAME_tables.json, or what it holds.
+      sections: those to draw, by default all that have such rows. The roofs are those of the first.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
 
     Raises:
       NothingToDraw: no row has FLOPs and bytes, or no limits were measured: a benchmark of GEMMs
         writes them.
       KeyError: an unknown section.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> limits = {"bf16": 8e14, "fp8": 1.5e15, "copy": 4e12}
+      >>> row = {
+      ...     "case": "8k", "name": "JAX bf16", "seconds": 1e-3, "work": 7e11, "moved": 4e8,
+      ...     "note": "",
+      ... }
+      >>> figure = fp8jax.figures.roofline({"gemm": {"limits": limits, "rows": [row]}})
+      >>> figure.axes[0].get_xscale()
+      'log'
     """
     tables = [
         table for table in _tables(benchmark, sections).values()

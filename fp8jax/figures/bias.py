@@ -29,7 +29,26 @@ def scaling_bias(run: RunFiles, *, dark: bool = False) -> Any:
     steps. Biases are integers. Layers with the same bias are drawn beside each other, the first
     layer lowest, within 0.3 of the integer.
 
-    Raises NothingToDraw if the run has no telemetry.
+    Args:
+      run: a run with telemetry.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run has no telemetry.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> layer = nn.Sequential([fp8jax.nn.Dense(4, "fp8_current"), nn.relu])
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, variables, jnp.ones((2, 8)))
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", telemetry=table)
+      >>> figure = fp8jax.figures.scaling_bias(run)
+      >>> len(figure.axes)  # x, w and g of one linear, and the colors of the layers
+      4
     """
     rows = own_rows(run)
     found = grids(rows, lambda row: row.bias, worse=min)
@@ -112,8 +131,23 @@ def scaling_bias_by_linear(rows: Table | Sequence[Row], *, dark: bool = False) -
     Args:
       rows: such as those of a file that `experiments.evaluate --telemetry` wrote,
         `fp8jax.telemetry.read(PATH)`. Rows of several layers and steps count as tensors each.
+      dark: whether to draw for dark pages.
 
-    Raises NothingToDraw if no row has a bias.
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: no row has a bias.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> layer = nn.Sequential([fp8jax.nn.Dense(4, "fp8_current"), nn.relu])
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, variables, jnp.ones((2, 8)))
+      >>> figure = fp8jax.figures.scaling_bias_by_linear(table)
+      >>> figure.axes[-1].get_xlabel()
+      'linear'
     """
     kept = [
         row for row in (rows.rows if isinstance(rows, Table) else rows)

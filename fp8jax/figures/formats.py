@@ -27,7 +27,21 @@ def number_formats(formats: Sequence[FormatLike] = tuple(FORMATS), *, dark: bool
     Short ticks are subnormal numbers, whose spacing no longer shrinks. e8m0, a format of scales,
     has all powers of two from 2^-127 to 2^127; the line shows a part of them.
 
-    Raises ValueError for an unknown format.
+    Args:
+      formats: names such as "e4m3", or formats; by default all.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      ValueError: an unknown format.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> figure = fp8jax.figures.number_formats(["e4m3", "e2m1"])
+      >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
+      ['e4m3', 'e2m1']
     """
     chosen = [as_format(fmt) for fmt in formats]
     with style(dark=dark) as look:
@@ -72,7 +86,21 @@ def relative_error(formats: Sequence[FormatLike] = _FP8_AND_FP4, *, dark: bool =
     error in the normal range, 2^-(m+1) with m mantissa bits. Below that range the error grows, up
     to 100% where numbers become zero; above it numbers are clipped.
 
-    Raises ValueError for an unknown format, and one of scales.
+    Args:
+      formats: names such as "e4m3", or formats.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      ValueError: an unknown format, or one of scales.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> figure = fp8jax.figures.relative_error(["e4m3", "e5m2"])
+      >>> len(figure.axes)
+      2
     """
     chosen = [as_format(fmt) for fmt in formats]
     if scales := [fmt.name for fmt in chosen if not fmt.signed]:

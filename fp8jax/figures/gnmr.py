@@ -11,7 +11,24 @@ from fp8jax.records.events import Event
 def promotions(run: RunFiles, *, dark: bool = False) -> Any:
     """Return the layers that GNMR promoted over the steps: a bar while a layer was promoted.
 
-    Raises NothingToDraw if the run has promoted no layer.
+    Args:
+      run: a run with `--config.gnmr`.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run has promoted no layer.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> event = {"step": 2, "kind": "promotion", "layers": [0, 3]}
+      >>> run = fp8jax.figures.RunFiles(
+      ...     path=Path("runs/a"), name="a", metrics=[{"step": 4}], events=[event]
+      ... )
+      >>> fp8jax.figures.promotions(run).axes[0].get_title(loc="left")
+      'a: promoted layers; 6 steps, summed over layers'
     """
     last = max([line["step"] for line in run.metrics], default=0)
     stretches = promoted_stretches(run.events, last)

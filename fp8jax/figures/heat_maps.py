@@ -19,13 +19,54 @@ def underflow(run: RunFiles, *, dark: bool = False) -> Any:
     One panel for each linear and operand, layers over steps; the worst cast where a recipe casts an
     operand more than once. Blank below 0.001%, hatched where nothing is cast.
 
-    Raises NothingToDraw if the run has no telemetry, or casts nothing.
+    Args:
+      run: a run with telemetry.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run has no telemetry, or casts nothing.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> layer = nn.Sequential([fp8jax.nn.Dense(4, "fp8_current"), nn.relu])
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, variables, jnp.ones((2, 8)))
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", telemetry=table)
+      >>> figure = fp8jax.figures.underflow(run)
+      >>> figure.axes[0].get_xlabel()
+      'step'
     """
     return _heat_maps(run, "underflow", "underflow, % of nonzero elements", dark)
 
 
 def saturation(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return heat maps of the share of elements that a cast clips, in percent; as `underflow`."""
+    """Return heat maps of the share of elements that a cast clips, in percent; as `underflow`.
+
+    Args:
+      run: a run with telemetry.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run has no telemetry, or casts nothing.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> layer = nn.Sequential([fp8jax.nn.Dense(4, "fp8_current"), nn.relu])
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> loss = lambda variables, x: layer.apply(variables, x).mean()
+      >>> table = fp8jax.telemetry.measure(loss, variables, jnp.ones((2, 8)))
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", telemetry=table)
+      >>> figure = fp8jax.figures.saturation(run)
+      >>> figure.axes[0].get_xlabel()
+      'step'
+    """
     return _heat_maps(run, "saturation", "saturation, % of elements", dark)
 
 

@@ -21,7 +21,24 @@ def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
     hold all gradients at once. The dashed line is the largest peak that the device reported, with
     the programs of validation and initialization.
 
-    Raises NothingToDraw for a run of a version that did not record it.
+    Args:
+      run: a run; its events have the memory of each stage.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run is of a version that did not record it.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> kinds = ["weights", "optimizer", "histories", "batch", "gradients", "activations"]
+      >>> memory = dict.fromkeys([*kinds, "total"], 2**30)
+      >>> stage = {"step": 0, "kind": "stage", "policy": "fp8_block", "memory": memory}
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", events=[stage])
+      >>> fp8jax.figures.memory_by_kind(run).axes[0].get_xlabel()
+      'memory on each device, GiB'
     """
     stages = {
         event["policy"]: event["memory"] for event in run.events

@@ -33,25 +33,46 @@ class RunFiles:
       precision: the text of precision.txt: every GEMM of the compiled step; None if unknown.
       data: the text of data.txt: documents, bytes and tokens of each source; None if unknown.
       missing: sentences that say what is not there, and why where that is known.
+
+    Example:
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", metrics=[{"step": 1}])
+      >>> run.config is None
+      True
     """
 
     path: Path
     name: str
-    config: dict[str, Any] | None
-    metrics: list[dict[str, Any]]
-    events: list[dict[str, Any]]
-    telemetry: Table | None
-    precision: str | None
-    missing: tuple[str, ...]
+    config: Mapping[str, Any] | None = None
+    metrics: Sequence[Mapping[str, Any]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    telemetry: Table | None = None
+    precision: str | None = None
     data: str | None = None
+    missing: tuple[str, ...] = ()
 
 
 def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
     """Return what is in a run's directory; what is not there or cannot be read is in `missing`.
 
+    Args:
+      workdir: the directory, of a run that has ended or still goes on.
+
+    Returns:
+      A `RunFiles`.
+
     Raises:
-      FileNotFoundError, NotADirectoryError: there is no such directory.
+      FileNotFoundError: there is no such directory.
+      NotADirectoryError: it is a file.
       ValueError: the directory is not that of a run: it has neither metrics.jsonl nor events.jsonl.
+
+    Example:
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> _ = (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\\n')
+      >>> run = fp8jax.figures.read_run(folder)
+      >>> run.metrics
+      [{'step': 1, 'loss': 4.0}]
+      >>> run.missing[0]
+      'There is no events.jsonl.'
     """
     path = Path(workdir)
     if not path.exists():

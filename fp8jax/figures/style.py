@@ -19,7 +19,14 @@ WIDTH = 7.0  # inches: two columns of a printed page
 
 
 class NothingToDraw(ValueError):
-    """The run, the rows or the benchmark lack what a figure shows; the message says what."""
+    """The run, the rows or the benchmark lack what a figure shows; the message says what.
+
+    Example:
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a")
+      >>> fp8jax.figures.losses(run)
+      Traceback (most recent call last):
+      fp8jax.figures.style.NothingToDraw: a: no loss in metrics.jsonl
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +106,19 @@ _LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 def style(*, dark: bool = False) -> Iterator[Style]:
     """Give the figures that are made inside the style, for figures of your own too.
 
-    Raises ImportError, with what to install, if matplotlib is not there.
+    Args:
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A context manager that gives the colors.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> with fp8jax.figures.style() as look:
+      ...     print(look.colors[0])
+      #0072b2
     """
     require_matplotlib()
     import matplotlib
@@ -148,7 +167,21 @@ def panels(
 
 
 def svg_text(figure: Any) -> str:
-    """Return a figure as SVG, from `<svg` on, to embed in a page; equal figures give equal text."""
+    """Return a figure as SVG, from `<svg` on, to embed in a page; equal figures give equal text.
+
+    Args:
+      figure: a `matplotlib.figure.Figure`.
+
+    Returns:
+      The SVG element, without an XML declaration.
+
+    Raises:
+      AttributeError: not a figure.
+
+    Example:
+      >>> fp8jax.figures.svg_text(fp8jax.figures.relative_error())[:4]
+      '<svg'
+    """
     text = _svg(figure)
     return text[text.index("<svg") :]
 
@@ -164,13 +197,24 @@ def _svg(figure: Any) -> str:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write PATH.png, for the screen and print, and PATH.svg; makes the folder.
+    """Write PATH.png, for the screen and print, and PATH.svg; make the folder.
 
-    Returns the two paths. Equal figures give equal bytes.
+    Args:
+      figure: a `matplotlib.figure.Figure`.
+      path: of the files, without a suffix.
+
+    Returns:
+      The two paths. Equal figures give equal bytes.
 
     Raises:
       ValueError: the path has one of these suffixes already.
       OSError: a file cannot be written.
+
+    Example:
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> written = fp8jax.figures.save(fp8jax.figures.relative_error(), folder / "error")
+      >>> [path.name for path in written]
+      ['error.png', 'error.svg']
     """
     path = Path(path)
     if path.suffix in (".png", ".svg"):

@@ -3,11 +3,16 @@
 A tensor is one operand of one linear in one layer. It is out of line in a sampled step if
 
     not finite      its amax is infinite or NaN
-    saturating      its delayed scale is less than half of the current one, and values were clipped
-    jumped          its amax is more than 16 times its largest in earlier samples
-    apart           its amax is more than 32 times the median of its peers, and farther from it, in
-                    powers of two, than six times their spread (the scaled MAD). Its peers are the
-                    same linear's in all layers, or with fewer than three layers all of the operand
+    saturating      its delayed scale is less than half of the current one, and clipping took its
+                    SQNR below 20 dB, where rounding to E5M2 alone leaves some 25 and to E4M3 31
+    jumped          its amax is more than 16 times its largest in earlier samples. A gradient must
+                    have grown 16 times more than the median of its peers since: when attention
+                    begins to learn, gradients of all its queries and keys grow by more than that
+    apart           its amax is more than 32 times the median of its peers (a gradient: 256 times,
+                    since those of the first layer are often 50 times larger), and farther from it,
+                    in powers of two, than six times their spread (the scaled MAD). Its peers are
+                    the same linear's in all layers, or with fewer than three layers all of the
+                    operand
     noise           its SQNR is below 3 dB: its error has half the energy of the tensor
     noisier         its SQNR is 10 dB below the median of its peers
 
@@ -22,13 +27,14 @@ import dataclasses
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fp8jax.telemetry.rows import NO_LAYER, Row
 
 _JUMP = 4.0  # in powers of two
-_APART, _SPREADS, _MAD = 5.0, 6.0, 1.4826
-_HALF_BEHIND = -1.0
+_APART = {"w": 5.0, "x": 5.0, "g": 8.0}
+_SPREADS, _MAD = 6.0, 1.4826
+_HALF_BEHIND, _CLIPPED_DB = -1.0, 20.0
 _NOISE_DB, _NOISIER_DB = 3.0, 10.0
 _ENOUGH = 3  # peers, for a median that one of them does not move
 
@@ -113,8 +119,12 @@ def out_of_line(rows: Sequence[Row]) -> list[Finding]:
     findings: list[Finding] = []
     known: set[Key] = set()
     past: dict[Key, float] = {}  # the largest log2 of its amax so far
-    for step in sorted({row.step for row in rows}):
-        tensors = _tensors([row for row in rows if row.step == step and not row.what_if])
+    steps: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        if not row.what_if:
+            steps[row.step].append(row)
+    for step in sorted(steps):
+        tensors = _tensors(steps[step])
         reasons = _reasons(tensors, past)
         new = [key for key in sorted(reasons, key=_order(tensors)) if key not in known]
         weights = [key for key in new if key[2] == "w"]
@@ -162,38 +172,53 @@ def _order(tensors: dict[Key, _Tensor]) -> Callable[[Key], tuple[int, int]]:
 
 def _reasons(tensors: dict[Key, _Tensor], past: dict[Key, float]) -> dict[Key, str]:
     """Return why each tensor that is out of line in one step is so."""
-    peers: dict[Key, list[Key]] = {}
-    for key in tensors:
-        same = [other for other in tensors if other[1:] == key[1:]]
-        if len(same) < _ENOUGH:
-            same = [other for other in tensors if other[2] == key[2]]
-        peers[key] = same
+    growth = {
+        key: tensor.log2 - past[key] for key, tensor in tensors.items()
+        if key in past and not math.isnan(tensor.log2)
+    }  # fmt: skip
     reasons = {}
-    for key, tensor in tensors.items():
-        why = _why(key, tensor, past) or _why_among(tensor, [tensors[p] for p in peers[key]])
-        if why:
-            reasons[key] = why
+    for keys, peers in _with_peers(tensors):
+        among = [tensors[peer] for peer in peers]
+        usual = statistics.median([growth[peer] for peer in peers if peer in growth] or [0.0])
+        for key in keys:
+            grown = growth[key] if key in growth else 0.0
+            shared = max(usual, 0.0) if key[2] == "g" else 0.0
+            alone = _why(tensors[key], grown, grown - shared)
+            if why := alone or _why_among(key[2], tensors[key], among):
+                reasons[key] = why
     return reasons
 
 
-def _why(key: Key, tensor: _Tensor, past: dict[Key, float]) -> str | None:
-    """Return what is wrong with a tensor by itself."""
+def _with_peers(tensors: dict[Key, _Tensor]) -> Iterator[tuple[list[Key], list[Key]]]:
+    """Yield the keys of each linear's operand with their peers: themselves, or the same operand of
+    all linears where they are too few for a median."""
+    of_linear: dict[tuple[str, str], list[Key]] = defaultdict(list)
+    of_operand: dict[str, list[Key]] = defaultdict(list)
+    for key in tensors:
+        of_linear[key[1:]].append(key)
+        of_operand[key[2]].append(key)
+    for (_, operand), keys in of_linear.items():
+        yield keys, keys if len(keys) >= _ENOUGH else of_operand[operand]
+
+
+def _why(tensor: _Tensor, grown: float, beyond: float) -> str | None:
+    """Return what is wrong with a tensor by itself, given by how much it has grown."""
     if not math.isfinite(tensor.amax):
         return f"its amax is {tensor.amax}"
-    if tensor.saturation > 0 and tensor.delay < _HALF_BEHIND:
+    behind = tensor.saturation > 0 and tensor.delay < _HALF_BEHIND
+    if behind and tensor.sqnr_db < _CLIPPED_DB:
         return (
             f"its delayed scale is {2**-tensor.delay:.3g} times too small for its amax"
             f" {tensor.amax:.3g}, and {tensor.saturation:.2g} of its elements were clipped"
         )
-    if key in past and tensor.log2 - past[key] > _JUMP:
-        jump = 2 ** (tensor.log2 - past[key])
-        return f"its amax {tensor.amax:.3g} is {jump:.3g} times its largest before"
+    if beyond > _JUMP:
+        return f"its amax {tensor.amax:.3g} is {2**grown:.3g} times its largest before"
     if tensor.sqnr_db < _NOISE_DB:
         return f"its SQNR is {tensor.sqnr_db:.1f} dB: the cast leaves little of it"
     return None
 
 
-def _why_among(tensor: _Tensor, peers: Sequence[_Tensor]) -> str | None:
+def _why_among(operand: str, tensor: _Tensor, peers: Sequence[_Tensor]) -> str | None:
     """Return how a tensor differs from its peers, itself among them."""
     if len(peers) < _ENOUGH:
         return None
@@ -202,7 +227,7 @@ def _why_among(tensor: _Tensor, peers: Sequence[_Tensor]) -> str | None:
         middle = statistics.median(logs)
         spread = _MAD * statistics.median(abs(log - middle) for log in logs)
         apart = tensor.log2 - middle
-        if apart > max(_APART, _SPREADS * spread):
+        if apart > max(_APART[operand], _SPREADS * spread):
             return f"its amax {tensor.amax:.3g} is {2**apart:.4g} times the median of its peers"
     usual = statistics.median(peer.sqnr_db for peer in peers)
     if math.isfinite(usual) and usual - tensor.sqnr_db > _NOISIER_DB:

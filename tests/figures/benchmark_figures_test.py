@@ -26,7 +26,7 @@ def gemm(name, seconds, moved, work=1e12):
 
 
 @pytest.fixture
-def benchmark(tmp_path):
+def tables_of(tmp_path):
     """Writes reports, section -> rows, and returns the path of their tables."""
 
     def made(**sections):
@@ -49,8 +49,8 @@ def bars(axis):
     return found
 
 
-def test_the_table_keeps_what_the_page_rounds(benchmark):
-    path = benchmark(a=[step("bf16", 1 / 3)], b=[gemm("x", math.nan, math.nan)])
+def test_the_table_keeps_what_the_page_rounds(tables_of):
+    path = tables_of(a=[step("bf16", 1 / 3)], b=[gemm("x", math.nan, math.nan)])
     tables = json.loads(path.read_text())
     (row,) = tables["a"]["rows"]
     assert (row["seconds"], row["parts"], row["moved"]) == (1 / 3, PARTS, None)
@@ -58,9 +58,9 @@ def test_the_table_keeps_what_the_page_rounds(benchmark):
     assert tables["b"]["rows"][0]["seconds"] is None
 
 
-def test_a_step_is_its_products_its_attention_and_the_rest(benchmark):
+def test_a_step_is_its_products_its_attention_and_the_rest(tables_of):
     lost = step("torch", math.nan, reason="ImportError: torch")
-    path = benchmark(
+    path = tables_of(
         step=[
             step("bf16", 0.2),
             step("fp8", 0.15, parts={"matmuls": 0.05, "attention": 0.02}),
@@ -79,24 +79,24 @@ def test_a_step_is_its_products_its_attention_and_the_rest(benchmark):
     assert len(legend.get_texts()) == 3
 
 
-def test_a_step_faster_than_the_limits_has_no_rest(benchmark):
-    axis = figures.step_breakdown(benchmark(step=[step("bf16", 0.1)])).axes[0]
+def test_a_step_faster_than_the_limits_has_no_rest(tables_of):
+    axis = figures.step_breakdown(tables_of(step=[step("bf16", 0.1)])).axes[0]
     assert bars(axis) == {"bf16": [100, 20, 0]} and axis.texts[0].get_text() == " 100"
 
 
-def test_whole_training_steps_show_their_optimizer(benchmark):
+def test_whole_training_steps_show_their_optimizer(tables_of):
     rows = [step("bf16", 0.3), step("bf16, no optimizer", 0.25), step("optimizer", 0.04, parts={})]
-    axis = figures.step_breakdown(benchmark(train=rows)).axes[0]
+    axis = figures.step_breakdown(tables_of(train=rows)).axes[0]
     assert bars(axis) == {"bf16": [100, 20, 40, 140]}
 
 
-def test_a_panel_for_each_shape_of_the_sections_asked_for(benchmark):
-    path = benchmark(
+def test_a_panel_for_each_shape_of_the_sections_asked_for(tables_of):
+    path = tables_of(
         a=[step("bf16", 0.2), step("bf16", 0.4, case="wide")], b=[step("fp8", 0.1, "c")]
     )
     titles = lambda figure: [axis.get_title(loc="left") for axis in figure.axes]  # noqa: E731
     assert titles(figures.step_breakdown(path)) == ["tiny", "wide", "c"]
-    again = benchmark(again=[step("bf16", 0.2)])
+    again = tables_of(again=[step("bf16", 0.2)])
     assert titles(figures.step_breakdown(again)) == ["tiny", "wide", "tiny, section again", "c"]
     tables = json.loads(path.read_text())
     assert titles(figures.step_breakdown(tables, sections=["b"])) == ["c"]
@@ -104,13 +104,13 @@ def test_a_panel_for_each_shape_of_the_sections_asked_for(benchmark):
         figures.step_breakdown(path, sections=["other"])
 
 
-def test_roofline(benchmark):
+def test_roofline(tables_of):
     points = [
         gemm("ours", 1e-3, 1e9, 1e12),
         gemm("ours", 1e-3, 1e10, 5e11),
         gemm("bf16", 2e-3, 2e9),
     ]
-    figure = figures.roofline(benchmark(gemm=[*points, step("no bytes", 1.0)]))
+    figure = figures.roofline(tables_of(gemm=[*points, step("no bytes", 1.0)]))
     (axis,) = figure.axes
     bf16, fp8, *series = axis.get_lines()
     # The roofs rise with the copy's rate, up to the corner, rate of matmuls over rate of the copy.
@@ -127,8 +127,8 @@ def test_roofline(benchmark):
     assert [text.get_text() for text in axis.texts] == ["BF16 700 TFLOP/s", "FP8 1,400 TFLOP/s"]
 
 
-def test_benchmarks_without_such_rows(benchmark):
+def test_benchmarks_without_such_rows(tables_of):
     with pytest.raises(NothingToDraw, match="bench step"):
-        figures.step_breakdown(benchmark(gemm=[gemm("bf16", 0.1, 1e9)]))
+        figures.step_breakdown(tables_of(gemm=[gemm("bf16", 0.1, 1e9)]))
     with pytest.raises(NothingToDraw, match="bench gemm"):
         figures.roofline({})

@@ -130,7 +130,25 @@ def test_reasons_and_order():
     assert found[2][2] == "its amax is inf"
     assert found[3][2] == "its amax 224 is 64 times its largest before"
 
+    # All gradients of a linear may grow at once, but not one of them.
+    rows = [row for step in (1, 2) for row in some_rows(step, layers=5, recipe="fp8_block")]
+    for layer in range(5):
+        rows = changed(1, layer, "g", amax=3.5 / 64)
+    assert out_of_line(rows) == []
+    rows = changed(2, 4, "g", amax=3.5 * 20)
+    assert [str(f) for f in out_of_line(rows)] == [
+        "step 2: g of layers/mlp/up in layer 4: its amax 70 is 1.28e+03 times its largest before"
+    ]
+
+    # A delayed scale that clips counts where that makes most of the noise.
+    rows = [row for step in (1, 2) for row in some_rows(step, layers=5, recipe="fp8_delayed")]
+    rows = changed(2, 4, "x", saturation=2.5e-6, delay=-1.5, sqnr_db=24.0)
+    assert out_of_line(rows) == []
+    rows = changed(2, 4, "x", sqnr_db=19.0)
+    assert out_of_line(rows)[0].why.startswith("its delayed scale is 2.83 times too small")
+
     # A weight explains the others of its step; a tensor is named once.
+    rows = [row for step in (1, 2) for row in some_rows(step, layers=5, recipe="fp8_block")]
     rows = changed(1, 2, "w", amax=3.5 * 1024)
     rows = changed(1, 0, "x", amax=3.5 * 64)
     rows += [dataclasses.replace(row, step=3) for row in rows if row.step == 1]
