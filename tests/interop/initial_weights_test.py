@@ -72,6 +72,7 @@ def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp
         jax.tree.map(np.testing.assert_array_equal, *(getattr(s, name) for s in (state, other)))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path):
     """Step 1 has the loss of the given weights; the workdir keeps all small files; and what was
     trained goes back under the same config.json and tokenizer."""

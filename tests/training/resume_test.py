@@ -86,6 +86,7 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["data"] == spec
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
     """The first version, whose meta names none, and any other one: by number, before training."""
     config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
