@@ -209,7 +209,8 @@ def _why(tensor: _Tensor, grown: float, beyond: float) -> str | None:
     if behind and tensor.sqnr_db < _CLIPPED_DB:
         return (
             f"its delayed scale is {2**-tensor.delay:.3g} times too small for its amax"
-            f" {tensor.amax:.3g}, and {tensor.saturation:.2g} of its elements were clipped"
+            f" {tensor.amax:.3g}: clipping {tensor.saturation:.2g} of its elements leaves an SQNR"
+            f" of {tensor.sqnr_db:.1f} dB"
         )
     if beyond > _JUMP:
         return f"its amax {tensor.amax:.3g} is {2**grown:.3g} times its largest before"
