@@ -40,7 +40,7 @@ import jaxlib  # noqa: E402
 import pytest  # noqa: E402
 
 from fp8jax.device import xla  # noqa: E402
-from tests.support import text, tfds_examples  # noqa: E402
+from tests.support import devices, text, tfds_examples  # noqa: E402
 from tests.support.tiers import (  # noqa: E402, F401
     pytest_runtest_call,
     pytest_runtest_protocol,
@@ -77,6 +77,8 @@ def share_compiled_programs() -> None:
 
 
 share_compiled_programs()
+if not ON_GPU:
+    devices.runs_take_one()
 
 
 @pytest.fixture(scope="module")

@@ -36,9 +36,9 @@ def command(tmp_path, workdir, **changes):
             f"--workdir={workdir}", *flags]  # fmt: skip
 
 
-def start(arguments, log, devices=8):
+def start(arguments, log, devices=1):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ if devices == 8 else {**os.environ, "XLA_FLAGS": flags}
+    environment = {**os.environ, "XLA_FLAGS": flags}
     with log.open("ab") as file:
         return subprocess.Popen(
             arguments, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
@@ -51,10 +51,7 @@ def start_two(arguments, logs):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = [f"--coordinator=localhost:{port}", "--num_processes=2"]
-    return [
-        start([*arguments, *flags, f"--process_id={i}"], log, devices=1)
-        for i, log in enumerate(logs)
-    ]
+    return [start([*arguments, *flags, f"--process_id={i}"], log) for i, log in enumerate(logs)]
 
 
 def wait_for_step(workdir, step, process, seconds=180):
@@ -84,7 +81,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     (tmp_path / "other").mkdir()
     sources = [write_generated_text(path, documents=400) for path in (tmp_path, tmp_path / "other")]
     hard = HARD | {"data": f"a=0.7*{sources[0]},b=0.3*{sources[1]}"}
-    assert start(command(tmp_path, whole, **hard), log).wait(300) == 0, log.read_text()
+    assert start(command(tmp_path, whole, **hard), log, 8).wait(300) == 0, log.read_text()
     lines = log.read_text().splitlines()
     (first,) = (n for n, line in enumerate(lines) if line.startswith("step 1/28 "))
     assert first <= 25 and "compiling the training step…" in lines[:first]
@@ -92,14 +89,14 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     assert lines[-1].startswith("finished at step 28 after 0:") and str(whole) in lines[-1]
 
     kill_at = int(np.random.default_rng().integers(5, 14))
-    process = start(command(tmp_path, broken, **hard), log)
+    process = start(command(tmp_path, broken, **hard), log, 8)
     wait_for_step(broken, kill_at, process)
     while not any(path.name.isdigit() for path in (broken / "checkpoints").iterdir()):
         assert process.poll() is None  # on a loaded machine step 4 may still be being saved
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
 
-    process = start(command(tmp_path, broken, **hard), log)
+    process = start(command(tmp_path, broken, **hard), log, 8)
     wait_for_step(broken, 16, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()
@@ -108,7 +105,7 @@ def test_killed_stopped_and_resumed_equals_never_stopped(tmp_path):
     assert stopped["kind"] == "stopped" and stopped["signal"] == "SIGTERM"
     assert (broken / "checkpoints" / str(stopped["step"])).is_dir()
 
-    assert start(command(tmp_path, broken, **hard), log).wait(300) == 0, log.read_text()
+    assert start(command(tmp_path, broken, **hard), log, 8).wait(300) == 0, log.read_text()
     resumed = [e["step"] for e in read_jsonl(broken / "events.jsonl") if e["kind"] == "resume"]
     assert len(resumed) == 2 and resumed[1] == stopped["step"], f"{kill_at=}"
     assert history(broken) == history(whole), f"{kill_at=}"

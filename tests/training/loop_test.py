@@ -333,8 +333,11 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
         (dict(model="llama_125"), "unknown model 'llama_125'; did you mean 'llama_125m'"),
         (dict(mesh="fdsp"), "unknown mesh 'fdsp'; did you mean 'fsdp'"),
         (dict(mesh_axes__data=3), "data=3 .* does not fit 8 devices"),
-        (dict(batch_size=20), "batch_size=20 must be a multiple of .* 8 devices"),
-        (dict(batch_size=16, grad_accum=4), "batch_size=16 .*grad_accum=4 .* 8 devices"),
+        (dict(mesh="fsdp", batch_size=20), "batch_size=20 must be a multiple of .* 8 devices"),
+        (
+            dict(mesh="fsdp", batch_size=16, grad_accum=4),
+            "batch_size=16 .*grad_accum=4 .* 8 devices",
+        ),
         (dict(mesh="tensor"), "n_heads=4 does not divide over tensor=8"),
         (dict(mesh_axes__data=2, mesh_axes__tensor=4), "n_kv_heads=2 does not divide .*tensor=4"),
         (dict(mesh="fsdp", model_overrides__d_model=60), "'embed' has size 60, which is not"),
