@@ -256,7 +256,11 @@ VALUES = [
     ("schedule late", ['precision_schedule=((1.5,"bf16"),)'], r"stay below 1, got \[0.0, 1.5\]"),
     ("schedule short", ["precision_schedule=((0.9,),)"], r"\(0.9,\) is not a pair"),
     ("devices", ["mesh=fsdp", "batch_size=20"], "batch_size=20 must be a multiple of .* 8 devices"),
-    ("microbatches", ["mesh=fsdp", "grad_accum=4"], "batch_size=16 must be .*grad_accum=4"),
+    (
+        "microbatches",
+        ["mesh=fsdp", "grad_accum=4"],
+        "batch_size=16 must be .*grad_accum=4 microbatches",
+    ),
     ("heads", ["model_overrides.n_heads=3"], "n_heads=3 is not a multiple of n_kv_heads=2"),
     ("heads of a mesh", ["mesh=tensor"], "n_heads=4 does not divide over tensor=8 devices"),
     ("odd head", ["model_overrides.head_dim=15"], "need an even head_dim, got 15"),
