@@ -3,9 +3,6 @@
 tests/conftest.py takes the hook below. Where the environment variable CI is set, a test without a
 mark that takes longer fails, if a second attempt takes longer, too: the first may have compiled
 programs that other tests usually compile before it. Only the test itself counts, not its fixtures.
-
-Where a processor is shared with other machines, the same test takes up to half longer, in processor
-time too. So CI's limit is 15 seconds.
 """
 
 import os
@@ -15,7 +12,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 MARKS = ("slow", "extended", "gpu")  # of tests that may take longer
-SECONDS = 15.0  # of processor time, of this process and the ones that it waited for
+SECONDS = 10.0  # of processor time, of this process and the ones that it waited for
 
 _TAKEN = pytest.StashKey[float]()
 
