@@ -2,52 +2,58 @@
 
 Such a GEMM takes as long as reading its weights. The emulated backend writes the widened weights to
 memory first, and then reads them: more bytes than bfloat16 weights have. Here the widening, the
-products and their sums are one reduction, for which XLA reads each code once:
+products and their sums are one reduction, for which XLA reads each code once, for all rows:
 
-    y[n] = sum over blocks b of  scale[b, n] * (sum over k in b of  x[k] * code[k, n])
+    y[m, n] = sum over k of  x[m, k] * code[n, k] * scale[n, k]
 
-All numbers are float32, so that only the order of the sums differs from that backend's. XLA shares
-the reading of codes among two rows, not more.
+The codes lie with the contracting axis last. So a warp reads neighboring codes of one sum in words,
+where it would read single bytes of many sums with the other layout. All numbers are float32, so
+that only the order of the sums differs from that backend's.
 """
+
+import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8jax.linear.operands import Operand, PlainOperand, QuantizedOperand
-from fp8jax.numerics.quantization import Quantized
 from fp8jax.numerics.tiles import spread
 
 MOST_ROWS = 2
-_BLOCK = 128  # elements of a partial sum where the scale is that of the whole axis
 
 
 def has_few_rows(x: jax.Array, w: QuantizedOperand) -> bool:
     """Whether `matmul_few_rows` can multiply x [M, K] in high precision with these codes."""
-    return x.ndim == 2 and 0 < x.shape[0] <= MOST_ROWS and w.axis == -2 and _block(w.q) > 0
+    return x.ndim == 2 and 0 < x.shape[0] <= MOST_ROWS and w.axis == -1
 
 
-def _block(q: Quantized) -> int:
-    """Returns how many elements along K a partial sum has; 0 if blocks do not divide K."""
-    size, tile = q.values.shape[0], q.tile[0]
-    if tile is None:
-        return _BLOCK if size % _BLOCK == 0 else size
-    return tile if size % tile == 0 else 0
+def contracting_last(operand: QuantizedOperand) -> QuantizedOperand:
+    """Returns an operand [K, N], contracted along K, as [N, K]: the same numbers."""
+    if operand.axis == -1:
+        return operand
+    q = operand.q
+    q = dataclasses.replace(
+        q, values=q.values.swapaxes(-1, -2), scale=q.scale.swapaxes(-1, -2), tile=q.tile[::-1]
+    )
+    return dataclasses.replace(operand, q=q, axis=-1)
 
 
 def matmul_few_rows(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply x [M, K] and codes [K, N] to [M, N], a `Backend.matmul`; only if `has_few_rows`.
+    """Multiply x [M, K] and codes [N, K] to [M, N], a `Backend.matmul`; only if `has_few_rows`.
 
     `accumulation` changes nothing: sums are in float32.
     """
     assert isinstance(a, PlainOperand) and isinstance(b, QuantizedOperand)
-    block, (size, columns) = _block(b.q), b.q.values.shape
-    blocks = size // block
-    codes_BKN = b.q.values.reshape(blocks, block, columns).astype(jnp.float32)
-    tile = (None if b.q.tile[0] is None else 1, b.q.tile[1])
-    scale_BN = spread(b.q.float_scale(), tile, (blocks, columns))
-    rows = []
-    # Not one reduction for all rows: XLA would write the widened codes first.
-    for row in a.x:
-        x_BK1 = row.astype(jnp.float32).reshape(blocks, block, 1)
-        rows.append(jnp.sum(jnp.sum(codes_BKN * x_BK1, axis=1) * scale_BN, axis=0))
-    return jnp.stack(rows).astype(dtype)
+    w_NK, scale, (of_rows, of_K) = b.q.values.astype(jnp.float32), b.q.float_scale(), b.q.tile
+    if of_K is not None:
+        w_NK = w_NK * spread(scale, b.q.tile, w_NK.shape)
+    terms = tuple(w_NK * row[None].astype(jnp.float32) for row in a.x)
+    # One reduction of all rows: XLA would write the widened codes, to share them among several.
+    zeros = (jnp.zeros((), jnp.float32),) * len(terms)
+    sums = lax.reduce(terms, zeros, lambda x, y: tuple(map(operator.add, x, y)), (1,))
+    y_MN = jnp.stack(sums)
+    if of_K is None:
+        y_MN = y_MN * spread(scale, (of_rows, 1), (w_NK.shape[0], 1)).T
+    return y_MN.astype(dtype)

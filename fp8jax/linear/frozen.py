@@ -31,7 +31,7 @@ from fp8jax.linear.amax_history import Histories, to_float32
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.dot import make_context
 from fp8jax.linear.explicit_axes import is_explicit
-from fp8jax.linear.few_rows import has_few_rows, matmul_few_rows
+from fp8jax.linear.few_rows import contracting_last, has_few_rows, matmul_few_rows
 from fp8jax.linear.manual_axes import pooled_axes
 from fp8jax.linear.operands import QuantizedOperand
 from fp8jax.linear.probe import Probe, as_cotangent, combining, deposit
@@ -167,8 +167,15 @@ def freeze_kernels(
         operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, in_float32, None, joint)
         operand = operands["fwd_w"]
         assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
+        if _weights_only_on_gpu(recipe):
+            operand = contracting_last(operand)
         frozen.append(FrozenKernel(operand, (kernel.shape[0], kernel.shape[1]), chosen.name))
     return tuple(frozen)
+
+
+def _weights_only_on_gpu(recipe: Recipe) -> bool:
+    """Whether one or two rows are multiplied by few_rows.py."""
+    return recipe.fwd_x is None and hardware.device().platform == "gpu"
 
 
 # Multiplying --------------------------------------------------------------------------------------
@@ -236,11 +243,8 @@ def frozen_dot(
         )
     context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
-    if (
-        context.recipe.fwd_x is None
-        and hardware.device().platform == "gpu"
-        and all(has_few_rows(rows_MK, operand) for operand in operands)
-    ):
+    few = all(has_few_rows(rows_MK, operand) for operand in operands)
+    if few and _weights_only_on_gpu(context.recipe):
         backend_of_few = dataclasses.replace(context.backend, matmul=matmul_few_rows)
         context = dataclasses.replace(context, backend=backend_of_few)
     arguments = context, rows_MK, operands, tuple(states), tuple(keys)
