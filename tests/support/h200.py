@@ -14,6 +14,7 @@ from unittest import mock
 
 import jax
 import pytest
+from jax._src import compilation_cache
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -91,6 +92,8 @@ def default(count: int = 1) -> Iterator[tuple[Any, ...]]:
         mock.patch.object(jax, "devices", lambda *_: given),
         mock.patch.object(jax, "local_devices", lambda *_: given),
         mock.patch.object(jax, "default_backend", lambda: "gpu"),
+        # What was compiled without a client cannot be read back without one.
+        mock.patch.object(compilation_cache, "is_cache_used", lambda *_: False),
     ):
         yield tuple(given)
 
