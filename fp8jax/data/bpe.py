@@ -161,11 +161,11 @@ def train_bpe(
         names = "BOS and EOS" if len(special_tokens) == 2 else ", ".join(special_tokens)
         raise ValueError(f"{vocab_size=} must be at least {least}: the 256 bytes, {names}")
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.pre_tokenizer = split_words
     if single_digits:
-        digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-        words = tokenizers.pre_tokenizers.Sequence([digits, words])
-    learned.pre_tokenizer = words
+        split_digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+        learned.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split_digits, split_words])
     learned.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, special_tokens=list(special_tokens),
