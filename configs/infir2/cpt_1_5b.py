@@ -26,6 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.remat = "full"
     config.seed = 1236
     config.seq_len = 32_768
+    config.document_masking = False  # the paper's scripts reset nothing between documents
     config.batch_size = 128
     config.num_steps = 40_000
     config.schedule = "wsd"

@@ -5,6 +5,9 @@ python -m experiments.train --config=configs/infir2/cpt_small.py --workdir=runs/
 trains a Qwen of 0.8M parameters on bytes, with warm-up, stable phase and decay in the paper's
 proportions. The baseline is --config.precision=bf16; --config.precision=fp8_block has float32
 scales instead of powers of two. The paper's sizes are cpt_1_5b.py and cpt_7b.py.
+
+The paper's scripts let a document see those before it in its row; this run does not, unless asked
+with --config.document_masking=False.
 """
 
 import ml_collections
