@@ -51,6 +51,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/data/sources.py
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
+    config.document_masking = True  # False: documents of a training row see those before them
     config.valid_fraction = 0.05  # fraction of the documents held out for validation, by their hash
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
     config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text

@@ -71,6 +71,7 @@ def build_corpus(
     seq_len: int,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
+    document_masking: bool = True,
 ) -> Corpus:
     """Tokenizes the sources in `data`, or reads them from the cache, and packs them into rows.
 
@@ -81,6 +82,9 @@ def build_corpus(
       valid_fraction: fraction of the documents, between 0 and 1, that validate.
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
+      document_masking: whether the documents of a training row are kept apart (rows.py). Validation
+        rows always keep them apart: so the validation losses of two runs compare, and a document's
+        loss does not depend on its neighbors.
 
     Raises:
       ValueError: the spec is wrong (see `parse_sources`), a file cannot be read (the message names
@@ -94,7 +98,12 @@ def build_corpus(
     for stats in tokenized.stats:
         _require_rows(stats, seq_len, valid_fraction)
     packed = {
-        split: {name: PackedRows(stream, seq_len=seq_len) for name, stream in streams.items()}
+        split: {
+            name: PackedRows(
+                stream, seq_len=seq_len, document_masking=document_masking or split != "train"
+            )
+            for name, stream in streams.items()
+        }
         for split, streams in tokenized.streams.items()
     }
     # Either all sources have a weight or none has.

@@ -122,6 +122,7 @@ def train_and_evaluate(
         corpus = build_corpus(
             settings.data, run.tokenizer, seq_len=settings.seq_len,
             valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
+            document_masking=settings.document_masking,
         )  # fmt: skip
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())

@@ -33,6 +33,7 @@ class Settings:
     data: str
     valid_fraction: float
     cache_dir: str
+    document_masking: bool
     data_timeout: float
     seed: int
     num_steps: int

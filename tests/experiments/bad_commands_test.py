@@ -151,7 +151,7 @@ CONFIGS = [
      "base.py has no key 'lerning_rate'; did you mean 'learning_rate'"),
     ("lacks keys", ["--config=DIR/lacks.py"], "lacks seed: begin with configs.base.get_config"),
     ("no group", ["--config=DIR/group.py"], "mesh_axes must be a group of keys"),
-    ("size", ["--config=configs/infir2.py:qwen"], "infir2.py:qwen: size 'qwen' is none of small"),
+    ("size", ["--config=configs/fp4.py:qwen"], "fp4.py:qwen: size 'qwen' is none of small"),
     ("no sizes", ["--config=configs/smoke.py:small"], "get_config takes no size"),
     ("no size", ["--config=DIR/sized.py"], "get_config needs a size, which follows a colon"),
     ("key", ["lerning_rate=1"],
