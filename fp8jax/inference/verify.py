@@ -23,11 +23,14 @@ _NUMBER = re.compile(
 # What may follow a number: a period, or a unit in words. Neither more digits nor an operator.
 _UNIT = re.compile(r" ?%?\.?|(?: ?%)? [^\W\d_][^0-9+*/=<>^\\-]*")
 
+_LATEX_PART = r" *(?:\{(?P<%s>[^{}]*)\}|(?P<%s_digit>[0-9]))"  # \frac{1}{2} or \frac12
 _LATEX_FRACTION = re.compile(
-    r"(?P<sign>[+-]?) *\\[dt]?frac *\{(?P<over>[^{}]*)\} *\{(?P<under>[^{}]*)\}"
+    r"(?P<sign>[+-]?) *\\[dt]?frac"
+    + _LATEX_PART % ("over", "over")
+    + _LATEX_PART % ("under", "under")
 )
 _LATEX_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\{[^{}]*\}|\^\{?\\circ\}?|\\?%|\\?\$")
-_LATEX_SPACE = re.compile(r"\\[!,;: ]|\{,\}")
+_LATEX_SPACE = re.compile(r"\\[!,;: ] *|\{,\}")
 
 
 def is_right(response: str, answer: Fraction | int) -> bool:
@@ -101,7 +104,7 @@ def _latex_number(text: str) -> Fraction | None:
     found = _LATEX_FRACTION.fullmatch(text)
     if found is None:
         return as_number(text)
-    over, under = as_number(found["over"]), as_number(found["under"])
+    over, under = (as_number(found[name] or found[f"{name}_digit"]) for name in ("over", "under"))
     if over is None or not under:
         return None
     return -over / under if found["sign"] == "-" else over / under
