@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Made first, once for all chains
     config.tokenizer = ml_collections.ConfigDict()
     config.tokenizer.folder = ""  # a folder with tokenizer and chat template; "": one is learned
-    config.tokenizer.data = "python_stdlib"  # text to learn from, in the syntax of cpt.data
+    config.tokenizer.data = ""  # text to learn from, in the syntax of cpt.data; "": that of cpt
     config.tokenizer.vocab_size = 1024  # tokens, special ones included
     for name, steps, seed in (("problems_1", "1:2", 1), ("problems_2", "1:3", 2)):
         problems = ml_collections.ConfigDict()

@@ -39,10 +39,12 @@ def main(arguments: Sequence[str]) -> None:
         stages.begin(workdir)
         whole = plan.stages(made)
         stages.require_same(workdir, whole)
-        shared = [stage for stage in whole if not stage.needs and not stage.resumes]
-        stages.run_stages(workdir, shared)
-        plan.check_training(made)
-        stages.run_stages(workdir, whole)
+        if done := stages.count_done(workdir, whole):
+            logging.info("%d of %d stages are done", done, len(whole))
+        if done < len(whole):
+            stages.run_stages(workdir, plan.shared(made), whole)
+            plan.check_training(made)
+            stages.run_stages(workdir, whole, whole)
         for path in report.write(made):
             logging.info("wrote %s", path)
 

@@ -10,7 +10,7 @@ number is called MODEL|PRECISION|KIND|NAME:
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
+from fp8jax.data.chat import load_chat_template
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.rows import Row
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import MeshAxes, make_mesh
+from fp8jax.inference.accuracy import measure_accuracy, share
 from fp8jax.inference.paired import Measured, measured
 from fp8jax.inference.perplexity import score_texts
+from fp8jax.inference.problems import Problem, read_problems, shuffled
 from fp8jax.interop.export import export_model
 from fp8jax.interop.fp8_format import FP8_FORMATS, plan_export
 from fp8jax.interop.trained import TrainedModel, load_model
@@ -140,8 +143,31 @@ def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
 # Problems -----------------------------------------------------------------------------------------
 
 
+def read_all_problems(specs: Sequence[str]) -> dict[str, Sequence[Problem]]:
+    """Returns the problems of files NAME=FILE by name; raises as `read_problems` does."""
+    return {
+        name: read_problems(Path(path).expanduser()).problems
+        for name, _, path in (spec.partition("=") for spec in specs)
+    }
+
+
 def _accuracies(task: Task, trained: TrainedModel) -> Numbers:
-    return {}
+    """The accuracy on each file of problems, and that of the same responses on other answers."""
+    assert trained.tokenizer is not None and trained.files is not None
+    problems = read_all_problems(task.problems)
+    if not problems:
+        return {}
+    found = measure_accuracy(
+        trained.model, trained.variables, trained.tokenizer, problems,
+        template=load_chat_template(trained.files, trained.tokenizer),
+        max_tokens=task.max_tokens, batch_size=task.batch_size,
+    )  # fmt: skip
+    numbers: Numbers = {}
+    for name, accuracy in found.items():
+        control = accuracy.against(shuffled(problems[name], task.seed))
+        numbers[f"{ACCURACY}|{name}"] = accuracy.measured()
+        numbers[f"{SHUFFLED}|{name}"] = share(control)
+    return numbers
 
 
 # Export -------------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def _loss_gaps(results: Results, chain: Chain) -> Figures:
     """Relative gaps of a chain's loss to BF16's at each stage."""
     if chain.name == BASELINE:
         return {}
-    baseline, found = results.plan.chains[0], {}
+    baseline = results.plan.chains[0]
+    found: Figures = {}
     for stage in TRAINING:
         own, other = (stage_losses(results, each, stage) for each in (chain, baseline))
         gap = difference(mean_over_seeds(own), mean_over_seeds(other))
@@ -131,7 +132,7 @@ def _items(number: Measured) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _accuracies(results: Results, chain: Chain) -> Figures:
-    found = {}
+    found: Figures = {}
     own, other = results.tuned[chain.name], results.tuned[BASELINE]
     prefix = f"sft_2|{chain.sft}|{ACCURACY}|"
     for task in [name.removeprefix(prefix) for name in own[0] if name.startswith(prefix)]:
@@ -175,7 +176,7 @@ def _kept(results: Results, chain: Chain) -> Figures:
 
     It is measured on the held-out text of pre-training and of the last stage.
     """
-    found = {}
+    found: Figures = {}
     for text in ("cpt", "sft_2"):
         exported = [
             _loss(numbers, "export", chain.export, text)

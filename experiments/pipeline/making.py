@@ -1,5 +1,6 @@
 """What is made before training: the tokenizer with its chat template, and arithmetic problems."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fp8jax.data import tokenizers
+from fp8jax.data.arithmetic import Difficulty
+from fp8jax.data.arithmetic_files import ProblemFile, problem_files, write_problems
 from fp8jax.data.chat import load_chat_template
 from fp8jax.data.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
 from fp8jax.data.documents import training_documents
@@ -41,17 +44,37 @@ def check_tokenizer(config: ConfigDict) -> None:
 
 
 def make_tokenizer(config: ConfigDict, folder: Path) -> Mapping[str, Any]:
-    """Learns a tokenizer from the training split of `tokenizer.data`."""
-    settings = config.tokenizer
-    documents = training_documents(settings.data, config.cpt.valid_fraction)
-    write_chat_tokenizer(folder / "tokenizer.json", documents, settings.vocab_size)
-    return {"vocab_size": settings.vocab_size}
+    """Learns a tokenizer from the training split of its text."""
+    documents = training_documents(tokenizer_text(config), config.cpt.valid_fraction)
+    size = config.tokenizer.vocab_size
+    write_chat_tokenizer(folder / "tokenizer.json", documents, size)
+    return {"vocab_size": size}
+
+
+def tokenizer_text(config: ConfigDict) -> str:
+    """Returns what the tokenizer learns from: its own text, or that of pre-training."""
+    return config.tokenizer.data or config.cpt.data
 
 
 def check_problems(config: ConfigDict, name: str) -> None:
     """Raises ValueError, with the key, for problems that cannot be made."""
+    try:
+        _problem_files(config)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def make_problems(config: ConfigDict, folder: Path) -> Mapping[str, Any]:
     """Writes train.jsonl and the test files."""
-    raise NotImplementedError("problems")
+    files = _problem_files(config)
+    write_problems(folder, files, seed=config.seed)
+    return {each.name: each.count for each in files}
+
+
+def _problem_files(config: ConfigDict) -> tuple[ProblemFile, ...]:
+    parts = re.fullmatch(r"(\d{1,3}):(\d{1,3})", config.steps, re.ASCII)
+    if parts is None:
+        raise ValueError(f"steps={config.steps!r} must be A:B, such as 1:3")
+    least, most = map(int, parts.groups())
+    difficulty = Difficulty(least_steps=least, most_steps=most, largest=config.largest)
+    return problem_files(train=config.train, test=config.test, difficulty=difficulty)

@@ -130,7 +130,7 @@ class Plan:
 def stages(plan: Plan) -> list[Stage]:
     """Returns all stages, each after those that it needs."""
     found: dict[str, Stage] = {}
-    for stage in [*_shared(plan), *_pre_training(plan), *_fine_tuning(plan), *_exports(plan)]:
+    for stage in [*shared(plan), *_pre_training(plan), *_fine_tuning(plan), *_exports(plan)]:
         found.setdefault(stage.name, stage)
     return list(found.values())
 
@@ -139,17 +139,18 @@ def check_training(plan: Plan) -> None:
     """Builds what every training stage runs, and plans every export.
 
     Raises ValueError or NotImplementedError as training and export would, before either begins.
-    The shared stages must be done.
+    Files of problems are read, too. The shared stages must be done.
     """
+    evaluation.read_all_problems(tuple(map(plan.filled, plan.config.evaluate.problems)))
+    runs = [("cpt", chain.cpt) for chain in plan.chains]
+    runs += [(stage, chain.sft) for chain in plan.chains for stage in ("sft_1", "sft_2")]
+    for stage, precision in dict.fromkeys(runs):
+        try:
+            # Fine-tuning begins with random weights here: the stage before it has made none yet.
+            shape = training.check(plan.training_config(stage, precision, plan.seeds[0], ""))
+        except (ValueError, NotImplementedError) as error:
+            raise type(error)(f"{stage} in {precision}: {error}") from error
     for chain in plan.chains:
-        for stage in TRAINING:
-            precision = chain.cpt if stage == "cpt" else chain.sft
-            try:
-                # A workdir that does not exist yet is not named.
-                config = plan.training_config(stage, precision, plan.seeds[0], "")
-                shape = training.check(config)
-            except (ValueError, NotImplementedError) as error:
-                raise type(error)(f"{stage} in {precision}: {error}") from error
         try:
             evaluation.check_export(shape, chain.export)
         except ValueError as error:
@@ -159,10 +160,13 @@ def check_training(plan: Plan) -> None:
 # Stages -------------------------------------------------------------------------------------------
 
 
-def _shared(plan: Plan) -> list[Stage]:
+def shared(plan: Plan) -> list[Stage]:
+    """Returns the stages that are made before training, once for all chains."""
     config, made = plan.config, []
     if not config.tokenizer.folder:
-        asked = _json(config.tokenizer) | {"valid_fraction": config.cpt.valid_fraction}
+        text = making.tokenizer_text(config)
+        asked = {"text": text, "vocab_size": config.tokenizer.vocab_size}
+        asked |= {"valid_fraction": config.cpt.valid_fraction}
         make = functools.partial(making.make_tokenizer, config)
         made.append(Stage(name="tokenizer", asked=asked, make=make))
     for name in plan.problems:
@@ -275,7 +279,7 @@ def _evaluate(
 def _made_for(plan: Plan, asked: Mapping[str, Any]) -> tuple[str, ...]:
     """The shared stages that a training stage reads."""
     used = {name for spec in _strings(asked) for name in re.findall(r"\{(\w+)\}", spec)}
-    return tuple(stage.name for stage in _shared(plan) if stage.name in used)
+    return tuple(stage.name for stage in shared(plan) if stage.name in used)
 
 
 # Configs ------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fp8jax.records.differences import config_difference, listed
 
 RESULT, MARK = "result.json", "pipeline.json"
 
-AGAIN = "the same command goes on from there"
+AGAIN = "The stages before it are done: the same command goes on from there"
 
 
 class StageError(RuntimeError):
@@ -80,18 +80,18 @@ def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
                 raise ValueError(f"{stage.name} was made from another {need}: {remedy}")
 
 
-def run_stages(workdir: Path, stages: Sequence[Stage]) -> None:
-    """Makes the stages that are not done, in their order.
+def run_stages(workdir: Path, stages: Sequence[Stage], whole: Sequence[Stage]) -> None:
+    """Makes some stages of a whole pipeline in their order, but not those that are done.
 
     Raises:
       StageError: a stage failed. It names the stage, and says how to go on.
     """
-    for number, stage in enumerate(stages, 1):
-        of = f"stage {number} of {len(stages)}, {stage.name}"
+    names = [stage.name for stage in whole]
+    for stage in stages:
         if read_result(workdir, stage.name) is not None:
-            logging.info("%s: done before", of)
             continue
-        logging.info("%s", of)
+        name = f"stage {names.index(stage.name) + 1} of {len(names)}, {stage.name}"
+        logging.info("%s", name)
         started = time.monotonic()
         folder = workdir / stage.name
         if not stage.resumes:
@@ -99,15 +99,19 @@ def run_stages(workdir: Path, stages: Sequence[Stage]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             found = stage.make(folder)
-        except Exception as error:  # of any library: the line says where to go on
+        except Exception as error:  # of any library: the line says how to go on
             said = " ".join(str(error).split()) or type(error).__name__
-            raise StageError(f"{of}, failed: {said}. Once this is mended, {AGAIN}") from error
+            raise StageError(f"{name}: {said}. {AGAIN}") from error
         result = {
             "asked": stage.asked, "found": found,
             "made_from": {need: _digest(workdir, need) for need in stage.needs},
             "seconds": round(time.monotonic() - started, 1),
         }  # fmt: skip
         _write(folder / RESULT, result)
+
+
+def count_done(workdir: Path, stages: Sequence[Stage]) -> int:
+    return sum(read_result(workdir, stage.name) is not None for stage in stages)
 
 
 def read_result(workdir: Path, name: str) -> dict[str, Any] | None:
