@@ -48,6 +48,7 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
         *_sources(corpus, settings.seq_len),
         *labeled("model", model),
         *(labeled("weights", settings.initial_weights) if settings.initial_weights else []),
+        *(labeled("state", settings.initial_state) if settings.initial_state else []),
         *labeled("policy", run.policies),
         *labeled("devices", f"{devices.size} x {hardware.device_kind()}{mesh}"),
         *labeled(

@@ -44,6 +44,7 @@ from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
+from fp8jax.training.initial_state import InitialState
 from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
@@ -114,8 +115,11 @@ def train_and_evaluate(
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
-    if run.initial_weights is not None and not has_steps(Path(workdir, "checkpoints")):
-        run.initial_weights.check()
+    if not has_steps(Path(workdir, "checkpoints")):
+        if run.initial_weights is not None:
+            run.initial_weights.check()
+        if (initial_state := _initial_state(run)) is not None:
+            initial_state.check(run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
         changes = _model_changes(run, workdir)
@@ -136,6 +140,12 @@ def train_and_evaluate(
         loop.begin(None if defaults is None else defaults.to_dict())
         stack.push(loop.end)
         return loop.train()
+
+
+def _initial_state(run: Run) -> InitialState | None:
+    """The checkpoint of another run that step 0 starts from; None for a fresh state."""
+    spec = run.settings.initial_state
+    return InitialState.parse(spec) if spec else None
 
 
 def _model_changes(run: Run, workdir: str) -> list[str]:
@@ -193,6 +203,9 @@ class _Loop:
         self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
         num_steps = run.settings.num_steps
         restored, changes = read_checkpoint(checkpointer, run, corpus)
+        self.resumed = restored is not None
+        if restored is None and (initial_state := _initial_state(run)) is not None:
+            restored = initial_state.read(run)
         self.start = 0 if restored is None else restored.step
         # The rows read so far say where the data goes on, also if batch size or mixture changed.
         self.data_position = corpus.train.start(
@@ -211,7 +224,6 @@ class _Loop:
         self.position = initial_position(run, restored)
         self.step = self.start  # finished steps
         self._restore_counts(restored)
-        self.resumed = restored is not None
         self.changes = [*model_changes, *changes]
         self.rows = self._read_ahead(stack)
         self.checkpoints = Path(workdir, "checkpoints")

@@ -29,6 +29,7 @@ class Settings:
 
     model: str
     initial_weights: str
+    initial_state: str
     precision: str
     data: str
     valid_fraction: float
@@ -102,6 +103,11 @@ def check_numbers(config: ConfigDict) -> None:
             f"sample_temperature={config.sample_temperature} must be finite and not negative"
         )
     check_sink(config.log_to)
+    if config.initial_state and config.initial_weights:
+        raise ValueError(
+            f"initial_state={config.initial_state} has weights of its own: leave out"
+            f" initial_weights={config.initial_weights}"
+        )
     if config.telemetry_what_if is not None and config.telemetry_every is None:
         raise ValueError(
             f"telemetry_what_if={config.telemetry_what_if!r} is measured with telemetry: set"
