@@ -36,6 +36,8 @@ def get_config() -> ml_collections.ConfigDict:
     cpt.valid_batches = 4
     cpt.checkpoint_every = 20
     for sft in (config.sft_1, config.sft_2):
+        sft.num_epochs = 1
+        sft.warmup_steps = 4
         sft.learning_rate = 5e-4
         sft.weight_decay = 0.0
         sft.valid_every = 50

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
 from fp8jax.data.chat import load_chat_template
-from fp8jax.data.corpus import build_corpus
 from fp8jax.data.rows import Row
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import MeshAxes, make_mesh
@@ -33,6 +32,7 @@ from fp8jax.interop.fp8_format import FP8_FORMATS, plan_export
 from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.model.config import ModelConfig
 from fp8jax.numerics.names import as_policy
+from fp8jax.training.epochs import read_corpus
 
 ITEMS = "items.npz"
 EXPORTED = "hf"  # the folder of an export's model
@@ -130,10 +130,7 @@ def _losses(task: Task, model: str, trained: TrainedModel) -> Numbers:
 
 def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
     """Returns the first held-out rows of each source of a run."""
-    corpus = build_corpus(
-        config.data, tokenizer(config.tokenizer), seq_len=config.seq_len,
-        valid_fraction=config.valid_fraction, cache_dir=config.cache_dir,
-    )  # fmt: skip
+    corpus = read_corpus(config, tokenizer(config.tokenizer))
     return {
         source: [rows[i] for i in range(min(most, len(rows)))]
         for source, rows in corpus.valid.items()

@@ -13,16 +13,19 @@ from fp8jax.model.config import ModelConfig
 from fp8jax.records.events import Event
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.build import build
+from fp8jax.training.epochs import read_corpus, with_steps
 from fp8jax.training.loop import train_and_evaluate
 
 
 def check(config: ConfigDict) -> ModelConfig:
-    """Returns the shape of a run's model, for which nothing is allocated.
+    """Returns the shape of a run's model, for which nothing is allocated. Its data is packed.
 
-    Raises ValueError and NotImplementedError as `build` does, and ValueError and DamagedError for
-    initial weights that do not fit.
+    Raises ValueError and NotImplementedError as training does before it begins.
     """
+    config, corpus = with_steps(config)
     run = build(config)
+    if corpus is None:
+        read_corpus(config, run.tokenizer)
     if run.initial_weights is not None:
         run.initial_weights.check()
     return run.stages[0].model.config

@@ -192,9 +192,7 @@ class PairedDifference:
     upper: float
 
 
-def paired_difference(
-    right_a: Right, right_b: Bool[np.ndarray, " as_many"]
-) -> PairedDifference:
+def paired_difference(right_a: Right, right_b: Bool[np.ndarray, " as_many"]) -> PairedDifference:
     """Returns a's accuracy minus b's on the same items, with one-sided 95% bounds.
 
     The bounds are Tango's (1998), from the score test of paired proportions. Of n items, let b be
