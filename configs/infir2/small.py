@@ -18,7 +18,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.chains = (("fp8_block", "fp8_block", "fp8_block_ue8m0"),)
     config.tokenizer.vocab_size = 1024
     for stage in (config.cpt, config.sft_1, config.sft_2):
-        stage.seq_len = 128
+        stage.seq_len = 256
+        stage.batch_size = 8
         stage.unroll = 2
         stage.b1, stage.b2 = 0.9, 0.95
         stage.final_fraction = 0.1

@@ -66,14 +66,20 @@ def _quality(plan: Plan, found: Figures) -> Table:
             for stage in TRAINING
         ]
         kept = found[f"inference_kept/{chain.name}"]
-        rows.append([chain.name, *gaps, f"{kept['value']:.4f} ± {kept['error']:.4f}"])
+        rows.append([chain.name, *gaps, _ratio(kept), _ratio(kept["text_of_cpt"])])
     return Table(
         "Loss and export",
-        ["chain", *(f"{stage}: loss above BF16's" for stage in TRAINING), "perplexity kept"],
+        [
+            "chain",
+            *(f"{stage}: loss above BF16's" for stage in TRAINING),
+            "perplexity kept",
+            "on the text of cpt",
+        ],
         rows,
         "Held-out loss of each training stage in the precision that trained, with the standard"
         " error of paired rows. Perplexity kept: of the exported and reloaded model, over that of"
-        " the trained model in BF16; the larger of the ratios on the texts of cpt and sft_2."
+        " the trained model in BF16, on the held-out conversations of sft_2, and on the text of cpt,"
+        " which fine-tuning makes models forget."
         f" {len(plan.seeds)} seed(s) of fine-tuning.",
     )
 
@@ -122,6 +128,10 @@ def _costs(plan: Plan, found: Figures) -> Table:
 
 def _percent(gap: dict[str, Any]) -> str:
     return f"{100 * gap['value']:+.3f}% ± {100 * gap['error']:.3f}%"
+
+
+def _ratio(kept: dict[str, Any]) -> str:
+    return f"{kept['value']:.4f} ± {kept['error']:.4f}"
 
 
 # Texts --------------------------------------------------------------------------------------------
