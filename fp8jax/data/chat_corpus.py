@@ -308,7 +308,8 @@ def _lacking(template: ChatTemplate) -> list[str]:
         text = template.text(_PROBE)
     except ValueError:
         return []
-    spelled = dict.fromkeys(_SPELLED.findall(text))
+    named = [token for token in template.template.variables.values() if token and token in text]
+    spelled = dict.fromkeys([*_SPELLED.findall(text), *named])
     return [token for token in spelled if token not in template.template.special_tokens]
 
 
