@@ -109,7 +109,7 @@ def test_bad_slots(slots, message):
 def test_bad_examples():
     with pytest.raises(ValueError, match="no examples"):
         ExampleRows(examples_of([1]).only(np.array([False])), seq_len=4)
-    with pytest.raises(ValueError, match="do not fit"):
-        pack(slot_sizes(np.array([5]), 5).tolist(), 4)
+    with pytest.raises(ValueError, match="takes 5 places, more than a row of seq_len=4"):
+        ExampleRows(examples_of([3, 5]), seq_len=4)
     with pytest.raises(IndexError, match="row 1 of 1"):
         ExampleRows(examples_of([1]), seq_len=4)[1]

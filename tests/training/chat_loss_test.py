@@ -63,7 +63,7 @@ def test_loss_by_hand(folder, rows):
     ones = jnp.ones((1, len(ids)), jnp.int32)
     transformer, variables = model()
     places = jnp.arange(len(ids))[None]
-    logits = transformer.apply(variables, jnp.asarray(ids)[None], ones, places)[0]
+    logits = jax.jit(transformer.apply)(variables, jnp.asarray(ids)[None], ones, places)[0]
     logs = np.asarray(jax.nn.log_softmax(logits))
     by_hand = 0.0
     for place in range(len(prompt), len(prompt) + len(turn)):
