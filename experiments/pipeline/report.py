@@ -78,7 +78,7 @@ def _quality(plan: Plan, found: Figures) -> Table:
         rows,
         "Held-out loss of each training stage in the precision that trained, with the standard"
         " error of paired rows. Perplexity kept: of the exported and reloaded model, over that of"
-        " the trained model in BF16, on the held-out conversations of sft_2, and on the text of cpt,"
+        " the trained model in BF16, on the held-out conversations of sft_2 and on the text of cpt,"
         " which fine-tuning makes models forget."
         f" {len(plan.seeds)} seed(s) of fine-tuning.",
     )

@@ -293,8 +293,8 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     if lacking := _lacking(template):
         raise ValueError(
             f"{template.template.place} writes {', '.join(lacking)}, which the tokenizer in "
-            f"{tokenizer.folder} does not have as special tokens, so the model would learn them as "
-            "text: take the tokenizer of the model for chats, or add the tokens to tokenizer.json"
+            f"{tokenizer.folder} does not have, so the model would learn them as text: take the "
+            "tokenizer of the model for chats, or add the special tokens to tokenizer.json"
         )
     return template
 
@@ -308,8 +308,9 @@ def _lacking(template: ChatTemplate) -> list[str]:
         text = template.text(_PROBE)
     except ValueError:
         return []
-    spelled = dict.fromkeys(_SPELLED.findall(text))
-    return [token for token in spelled if token not in template.template.special_tokens]
+    named = [token for token in template.template.variables.values() if token and token in text]
+    spelled = dict.fromkeys([*_SPELLED.findall(text), *named])
+    return [token for token in spelled if template.backend.token_to_id(token) is None]
 
 
 # What is shown ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fp8jax.data.sources import parse_sources
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.training.settings import check_numbers
 
-# Keys that decide which examples come when, and how many; and how config differences name the files.
+# Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
     "data", "tokenizer", "seq_len", "valid_fraction", "document_masking", "long_examples", "seed",
     "batch_size", "num_epochs", "(contents of the data)",
