@@ -21,9 +21,11 @@ within a document has a weighted target exactly once. Only the last row of a str
 
 Cutting a stream wastes no tokens, and row i can be read without the rows before it and without any
 state. Its cost, compared with packing whole documents, is context: a document that is cut by the
-end of a row continues in the next row without what came before.
+end of a row continues in the next row without what came before. Conversations are never cut this
+way: packing.py has their rows.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -39,6 +41,21 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
+
+
+@runtime_checkable
+class DealtRows(Rows, Protocol):
+    """Rows whose contents change from epoch to epoch, but not their number: `ExampleRows`."""
+
+    def epoch(self, number: int, seed: Sequence[int], /) -> Rows:
+        """Returns the rows of an epoch, which depend on its number, from 0, and the seed only."""
+        ...
+
+
+def empty_row(seq_len: int) -> Row:
+    """Returns a row of padding."""
+    row = {k: np.zeros(seq_len, np.int32) for k in ("tokens", "targets", "segments", "positions")}
+    return row | {"weights": np.zeros(seq_len, np.float32)}
 
 
 class PackedRows:
@@ -80,8 +97,7 @@ def _row(stream: TokenStream, index: int, seq_len: int) -> Row:
 
     inputs = min(len(window), seq_len)  # a short window, the last, uses all its tokens as inputs
     steps = len(window) - 1  # number of inputs that have a target
-    row = {k: np.zeros(seq_len, np.int32) for k in ("tokens", "targets", "segments", "positions")}
-    row["weights"] = np.zeros(seq_len, np.float32)
+    row = empty_row(seq_len)
     row["tokens"][:inputs] = window[:inputs]
     row["targets"][:steps] = window[1:]
     row["segments"][:inputs] = document[:inputs] + 1

@@ -34,8 +34,10 @@ class Settings:
     valid_fraction: float
     cache_dir: str
     data_timeout: float
+    long_examples: str
     seed: int
     num_steps: int
+    num_epochs: int | None
     batch_size: int
     seq_len: int
     grad_accum: int
@@ -76,7 +78,7 @@ class Settings:
 def check_numbers(config: ConfigDict) -> None:
     """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
-        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
+        "num_steps", "num_epochs", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
         "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
         "checkpoint_keep",
     )  # fmt: skip
