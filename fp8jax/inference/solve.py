@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8jax.data.chat import ChatTemplate, load_chat_template
+from fp8jax.data.chat_corpus import DATE
 from fp8jax.data.template import has_template
 from fp8jax.inference.accuracy import Accuracy, measure_accuracy
 from fp8jax.inference.problems import Problem
@@ -41,10 +42,13 @@ def solve(
 
 
 def chat_template(trained: TrainedModel) -> ChatTemplate | None:
-    """Returns the template of the folder that a model's small files are in; None without one."""
+    """Returns the template of the folder that a model's small files are in; None without one.
+
+    Where it writes today's date, it writes that of training.
+    """
     if trained.files is None or not has_template(trained.files):
         return None
-    return load_chat_template(trained.files, trained.tokenizer)
+    return load_chat_template(trained.files, trained.tokenizer, now=DATE)
 
 
 def _frozen(trained: TrainedModel) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def test_numbers_that_are_refused(model):
         measure_accuracy(*model, BYTES, one, template=None, max_tokens=0)
     with pytest.raises(ValueError, match="max_requests=0 must be at least 1"):
         measure_accuracy(*model, BYTES, one, template=None, batch_size=0)
-    gpt = tiny_model("gpt2_125m", vocab_size=BYTES.vocab_size, learned_positions=128, n_heads=4)
+    gpt = tiny_model(
+        "gpt2_125m", vocab_size=BYTES.vocab_size, learned_positions=128, n_heads=4, n_kv_heads=4
+    )
     with pytest.raises(ValueError, match="prompt 0 has 302 tokens: .* does not fit .*128"):
         measure_accuracy(*gpt, BYTES, one, template=None)
 
@@ -223,21 +225,21 @@ def test_bounds_are_symmetric_and_ordered():
 
 @pytest.mark.parametrize("p_a, p_b", [(0.1, 0.1), (0.05, 0.01), (0.02, 0.08)])
 def test_coverage(p_a, p_b):
-    """The true difference lies below the upper bound in about 95% of all outcomes of 60 items.
+    """The true difference lies below the upper bound in 94% to 96% of all outcomes of 200 items.
 
-    All outcomes are summed, so the coverage is exact; with few items a score interval's is within
-    a few percent of its aim.
+    All outcomes are summed but those less likely than 1e-9, so the coverage is exact to 2e-6. A
+    bound that is a function of counts cannot cover 95% exactly.
     """
-    n, covered = 60, 0.0
-    for b in range(31):
-        for c in range(31):
+    n, covered = 200, 0.0
+    for b in range(45):
+        for c in range(45):
             chance = (
                 math.comb(n, b) * math.comb(n - b, c)
                 * p_a**b * p_b**c * (1 - p_a - p_b) ** (n - b - c)
             )  # fmt: skip
             if chance > 1e-9:
                 covered += chance * (paired_difference(*flags(b, c, n)).upper >= p_a - p_b)
-    assert 0.93 < covered < 0.985
+    assert 0.94 < covered < 0.96
 
 
 def test_items_that_cannot_be_paired():
