@@ -54,12 +54,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
     config.valid_fraction = 0.05  # fraction of the documents held out for validation, by their hash
+    config.long_examples = "error"  # conversations longer than a row: error, skip or cut
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
     config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text
 
     # Run
     config.seed = 0  # of initialization and data order
     config.num_steps = 300  # optimizer steps
+    config.num_epochs = placeholder(int)  # passes over the data, instead of num_steps; None: off
     config.batch_size = 16  # rows in a step, over all devices and microbatches
     config.grad_accum = 1  # microbatches in a step
 

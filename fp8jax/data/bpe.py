@@ -34,7 +34,8 @@ class BPETokenizer:
     the normalized text.
 
     Attributes: those of `Tokenizer`. `vocab_size` is the highest id + 1, added tokens included; an
-    id that no token has stands for no text. `fingerprint` contains the hash of the file.
+    id that no token has stands for no text. `fingerprint` contains the hash of the file, and
+    `folder` is where it lies, perhaps with a chat template.
     """
 
     name: str = dataclasses.field(default="bpe", init=False)
@@ -43,6 +44,7 @@ class BPETokenizer:
     eos: int
     token_bytes: Int32[np.ndarray, " vocab"]
     fingerprint: str
+    folder: Path
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " length"]:
@@ -88,7 +90,7 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
     fingerprint = f"bpe-1-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
     return BPETokenizer(
         vocab_size=len(token_bytes), bos=bos, eos=eos, token_bytes=token_bytes,
-        fingerprint=fingerprint, backend=backend,
+        fingerprint=fingerprint, folder=path.parent, backend=backend,
     )  # fmt: skip
 
 

@@ -21,7 +21,8 @@ within a document has a weighted target exactly once. Only the last row of a str
 
 Cutting a stream wastes no tokens, and row i can be read without the rows before it and without any
 state. Its cost, compared with packing whole documents, is context: a document that is cut by the
-end of a row continues in the next row without what came before.
+end of a row continues in the next row without what came before. Conversations are never cut this
+way: packing.py has their rows.
 
 Without document masking, a row is one segment from its first token to its last, as if it held one
 long document: attention looks across documents, positions count through, and the first token of the
@@ -30,6 +31,7 @@ weights 1 1 1 1. Tokens and targets are the same. This is how the scripts of Inf
 (arXiv 2509.22536) train: they reset nothing at the borders of documents.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -45,6 +47,21 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
+
+
+@runtime_checkable
+class DealtRows(Rows, Protocol):
+    """Rows whose contents change from epoch to epoch, but not their number: `ExampleRows`."""
+
+    def epoch(self, number: int, seed: Sequence[int], /) -> Rows:
+        """Returns the rows of an epoch, which depend on its number, from 0, and the seed only."""
+        ...
+
+
+def empty_row(seq_len: int) -> Row:
+    """Returns a row of padding."""
+    row = {k: np.zeros(seq_len, np.int32) for k in ("tokens", "targets", "segments", "positions")}
+    return row | {"weights": np.zeros(seq_len, np.float32)}
 
 
 class PackedRows:
@@ -92,8 +109,7 @@ def _row(stream: TokenStream, index: int, seq_len: int, masking: bool) -> Row:
 
     inputs = min(len(window), seq_len)  # a short window, the last, uses all its tokens as inputs
     steps = len(window) - 1  # number of inputs that have a target
-    row = {k: np.zeros(seq_len, np.int32) for k in ("tokens", "targets", "segments", "positions")}
-    row["weights"] = np.zeros(seq_len, np.float32)
+    row = empty_row(seq_len)
     row["tokens"][:inputs] = window[:inputs]
     row["targets"][:steps] = window[1:]
     row["segments"][:inputs] = document[:inputs] + 1

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.analysis.gemms import Summary, find_gemms, format_table, require_fp8, summarize
 from fp8jax.analysis.size_gate import is_measured_here
-from fp8jax.data.corpus import Corpus, build_corpus
+from fp8jax.data.corpus import Corpus
 from fp8jax.data.loader import Batch, TimedIterator, to_devices, train_batches
 from fp8jax.data.mixture import Position as DataPosition
 from fp8jax.data.rows import Row
@@ -44,6 +44,7 @@ from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
+from fp8jax.training.epochs import read_corpus, with_steps
 from fp8jax.training.initial_state import InitialState
 from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.policy_switch import enter_policy
@@ -111,6 +112,7 @@ def train_and_evaluate(
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
+    config, corpus = with_steps(config)
     run = build(config)
     settings = run.settings
     # Refused before the lock, whose file would be left.
@@ -123,11 +125,8 @@ def train_and_evaluate(
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
         changes = _model_changes(run, workdir)
-        corpus = build_corpus(
-            settings.data, run.tokenizer, seq_len=settings.seq_len,
-            valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
-            document_masking=settings.document_masking,
-        )  # fmt: skip
+        if corpus is None:
+            corpus = read_corpus(config, run.tokenizer)
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
@@ -301,8 +300,8 @@ class _Loop:
         """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
         batches = train_batches(
             self.corpus.train, seed=self.settings.seed, batch_size=self.settings.batch_size,
-            position=self.data_position, process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            position=self.data_position, num_epochs=self.settings.num_epochs,
+            process_index=jax.process_index(), process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
         rows = self.faults.batches(batches, self.start + 1)
@@ -489,8 +488,15 @@ class _Loop:
         self.step = dispatched.step
 
     def _rows_read(self, step: int) -> int:
-        """Rows that this process's run has read since it began, in all processes together."""
-        return (step - self.start) * self.settings.batch_size
+        """Rows that this process's run has read since it began, in all processes together.
+
+        Without the empty ones that fill up the last batch of a run of `num_epochs`.
+        """
+        rows = (step - self.start) * self.settings.batch_size
+        if self.settings.num_epochs is None:
+            return rows
+        before = sum(self.corpus.train.counts(self.data_position).values())
+        return min(rows, self.settings.num_epochs * len(self.corpus.train) - before)
 
     def _validate(self, step: int) -> Scalars:
         """Validation scalars, and how many rows each source has given."""

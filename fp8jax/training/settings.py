@@ -32,12 +32,10 @@ class Settings:
     initial_state: str
     precision: str
     data: str
-    valid_fraction: float
-    cache_dir: str
-    document_masking: bool
     data_timeout: float
     seed: int
     num_steps: int
+    num_epochs: int | None
     batch_size: int
     seq_len: int
     grad_accum: int
@@ -78,7 +76,7 @@ class Settings:
 def check_numbers(config: ConfigDict) -> None:
     """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
-        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
+        "num_steps", "num_epochs", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
         "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
         "checkpoint_keep",
     )  # fmt: skip
