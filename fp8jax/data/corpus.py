@@ -82,8 +82,8 @@ def build_corpus(
     seq_len: int,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
-    document_masking: bool = True,
     long_examples: str = "error",
+    document_masking: bool = True,
 ) -> Corpus:
     """Tokenizes the sources in `data`, or reads them from the cache, and packs them into rows.
 
@@ -94,10 +94,10 @@ def build_corpus(
       valid_fraction: fraction of the documents, between 0 and 1, that validate.
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
+      long_examples: what becomes of conversations that are longer than a row: error, skip or cut.
       document_masking: whether the documents of a training row are kept apart (rows.py). Validation
         rows always keep them apart: so the validation losses of two runs compare, and a document's
-        loss does not depend on its neighbors. Conversations are always kept apart.
-      long_examples: what becomes of conversations that are longer than a row: error, skip or cut.
+        loss does not depend on its neighbors. Conversations are kept apart in any case.
 
     Raises:
       ValueError: the spec is wrong (see `parse_sources`), a file cannot be read (the message names
@@ -113,8 +113,8 @@ def build_corpus(
         )
     if not document_masking:
         raise ValueError(
-            f"document_masking=False is for text: source {next(iter(chats))!r} has conversations,"
-            " which rows always keep apart"
+            f"document_masking=False is for text: the conversations of {', '.join(chats)} are kept"
+            " apart in any case; set document_masking=True"
         )
     from fp8jax.data.chat_corpus import pack_chats  # imports jinja2 and the package tokenizers
 

@@ -18,8 +18,8 @@ from fp8jax.training.settings import check_numbers
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
-    "data", "tokenizer", "seq_len", "valid_fraction", "document_masking", "long_examples", "seed",
-    "batch_size", "num_epochs", "(contents of the data)",
+    "data", "tokenizer", "seq_len", "valid_fraction", "long_examples", "seed", "batch_size",
+    "num_epochs", "(contents of the data)",
 )  # fmt: skip
 
 
@@ -27,8 +27,8 @@ def read_corpus(config: ConfigDict, tokens: Tokenizer) -> Corpus:
     """Returns the corpus of a config; raises ValueError as `build_corpus` does."""
     return build_corpus(
         config.data, tokens, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
-        cache_dir=config.cache_dir, document_masking=config.document_masking,
-        long_examples=config.long_examples,
+        cache_dir=config.cache_dir, long_examples=config.long_examples,
+        document_masking=config.document_masking,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ What goes on, and what starts anew:
 
 So a decay equals the last phase of one "wsd" run bit for bit. Each source of the data goes on with
 its own next row: no text comes again while tokenizer, seq_len, seed and the order of the sources
-agree.
+agree. Only a run of `num_epochs` reads its data from the beginning.
 """
 
 import dataclasses
@@ -100,7 +100,12 @@ class InitialState:
         return Restored(
             step=0,
             arrays=arrays | {"state": arrays["state"] | {"opt_state": opt_state}},
-            meta={"position": meta["position"], "recovery": {}, "amaxes": []},
+            meta={
+                # A number of epochs counts the examples from the first one.
+                "position": meta["position"] if run.settings.num_epochs is None else None,
+                "recovery": {},
+                "amaxes": [],
+            },
         )
 
     def _read_meta(self, checkpointer: Checkpointer, run: Run) -> tuple[int, dict[str, Any]]:
