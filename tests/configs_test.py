@@ -32,8 +32,9 @@ from tests.support import ROOT
 from tests.support.commands import command_line
 from tests.support.text import write_generated_text
 
-# Whole pipelines, whose configs hold several training configs; the rest are training configs.
-PIPELINES = ("infir2/h200", "infir2/small")
+# Whole pipelines, whose configs hold several training configs (tests/experiments/pipeline_test.py);
+# the rest are training configs.
+PIPELINES = ("pipeline", "infir2/h200", "infir2/small")
 CONFIGS = sorted(
     name
     for path in (ROOT / "configs").rglob("*.py")
@@ -202,6 +203,7 @@ def uncommented_keys(source: str) -> list[str]:
 
 def test_every_key_has_a_comment():
     assert uncommented_keys((ROOT / "configs/base.py").read_text()) == []
+    assert uncommented_keys((ROOT / "configs/pipeline.py").read_text()) == []
     assert uncommented_keys("config.a = 1\n# not beside it\nconfig.b = f(\n  2  # x\n)") == [
         "config.a"
     ]

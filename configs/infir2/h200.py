@@ -49,7 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 5
         sft.batch_size = 8  # rows, of about a dozen examples each
-        sft.warmup_steps = 50
+        sft.warmup_fraction = 0.05
         sft.learning_rate = 3e-4
         sft.weight_decay = 0.0
         sft.valid_every = 200

@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     cpt.checkpoint_every = 20
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 1
-        sft.warmup_steps = 4
+        sft.warmup_fraction = 0.05
         sft.learning_rate = 5e-4
         sft.weight_decay = 0.0
         sft.valid_every = 50
