@@ -21,7 +21,7 @@ from experiments.pipeline.stages import Stage, StageError
 from fp8jax.inference.accuracy import paired_difference, share
 from fp8jax.inference.paired import measured
 from tests.support import ROOT
-from tests.support.commands import command_here
+from tests.support.commands import run_command
 from tests.support.text import write_generated_text
 
 # Stages -------------------------------------------------------------------------------------------
@@ -310,7 +310,6 @@ def losses(path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_killed_inside_stages_and_finished(tmp_path):
     """kill -9 in pre-training and in fine-tuning; then to the end, and once more."""
     workdir, log = tmp_path / "run", tmp_path / "log"
@@ -319,18 +318,22 @@ def test_killed_inside_stages_and_finished(tmp_path):
     assert not (workdir / "bf16/cpt/result.json").exists()
     kill_at(arguments, log, workdir / "bf16/seed_0/sft_1/metrics.jsonl", 5)
     cpt = (workdir / "bf16/cpt/result.json").read_bytes()
-    with command_here("pipeline") as command:
-        command(*arguments)
-        results = {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
-        assert len(results) == 3 + 2 + 3 + 2 + 2
-        found = json.loads((workdir / "figures.json").read_text())
-        report = (workdir / "report.html").read_text()
-        assert (workdir / "bf16/cpt/result.json").read_bytes() == cpt
-        command(*arguments)  # makes nothing again
-        assert results == {p: p.stat().st_mtime_ns for p in workdir.rglob("result.json")}
-        assert json.loads((workdir / "figures.json").read_text()) == found
-        with pytest.raises(SystemExit, match=r"bf16/cpt is done with other settings: .*num_steps"):
-            command(*arguments, "--config.cpt.num_steps=13")
+    done = run_command("pipeline", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
+    assert len(results) == 3 + 2 + 3 + 2 + 2
+    found = json.loads((workdir / "figures.json").read_text())
+    report = (workdir / "report.html").read_text()
+    assert (workdir / "bf16/cpt/result.json").read_bytes() == cpt
+    done = run_command("pipeline", *arguments)  # makes nothing again
+    assert "12 of 12 stages are done" in done.stderr and "stage 1" not in done.stderr
+    assert results == {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
+    assert json.loads((workdir / "figures.json").read_text()) == found
+    done = run_command("pipeline", *arguments, "--config.cpt.num_steps=13")
+    assert done.returncode == 1
+    assert re.match(
+        r"error: bf16/cpt is done with other settings: num_steps: 12 -> 13; take", done.stderr
+    )
     assert len(losses(workdir / "bf16/cpt/metrics.jsonl")) == 12
     late = "bf16+bf16+fp8_block_ue8m0"
     assert 0.9 < found[f"inference_kept/{late}"]["value"] < 1.1
