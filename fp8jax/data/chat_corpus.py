@@ -30,7 +30,7 @@ from fp8jax.lookup import lookup
 
 DATE = datetime.datetime(2024, 7, 26)  # the date of Llama 3.1's template where it knows no other
 
-_NAMED = 3  # long examples that a message names
+_NAMED = 2  # long examples that a message names
 _SHOWN = 400  # characters of a turn that are shown
 
 
