@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from fp8jax.data.cache_folder import Stats, read_or_build
 from fp8jax.data.chat import ChatExample, ChatTemplate
-from fp8jax.data.conversation import ChatFiles, place_of
+from fp8jax.data.conversation import Chat, ChatFiles, place_of
 from fp8jax.data.documents import SPLITS, require_fraction, split_of
 from fp8jax.data.readers import Tally
 from fp8jax.data.token_cache import digests, map_array, token_dtype
@@ -186,13 +186,15 @@ def _write(
             bar.update(tally.bytes_read - bar.n)
 
 
-def _rendered(reader: ChatFiles, template: ChatTemplate, chat) -> Iterator[ChatExample]:
-    """Yields the examples of a conversation; ValueError if one of them supervises nothing."""
-    render = template.turns if reader.each_turn else lambda *a, **k: [template.example(*a, **k)]
-    for example in render(chat.messages, tools=chat.tools, place=chat.place):
-        if not example.mask[1:].any():
-            raise ValueError(
-                f"{chat.place}: only the first token is the assistant's, and nothing comes before "
-                "it from which it could be predicted"
-            )
-        yield example
+def _rendered(reader: ChatFiles, template: ChatTemplate, chat: Chat) -> list[ChatExample]:
+    """Returns the examples of a conversation; ValueError if one of them trains nothing."""
+    if reader.each_turn:
+        examples = template.turns(chat.messages, tools=chat.tools, place=chat.place)
+    else:
+        examples = [template.example(chat.messages, tools=chat.tools, place=chat.place)]
+    if not all(example.mask[1:].any() for example in examples):
+        raise ValueError(
+            f"{chat.place}: only the first token is the assistant's, and nothing comes before it "
+            "from which it could be predicted"
+        )
+    return examples

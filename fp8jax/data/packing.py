@@ -101,6 +101,8 @@ class ExampleRows:
     def __init__(self, examples: Examples, *, seq_len: int):
         if not len(examples):
             raise ValueError("no examples to pack")
+        if (most := examples.lengths.max() - 1) > seq_len:
+            raise ValueError(f"an example takes {most} places, more than a row of {seq_len=}")
         self.examples, self.seq_len = examples, seq_len
         self._slots = slot_sizes(examples.lengths - 1, seq_len)
         self._in_order = np.argsort(-self._slots, kind="stable")
@@ -112,7 +114,7 @@ class ExampleRows:
         return len(self._bounds) - 1
 
     def __getitem__(self, index: int) -> Row:
-        return self._row(index, self._in_order)
+        return self.row_of(self.members(index))
 
     def epoch(self, number: int, seed: Sequence[int]) -> "Epoch":
         """Returns the rows of an epoch, which depend on its number and the seed only."""
@@ -124,16 +126,20 @@ class ExampleRows:
         """Returns the share of all places that hold a token."""
         return float(np.sum(self.examples.lengths - 1) / (len(self) * self.seq_len))
 
-    def members(self, index: int, dealt: Int64[np.ndarray, " n"] | None = None) -> list[int]:
+    def members(self, index: int) -> list[int]:
         """Returns which examples a row holds, in order."""
+        return self.members_of(index, self._in_order)
+
+    def members_of(self, index: int, dealt: Int64[np.ndarray, " n"]) -> list[int]:
+        """Returns which examples a row holds, given the example of each slot."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} does not exist")
-        slots = self._by_row[self._bounds[index] : self._bounds[index + 1]]
-        return (self._in_order if dealt is None else dealt)[slots].tolist()
+        return dealt[self._by_row[self._bounds[index] : self._bounds[index + 1]]].tolist()
 
-    def _row(self, index: int, dealt: Int64[np.ndarray, " n"]) -> Row:
+    def row_of(self, members: Sequence[int]) -> Row:
+        """Returns the row that holds these examples, in this order."""
         row, begin = empty_row(self.seq_len), 0
-        for segment, member in enumerate(self.members(index, dealt), start=1):
+        for segment, member in enumerate(members, start=1):
             ids, supervised = self.examples[member]
             place = slice(begin, begin + len(ids) - 1)
             row["tokens"][place] = ids[:-1]
@@ -161,8 +167,8 @@ class Epoch:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self.rows._row(index, self.dealt)
+        return self.rows.row_of(self.members(index))
 
     def members(self, index: int) -> list[int]:
         """Returns which examples a row holds, in order."""
-        return self.rows.members(index, self.dealt)
+        return self.rows.members_of(index, self.dealt)

@@ -87,10 +87,9 @@ def _first(text: str) -> list[str]:
 
 
 def _epochs(settings: Settings, corpus: Corpus) -> str:
-    epochs = settings.num_steps * settings.batch_size / len(corpus.train)
-    if settings.num_epochs is None:
-        return f"{epochs:.2g} epochs"
-    return f"from num_epochs={settings.num_epochs}, the config's num_steps is not read"
+    if settings.num_epochs is not None:
+        return f"num_epochs={settings.num_epochs}, which sets num_steps"
+    return f"{settings.num_steps * settings.batch_size / len(corpus.train):.2g} epochs"
 
 
 def closing_line(
