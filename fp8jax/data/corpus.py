@@ -108,6 +108,8 @@ def build_corpus(
     # Either all sources have a weight or none has.
     weights = {source.name: source.weight for source in sources if source.weight is not None}
     if not (chats := chat_readers(sources)):
+        if long_examples != "error":
+            raise ValueError(f"{long_examples=} is for conversations, and {data!r} is text")
         return _text_corpus(
             sources, weights, tokenizer, seq_len, valid_fraction, cache_dir, document_masking
         )

@@ -14,7 +14,7 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.corpus import Corpus, build_corpus
 from fp8jax.data.sources import parse_sources
 from fp8jax.data.tokenizers import tokenizer
-from fp8jax.training.settings import check_numbers
+from fp8jax.training.settings import Settings
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
@@ -23,12 +23,12 @@ _ORDER = (
 )  # fmt: skip
 
 
-def read_corpus(config: ConfigDict, tokens: Tokenizer) -> Corpus:
-    """Returns the corpus of a config; raises ValueError as `build_corpus` does."""
+def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
+    """Returns the corpus of a run; raises ValueError as `build_corpus` does."""
     return build_corpus(
-        config.data, tokens, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
-        cache_dir=config.cache_dir, long_examples=config.long_examples,
-        document_masking=config.document_masking,
+        settings.data, tokens, seq_len=settings.seq_len, valid_fraction=settings.valid_fraction,
+        cache_dir=settings.cache_dir, long_examples=settings.long_examples,
+        document_masking=settings.document_masking,
     )  # fmt: skip
 
 
@@ -42,14 +42,14 @@ def with_steps(config: ConfigDict) -> tuple[ConfigDict, Corpus | None]:
     """
     if config.num_epochs is None:
         return config, None
-    check_numbers(config)
+    settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
     weighted = [each.name for each in parse_sources(config.data) if each.weight is not None]
     if weighted:
         raise ValueError(
             f"num_epochs={config.num_epochs} reads all rows equally often, but {weighted} have "
             "weights: remove the weights, or set num_steps and not num_epochs"
         )
-    corpus = read_corpus(config, tokenizer(config.tokenizer))
+    corpus = read_corpus(settings, tokenizer(config.tokenizer))
     counted = config.copy_and_resolve_references()
     counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)
     logging.info(

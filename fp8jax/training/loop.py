@@ -126,7 +126,7 @@ def train_and_evaluate(
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
         changes = _model_changes(run, workdir)
         if corpus is None:
-            corpus = read_corpus(config, run.tokenizer)
+            corpus = read_corpus(settings, run.tokenizer)
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(

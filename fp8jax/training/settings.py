@@ -32,6 +32,10 @@ class Settings:
     initial_state: str
     precision: str
     data: str
+    valid_fraction: float
+    cache_dir: str
+    long_examples: str
+    document_masking: bool
     data_timeout: float
     seed: int
     num_steps: int

@@ -45,7 +45,7 @@ def test_counts_of_a_source(tmp_path):
     rendered = [
         template.example([user(line["prompt"]), assistant(line["response"])]) for line in pairs(100)
     ]
-    assert sum(stats.documents.values()) == 100
+    assert sum(stats.conversations.values()) == 100
     assert sum(stats.tokens.values()) == sum(len(example.ids) for example in rendered)
     assert sum(stats.supervised.values()) == sum(example.mask.sum() for example in rendered)
     weights = [
@@ -61,7 +61,7 @@ def test_counts_of_a_source(tmp_path):
     assert head.split()[2:] == "conversations examples tokens supervised rows fill share".split()
     assert train.split()[2:7] == [
         f"{n['train']:,}"
-        for n in (stats.documents, stats.examples, stats.tokens, stats.supervised, stats.rows)
+        for n in (stats.conversations, stats.examples, stats.tokens, stats.supervised, stats.rows)
     ]
     assert long.strip() == "no example was longer than a row of 160 tokens"
 
@@ -103,16 +103,16 @@ def test_turns_are_examples(tmp_path):
     with pytest.raises(ValueError, match="chats.jsonl, line 1: .* differently"):
         build_corpus(spec, bpe, **settings)
     (stats,) = build_corpus(f"{spec}#turns", bpe, **settings).stats
-    assert sum(stats.documents.values()) == 40 and sum(stats.examples.values()) == 80
+    assert sum(stats.conversations.values()) == 40 and sum(stats.examples.values()) == 80
     for split in ("train", "valid"):  # the turns of a conversation stay together
-        assert stats.examples[split] == 2 * stats.documents[split]
+        assert stats.examples[split] == 2 * stats.conversations[split]
 
 
 def test_the_split_is_that_of_the_tokenizers_documents(tmp_path):
     spec = write_chats(tmp_path, pairs(60))
     documents = list(training_documents(spec, 0.2))
     corpus = chat_corpus(tmp_path, pairs(60))
-    assert len(documents) == corpus.stats[0].documents["train"]
+    assert len(documents) == corpus.stats[0].conversations["train"]
 
 
 def test_a_date_in_a_template_never_changes(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_long_examples_are_skipped(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="absl"):
         corpus = chat_corpus(tmp_path, LONG, long_examples="skip")
     (stats,) = corpus.stats
-    assert sum(stats.skipped.values()) == 2 and sum(stats.documents.values()) == 60
+    assert sum(stats.skipped.values()) == 2 and sum(stats.conversations.values()) == 60
     assert "line 61" in caplog.text and "line 62" in caplog.text
     assert "skipped 2 examples" in corpus.summary() and "skipped 2 examples" in stats.brief()
 
@@ -178,7 +178,7 @@ def test_long_examples_are_cut(tmp_path, caplog):
         all_examples(chat_corpus(tmp_path, LONG[:61], seq_len=2048)), key=lambda e: len(e[0])
     )
     assert sum(stats.cut_tokens.values()) == len(spelled[0]) - 161
-    assert sum(whole.documents.values()) == 62
+    assert sum(whole.conversations.values()) == 62
     assert f"cut 1 by {sum(stats.cut_tokens.values()):,} tokens" in corpus.summary()
 
 
@@ -273,3 +273,8 @@ def test_bad_sources(tmp_path):
         build_corpus(spec, bpe, long_examples="drop", **settings)
     with pytest.raises(ValueError, match="its valid split has none of its 20 conversations"):
         build_corpus(spec, bpe, **(settings | {"valid_fraction": 1e-9}))
+
+
+def test_no_example_is_left(tmp_path):
+    with pytest.raises(ValueError, match="'chat-chats': all .* are longer than .* left out"):
+        chat_corpus(tmp_path, pairs(20), seq_len=8, long_examples="skip")

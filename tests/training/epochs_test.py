@@ -73,7 +73,8 @@ def test_a_run_resumes_inside_epoch_3(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "TimedIterator", recorded)
     train_and_evaluate(config, str(tmp_path / "run"))
     whole, seen = numbers(tmp_path / "run"), list(batches)
-    corpus = read_corpus(config, loop.build(config).tokenizer)
+    run = loop.build(config)
+    corpus = read_corpus(run.settings, run.tokenizer)
     rows, steps = len(corpus.train), len(whole)
     assert whole[-1]["rows/chat-chats"] == 4 * rows < 16 * steps
     assert json.loads((tmp_path / "run/config.json").read_text())["num_steps"] == steps
