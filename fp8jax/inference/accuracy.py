@@ -124,10 +124,14 @@ def _room(model: Transformer, longest: int, max_tokens: int) -> int:
 def turn_ends(template: ChatTemplate) -> tuple[int, ...]:
     """Returns the id of the special token with which a template ends the assistant's turn, if any.
 
-    It is often none of the tokenizer's EOS: ChatML has its own.
+    It is often not the tokenizer's EOS: ChatML has its own. A template whose turns cannot be found
+    has none.
     """
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    example = template.example(messages, place="a message to the chat template")
+    try:
+        example = template.example(messages)
+    except ValueError:
+        return ()
     last = int(example.ids[example.mask][-1])
     added = template.tokenizer.backend.get_added_tokens_decoder()
     return (last,) if last in added and added[last].special else ()

@@ -131,8 +131,16 @@ def test_the_token_that_ends_a_turn(tmp_path, template, end):
     assert turn_ends(loaded) == (tokenizer.backend.token_to_id(end),)
 
 
-def test_a_template_whose_turns_end_without_a_token(tmp_path):
-    template = CHATML.replace("message.content + '<|im_end|>\\n'", "message.content + '\\n'")
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("message.content + '<|im_end|>\\n'", "message.content + '\\n'"),
+        "{{ raise_exception('only a user may speak') }}",
+    ],
+    ids=["without a token", "refused"],
+)
+def test_a_template_whose_turns_end_with_no_token(tmp_path, template):
+    assert template != CHATML
     tokenizer = load_bpe(write_chat_folder(tmp_path, template) / "tokenizer.json")
     assert turn_ends(load_chat_template(tmp_path, tokenizer)) == ()
 
