@@ -33,6 +33,7 @@ from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.model.config import ModelConfig
 from fp8jax.numerics.names import as_policy
 from fp8jax.training.epochs import read_corpus
+from fp8jax.training.settings import Settings
 
 ITEMS = "items.npz"
 EXPORTED = "hf"  # the folder of an export's model
@@ -130,7 +131,8 @@ def _losses(task: Task, model: str, trained: TrainedModel) -> Numbers:
 
 def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
     """Returns the first held-out rows of each source of a run."""
-    corpus = read_corpus(config, tokenizer(config.tokenizer))
+    settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
+    corpus = read_corpus(settings, tokenizer(config.tokenizer))
     return {
         source: [rows[i] for i in range(min(most, len(rows)))]
         for source, rows in corpus.valid.items()

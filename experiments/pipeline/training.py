@@ -25,7 +25,7 @@ def check(config: ConfigDict) -> ModelConfig:
     config, corpus = with_steps(config)
     run = build(config)
     if corpus is None:
-        read_corpus(config, run.tokenizer)
+        read_corpus(run.settings, run.tokenizer)
     if run.initial_weights is not None:
         run.initial_weights.check()
     return run.stages[0].model.config
