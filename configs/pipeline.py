@@ -31,14 +31,14 @@ def get_config() -> ml_collections.ConfigDict:
         problems.seed = seed  # of the problems
         config[name] = problems
 
-    # Training: whole configs. The pipeline sets precision, the model, tokenizer, initial weights
-    # and seed of fine-tuning
-    config.cpt = base.get_config()
-    config.cpt.tokenizer = "bpe:{tokenizer}"
-    config.sft_1 = base.get_config()
-    config.sft_1.data = "chat:{problems_1}/train.jsonl"
-    config.sft_2 = base.get_config()
-    config.sft_2.data = "chat:{problems_2}/train.jsonl"
+    # Training: whole configs, with all keys of configs/base.py. The pipeline sets their precision,
+    # and for fine-tuning the model, the tokenizer, the weights to start from and the seed
+    config.cpt = base.get_config()  # continual pre-training
+    config.cpt.tokenizer = "bpe:{tokenizer}"  # of all stages
+    config.sft_1 = base.get_config()  # first stage of fine-tuning
+    config.sft_1.data = "chat:{problems_1}/train.jsonl"  # or conversations of yours
+    config.sft_2 = base.get_config()  # second stage, which follows on the first
+    config.sft_2.data = "chat:{problems_2}/train.jsonl"  # or conversations of yours
 
     # Evaluation of each trained and each exported model
     config.evaluate = ml_collections.ConfigDict()

@@ -358,7 +358,7 @@ def test_there_are_many_rows():
 
 
 def test_no_config_is_named(refusal, monkeypatch):
-    monkeypatch.setattr(command, "check_config_flags", lambda arguments: None)
+    monkeypatch.setattr(command, "check_config_flags", lambda *_: None)
     line = refusal("--workdir=x", "--configs=x")
     assert line.startswith("error: Unknown command line flag 'configs'")
 

@@ -22,6 +22,7 @@ from fp8jax.inference.accuracy import paired_difference, share
 from fp8jax.inference.paired import measured
 from tests.support import ROOT
 from tests.support.commands import run_command
+from tests.support.pages import page_of
 from tests.support.text import write_generated_text
 
 # Stages -------------------------------------------------------------------------------------------
@@ -200,6 +201,18 @@ def test_the_configs_are_plans(name, tmp_path):
     assert f"python -m experiments.pipeline --config=configs/infir2/{name}.py" in docstring
 
 
+def test_every_key_is_read():
+    """Outside the configs of training, which runs read."""
+    source = "".join(path.read_text() for path in (ROOT / "experiments/pipeline").glob("*.py"))
+    read = set(re.findall(r"\b(?:config|settings)\.(?:tokenizer\.)?(\w+)|\"(\w+)\"", source))
+    names = {name for pair in read for name in pair}
+    made = pipeline.get_config()
+    keys = set(made) | {
+        key for group in ("tokenizer", *plan.PROBLEMS, "evaluate") for key in made[group]
+    }
+    assert keys <= names, keys - names
+
+
 # Figures ------------------------------------------------------------------------------------------
 
 RIGHT = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 0, 1])  # of BF16, of FP8
@@ -340,4 +353,6 @@ def test_killed_inside_stages_and_finished(tmp_path):
     assert found["inference_kept/bf16"]["value"] == pytest.approx(1, abs=0.01)
     assert found[f"loss_gap/{late}/sft_2"]["value"] == 0  # only the export differs
     assert found["time/sft_2/bf16"]["value"] > 0 and found["memory/cpt/bf16"]["value"] > 0
-    assert "Accuracy after both stages" in report and late in report
+    sections = page_of(report)
+    assert list(sections) == ["table-1", "table-2", "table-3", "cpt", "sft_1", "sft_2"]
+    assert late in sections["table-1"] and "No figure" not in report
