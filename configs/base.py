@@ -21,6 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
     # Model; model_overrides replace single fields of it, None keeps the model's own
     config.model = "llama_tiny"  # a key of MODELS (fp8jax/model/models.py), or hf:DIR
     config.initial_weights = ""  # hf:DIR or a workdir, whose weights step 0 starts from; "": random
+    config.initial_state = ""  # WORKDIR or WORKDIR@STEP of a run to start from, its optimizer too
     config.model_overrides = ml_collections.ConfigDict()
     config.model_overrides.vocab_size = placeholder(int)  # rows of the embedding
     config.model_overrides.d_model = placeholder(int)  # width of the residual stream
@@ -51,21 +52,25 @@ def get_config() -> ml_collections.ConfigDict:
     config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/data/sources.py
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
+    config.document_masking = True  # False: documents of a training row see those before them
     config.valid_fraction = 0.05  # fraction of the documents held out for validation, by their hash
+    config.long_examples = "error"  # conversations longer than a row: error, skip or cut
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
     config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text
 
     # Run
     config.seed = 0  # of initialization and data order
     config.num_steps = 300  # optimizer steps
+    config.num_epochs = placeholder(int)  # passes over the data, instead of num_steps; None: off
     config.batch_size = 16  # rows in a step, over all devices and microbatches
     config.grad_accum = 1  # microbatches in a step
 
     # Optimizer
     config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/optim/optimizers.py
     config.learning_rate = 1e-3  # the largest one, reached after the warm-up
-    config.schedule = "cosine"  # cosine, or wsd: warm-up, stable, decay
+    config.schedule = "cosine"  # cosine; wsd: warm-up, stable, decay; decay: the last of these
     config.warmup_steps = 20  # of linear growth of the rate; if too many, a tenth of the run
+    config.warmup_fraction = placeholder(float)  # warm-up as a share of the run; None: warmup_steps
     config.decay_fraction = 0.2  # wsd: fraction of the run that decays
     config.final_fraction = 0.1  # final learning rate divided by the largest
     config.weight_decay = 0.1  # applies to kernels and embeddings

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from absl import app, flags, logging
 
-from experiments.config_flag import check_config_flags
+from experiments.config_flag import RUN_KEYS, Keys, check_config_flags
 
 ERRORS = (ValueError, NotImplementedError, OSError)
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
@@ -27,6 +27,7 @@ def run(
     errors: Iterable[type[Exception]] = ERRORS,
     verbosity: int = logging.WARNING,
     quiet: Iterable[str] = ("jax",),
+    config: Keys = RUN_KEYS,
 ) -> None:
     """Parses the flags, calls `main` and exits; with status 130 after Ctrl-C.
 
@@ -36,12 +37,16 @@ def run(
         a traceback, as `app.UsageError` does. `--verbosity=1` logs the traceback, too.
       verbosity: absl's logging level, unless --verbosity is given.
       quiet: Python loggers that log warnings and errors only.
+      config: the keys that --config must have.
     """
     logging.set_verbosity(verbosity)
     logging.get_absl_handler().setFormatter(_Plain())
     for name in quiet:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
-    app.run(functools.partial(call, main, errors), flags_parser=parse_flags)
+    app.run(
+        functools.partial(call, main, errors),
+        flags_parser=functools.partial(parse_flags, config=config),
+    )
 
 
 class _Plain(python_logging.Formatter):
@@ -70,7 +75,7 @@ def call(
         sys.exit(INTERRUPTED)
 
 
-def parse_flags(argv: list[str]) -> list[str]:
+def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
     """Parses the flags as absl does, and returns the program's name and the other arguments.
 
     A wrong flag, or a wrong --config or --config.KEY=VALUE, ends the process with one line and
@@ -80,7 +85,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
             sys.exit(f"error: the argument {argument!r} is not UTF-8")
     try:
-        check_config_flags(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        check_config_flags(flags.FLAGS.read_flags_from_files(argv, force_gnu=False), config)
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, *ERRORS) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

@@ -2,24 +2,38 @@
 
 Their own errors for a wrong file or key name neither of the two, take several lines or are
 tracebacks. A config must have the keys of configs/base.py: all of them, since the run reads them,
-and no other, since the run would ignore it.
+and no other, since the run would ignore it. A pipeline's config must have those of
+configs/pipeline.py.
 """
 
+import dataclasses
 import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import base
+from configs import base, pipeline
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
 
 
-def check_config_flags(arguments: Sequence[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys that configs must have: those of `file`, a module of configs/ with `get_config`."""
+
+    file: str
+    get_config: Callable[[], ConfigDict]
+
+
+RUN_KEYS = Keys("configs/base.py", base.get_config)
+PIPELINE_KEYS = Keys("configs/pipeline.py", pipeline.get_config)
+
+
+def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
     """Checks the config that the command line names, if it names one, and the keys it changes.
 
     Raises:
@@ -29,10 +43,10 @@ def check_config_flags(arguments: Sequence[str]) -> None:
     if (spec := _value_of_config(arguments)) is None:
         return
     config = _load(spec)
-    _require_keys(spec, config, base.get_config())
+    _require_keys(spec, config, keys.get_config(), keys.file)
     for argument in arguments:
         if match := _OVERRIDE.fullmatch(argument):
-            _require_key(config, match[1])
+            _require_key(config, match[1], keys.file)
 
 
 def _value_of_config(arguments: Sequence[str]) -> str | None:
@@ -95,35 +109,37 @@ def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _require_keys(spec: str, config: ConfigDict, whole: ConfigDict, group: str = "") -> None:
+def _require_keys(
+    spec: str, config: ConfigDict, whole: ConfigDict, file: str, group: str = ""
+) -> None:
     """Raises ValueError unless both have the same keys, in their groups, too."""
     for key in config:
         if key not in whole:
-            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole)}")
+            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole, file)}")
     if missing := [group + key for key in whole if key not in config]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
             f"--config={spec} lacks {', '.join(missing[:3])}{more}: begin with "
-            "configs.base.get_config()"
+            f"{file.removesuffix('.py').replace('/', '.')}.get_config()"
         )
     for key, value in whole.items():
         if isinstance(value, ConfigDict):
             if not isinstance(config[key], ConfigDict):
                 raise ValueError(f"--config={spec}: {group}{key} must be a group of keys")
-            _require_keys(spec, config[key], value, f"{group}{key}.")
+            _require_keys(spec, config[key], value, file, f"{group}{key}.")
 
 
-def _require_key(config: ConfigDict, path: str) -> None:
+def _require_key(config: ConfigDict, path: str, file: str) -> None:
     """Raises ValueError unless the config has the key, such as "mesh_axes.data"."""
     node: object = config
     for key in path.split("."):
         if not isinstance(node, ConfigDict) or key not in node:
             known = node if isinstance(node, ConfigDict) else ()
-            raise ValueError(f"--config.{path}: {_unknown(path, key, known)}")
+            raise ValueError(f"--config.{path}: {_unknown(path, key, known, file)}")
         node = node[key]
 
 
-def _unknown(path: str, key: str, known: Iterable[str]) -> str:
+def _unknown(path: str, key: str, known: Iterable[str], file: str) -> str:
     similar = difflib.get_close_matches(key, list(known), n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
-    return f"configs/base.py has no key {path!r}{hint}"
+    return f"{file} has no key {path!r}{hint}"

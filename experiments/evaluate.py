@@ -8,15 +8,19 @@ differs from BF16 on the same items. --workdir is a run's directory, or hf:DIR. 
     FILE.jsonl    multiple choice or exact match, FILE.jsonl:samples=4,temperature=0.8
     FILE.yaml     any task of lm-evaluation-harness whose data is local
 
+--problems=FILE.jsonl,NAME=FILE.jsonl also measures the accuracy on problems whose answers are
+numbers (experiments.arithmetic, GSM8K, MATH), with shuffled answers as a control; --tasks= leaves
+out the rest. --json=FILE writes all numbers with their items, to compare them with other models'.
+
 --telemetry=FOLDER also writes what each precision does to weights and activations, on the first
 batch of that text: FOLDER/PRECISION.parquet (docs/telemetry.md).
 
-docs/evaluation.md describes them. Tasks but perplexity need `pip install 'fp8jax[eval]'`.
+docs/evaluation.md describes them. Tasks from files need `pip install 'fp8jax[eval]'`.
 """
 
+import dataclasses
 import importlib.util
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,23 +28,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import flags
+from absl import logging as absl_logging
 
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
+from experiments.measured import ACCURACY, BASELINE, Numbers, table, write_json
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import valid_batches
 from fp8jax.data.rows import Rows
 from fp8jax.device import xla
-from fp8jax.inference.generate import SEEDS
+from fp8jax.inference.accuracy import share
+from fp8jax.inference.generate import MOST_POSITIONS, SEEDS
 from fp8jax.inference.memory import memory_errors
-from fp8jax.inference.paired import Estimate, Measured, difference
 from fp8jax.inference.perplexity import joined, read_texts, score_texts
+from fp8jax.inference.problems import Problem, read_problems, shuffled
 from fp8jax.inference.scorer import require_room
+from fp8jax.inference.solve import solve
 from fp8jax.interop.trained import TrainedModel, load_model
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.checkpoint import DamagedError
-from fp8jax.records.text_table import aligned
 from fp8jax.telemetry.files import write_rows
 from fp8jax.telemetry.transformer import measure_forward
 
@@ -58,55 +65,116 @@ _LENGTH = flags.DEFINE_integer(
 )
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Most rows in a batch.", lower_bound=1)
 _LIMIT = flags.DEFINE_integer("limit", None, "Use only the first rows of each task.", lower_bound=1)
+_PROBLEMS = flags.DEFINE_string(
+    "problems", None, "Files of problems, FILE or NAME=FILE, separated by commas."
+)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens", 256, "Most tokens of a response to a problem.", 1, MOST_POSITIONS
+)
+_PROBLEM_BATCH = flags.DEFINE_integer(
+    "problem_batch", 128, "Most problems that are answered at a time.", lower_bound=1
+)
+_JSON = flags.DEFINE_string("json", None, "A file for all numbers with their items; overwritten.")
 _TELEMETRY = flags.DEFINE_string("telemetry", None, "Folder of files with what casts do.")
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "Of samples, and of stochastic rounding.", lower_bound=0, upper_bound=SEEDS - 1
+    "seed",
+    0,
+    "Of samples, stochastic rounding and shuffled answers.",
+    lower_bound=0,
+    upper_bound=SEEDS - 1,
 )
 
 ERRORS = (*command.ERRORS, DamagedError, MemoryError)
 
 PERPLEXITY = "perplexity"
-BASELINE = "bf16"
+SHUFFLED, ENDED = "shuffled answers", "responses that end"
 
-Numbers = dict[tuple[str, str], Measured]  # by task or source of text, and what is measured
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is measured of each model.
+
+    Attributes:
+      perplexity: whether text is scored.
+      tasks: the harness's.
+      problems: by name.
+    """
+
+    perplexity: bool
+    tasks: Sequence[Any]
+    problems: Mapping[str, Sequence[Problem]]
 
 
 def main(arguments: Sequence[str]) -> None:
     command.refuse_arguments(arguments)
     specs = [spec for spec in command.split_specs(_TASKS.value) if spec]
-    if not specs:
-        raise ValueError("--tasks names no task")
-    if _DATA.value and PERPLEXITY not in specs:
-        raise ValueError(f"--data={_DATA.value} is for perplexity, which --tasks does not name")
-    if _TELEMETRY.value and PERPLEXITY not in specs:
-        raise ValueError(
-            f"--telemetry={_TELEMETRY.value} measures the text of perplexity, which --tasks does"
-            " not name"
-        )
+    _check_flags(specs)
+    problems = _read_problems()
     tasks = _read_tasks([spec for spec in specs if spec != PERPLEXITY])
-    if _LIMIT.value is not None and not tasks:
+    if _LIMIT.value is not None and not tasks and not problems:
         raise ValueError("--limit is for tasks from files, and --tasks names none")
-    asked: list[Any] = command.split_specs(_PRECISION.value) if _PRECISION.value else []
-    for name in asked:
+    precisions: list[Any] = command.split_specs(_PRECISION.value) if _PRECISION.value else []
+    for name in precisions:
         as_policy(name)
     xla.set_compilation_cache()
-    with memory_errors("lower --batch_size or --length"):
-        print(_table(_measure_all(asked, PERPLEXITY in specs, tasks)))
+    asked = Asked(perplexity=PERPLEXITY in specs, tasks=tasks, problems=problems)
+    with memory_errors("lower --batch_size, --problem_batch or --length"):
+        measured = _measure_all(precisions, asked)
+    print(table(measured))
+    if _JSON.value:
+        write_json(Path(_JSON.value).expanduser(), _WORKDIR.value, measured)
 
 
-def _measure_all(
-    asked: Sequence[Any], perplexity: bool, tasks: Sequence[Any]
-) -> Mapping[str, Numbers]:
+def _check_flags(specs: Sequence[str]) -> None:
+    """Raises ValueError for flags that mean nothing beside the others."""
+    if not specs and not _PROBLEMS.value:
+        raise ValueError("--tasks names no task")
+    for flag, what in (
+        (_DATA, "is for perplexity"),
+        (_TELEMETRY, "measures the text of perplexity"),
+    ):
+        if flag.value and PERPLEXITY not in specs:
+            raise ValueError(f"--{flag.name}={flag.value} {what}, which --tasks does not name")
+    for number in (_MAX_TOKENS, _PROBLEM_BATCH):
+        if number.present and not _PROBLEMS.value:
+            raise ValueError(f"--{number.name} is for --problems")
+    if _JSON.value and not Path(_JSON.value).expanduser().absolute().parent.is_dir():
+        raise ValueError(f"--json={_JSON.value}: there is no such folder")
+
+
+def _measure_all(precisions: Sequence[Any], asked: Asked) -> Mapping[str, Numbers]:
     """Returns the numbers of each precision, of the run's own without any, and of the baseline."""
     rows: dict[str, Any] = {}
     measured: dict[str, Numbers] = {}
-    for precision in asked or [None]:
+    for precision in precisions or [None]:
         trained = _load(precision)
         label = precision or as_policy(trained.model.policy).name
-        measured[label] = _measure(trained, perplexity, rows, tasks)
+        measured[label] = _measure(trained, asked, rows)
     if BASELINE in measured:
         return measured
-    return {BASELINE: _measure(_load(BASELINE), perplexity, rows, tasks)} | measured
+    return {BASELINE: _measure(_load(BASELINE), asked, rows)} | measured
+
+
+def _read_problems() -> dict[str, Sequence[Problem]]:
+    """Returns the problems of --problems by name, the first ones of each file with --limit."""
+    found: dict[str, Sequence[Problem]] = {}
+    for spec in (_PROBLEMS.value or "").split(","):
+        if not spec:
+            continue
+        name, equals, file = spec.rpartition("=")
+        path = Path(file).expanduser()
+        name = name if equals else path.name.partition(".")[0]
+        if not name or name in found:
+            raise ValueError(f"--problems: {spec} needs a name of its own, NAME=FILE")
+        own = read_problems(path)
+        if own.left_out:
+            absl_logging.warning(
+                "%s: %d problems have no number as their answer and are left out, %d are used",
+                path, own.left_out, len(own.problems),
+            )  # fmt: skip
+        found[name] = own.problems[: _LIMIT.value]
+        shuffled(found[name], _SEED.value)  # needs two
+    return found
 
 
 def _load(precision: str | None) -> TrainedModel:
@@ -131,29 +199,43 @@ def _read_tasks(specs: Sequence[str]) -> list[Any]:
     return [read_task(spec) for spec in specs]
 
 
-def _measure(
-    trained: TrainedModel, perplexity: bool, rows: dict[str, Rows], tasks: Sequence[Any]
-) -> Numbers:
+def _measure(trained: TrainedModel, asked: Asked, rows: dict[str, Rows]) -> Numbers:
     """Returns everything that is measured of one model; `rows` are read when they are empty."""
     tokenizer, numbers = trained.tokenizer, Numbers()
     assert tokenizer is not None
-    length = _row_length(trained)
-    if perplexity:
+    if asked.perplexity:
+        length = _row_length(trained)
         require_room(trained.model, _BATCH_SIZE.value, length)
         if not rows:
             rows.update(_read_rows(trained, tokenizer, length))
         numbers |= _perplexities(trained, tokenizer, rows)
         if _TELEMETRY.value:
             _write_telemetry(trained, next(iter(rows.values())), _TELEMETRY.value)
-    if tasks:
+    if asked.problems:
+        numbers |= _solve(trained, asked.problems)
+    if asked.tasks:
         from fp8jax.inference.harness import HarnessModel, begins_texts, run_tasks
 
         model = HarnessModel(
-            trained.model, trained.variables, tokenizer, max_length=length,
+            trained.model, trained.variables, tokenizer, max_length=_row_length(trained),
             batch_size=_BATCH_SIZE.value, seed=_SEED.value,
             begin=trained.record is not None or begins_texts(tokenizer),
         )  # fmt: skip
-        numbers |= run_tasks(model, tasks, limit=_LIMIT.value)
+        numbers |= run_tasks(model, asked.tasks, limit=_LIMIT.value)
+    return numbers
+
+
+def _solve(trained: TrainedModel, problems: Mapping[str, Sequence[Problem]]) -> Numbers:
+    found = solve(
+        trained, problems, max_tokens=_MAX_TOKENS.value, batch_size=_PROBLEM_BATCH.value
+    )  # fmt: skip
+    numbers = Numbers()
+    for name, own in problems.items():
+        mixed = found[name].against(shuffled(own, _SEED.value))
+        for what, flags_of_items in zip(
+            (ACCURACY, SHUFFLED, ENDED), (found[name].right, mixed, found[name].ended), strict=True
+        ):
+            numbers[name, what] = share(flags_of_items)
     return numbers
 
 
@@ -172,9 +254,11 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
     record = trained.record
     if record is None:
         raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
+    # Runs that are older than this key had no conversations.
+    fit = {key: record[key] for key in ("long_examples",) if key in record}
     corpus = build_corpus(
         record["data"], tokenizer, seq_len=length, valid_fraction=record["valid_fraction"],
-        cache_dir=record["cache_dir"],
+        cache_dir=record["cache_dir"], **fit,
     )  # fmt: skip
     return corpus.valid
 
@@ -204,30 +288,6 @@ def _write_telemetry(trained: TrainedModel, rows: Rows, folder: str) -> None:
         trained.model, trained.variables, tokens, segments, positions, key=key
     )  # fmt: skip
     write_rows(Path(folder, f"{policy.name.replace('/', '_')}.parquet"), table.rows)
-
-
-def _table(measured: Mapping[str, Numbers]) -> str:
-    """Returns one line for each number and precision; the baseline's is the first."""
-    baseline = measured[BASELINE]
-    lines = [["of", "measured", "precision", "value", f"minus {BASELINE}"]]
-    for key, own in baseline.items():
-        for precision, numbers in measured.items():
-            line = [*key, precision, _text(numbers[key].estimate)]
-            if precision != BASELINE:
-                line.append(_text(difference(numbers[key], own), "+"))
-            lines.append(line)
-    return "\n".join(aligned(lines))
-
-
-def _text(estimate: Estimate | None, sign: str = "") -> str:
-    """Returns "0.7500 ± 0.0217", with an error of two significant digits."""
-    if estimate is None:
-        return "?"
-    value, error = estimate
-    if not error > 0:  # zero, or unknown
-        return f"{value:{sign}.5g}" + (" ± 0" if error == 0 else " ± ?")
-    digits = max(0, 1 - math.floor(math.log10(error)))
-    return f"{value:{sign}.{digits}f} ± {error:.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from experiments import command
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.chat import ChatTemplate, load_chat_template
 from fp8jax.device import xla
+from fp8jax.inference.accuracy import turn_ends
 from fp8jax.inference.generate import MOST_POSITIONS, SEEDS, Generator
 from fp8jax.inference.memory import memory_errors
 from fp8jax.inference.sampling import Sampling
@@ -144,6 +145,7 @@ def _prompts(trained: TrainedModel) -> _Prompts:
         if trained.files is None:
             raise ValueError(f"{trained.name} has no chat template: --chat needs one")
         template = load_chat_template(trained.files, trained.tokenizer)
+        stops += turn_ends(template)
     return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
 
 

@@ -3,17 +3,22 @@
 
 The tokenizer is a byte-level BPE, learned from the training split only. A run uses it with
 --config.tokenizer=bpe:tokenizer.json. The run's data and valid_fraction should be the same as here.
+
+--chat makes one for conversations: with the special tokens of ChatML, a token for each digit, and
+its tokenizer_config.json and chat_template.jinja beside it. A folder should hold nothing else.
 """
 
 import itertools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
 from experiments import command
 from fp8jax.data import tokenizers
 from fp8jax.data.bpe import train_bpe
+from fp8jax.data.chat_tokenizer import write_chat_tokenizer
 from fp8jax.data.documents import training_documents
 
 _DATA = flags.DEFINE_string(
@@ -28,6 +33,7 @@ _VOCAB_SIZE = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string(
     "output", None, "The tokenizer.json to write; must not exist.", required=True
 )
+_CHAT = flags.DEFINE_bool("chat", False, "Make one for conversations, with a chat template.")
 
 _SAMPLE = 1000  # documents on which bytes per token are measured
 
@@ -39,9 +45,12 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(f"--output={output} exists and is not overwritten")
     os.makedirs(os.path.dirname(output) or ".", exist_ok=True)  # fails before the long work
     documents = training_documents(_DATA.value, _VALID_FRACTION.value)
-    learned = train_bpe(documents, _VOCAB_SIZE.value)
-    with open(output, "x", encoding="utf-8") as file:
-        file.write(learned.to_str(pretty=True))
+    if _CHAT.value:
+        write_chat_tokenizer(Path(output), documents, _VOCAB_SIZE.value)
+    else:
+        learned = train_bpe(documents, _VOCAB_SIZE.value)
+        with open(output, "x", encoding="utf-8") as file:
+            file.write(learned.to_str(pretty=True))
     _print_summary(output)
 
 

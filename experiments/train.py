@@ -21,6 +21,7 @@ from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training import dry_run, parameter_table, programs
 from fp8jax.training.build import build
+from fp8jax.training.epochs import with_steps
 from fp8jax.training.profile import parse_profile
 from fp8jax.training.recovery import StoppedError
 
@@ -54,6 +55,7 @@ ERRORS = (*command.ERRORS, StoppedError, DamagedError)  # that end in one line
 def _inspect(config: ConfigDict, workdir: str) -> None:
     """Prints and writes what the flags request that needs no training."""
     xla.set_compilation_cache()  # the run reuses the programs that are compiled here
+    config, _ = with_steps(config)
     run = build(config)
     if run.initial_weights is not None:
         run.initial_weights.check()

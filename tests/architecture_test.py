@@ -134,10 +134,14 @@ def check_test_imports(source: str, path: str) -> Iterator[str]:
 
 
 def check_config_imports(source: str, path: str) -> Iterator[str]:
-    """A config imports ml_collections and configs.base, and names recipes by string."""
+    """A config imports ml_collections and the files of all keys, and names recipes by string."""
+    keys = (["configs", "base"], ["configs", "pipeline"])
     for line, name in imports(source, path):
-        if name.split(".")[0] != "ml_collections" and name.split(".")[:2] != ["configs", "base"]:
-            yield f"{line}: imports {name}: configs import only ml_collections and configs.base"
+        if name.split(".")[0] != "ml_collections" and name.split(".")[:2] not in keys:
+            yield (
+                f"{line}: imports {name}: configs import only ml_collections, configs.base and "
+                "configs.pipeline"
+            )
 
 
 def test_folders_import_only_from_folders_below():

@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +32,29 @@ from tests.support import ROOT
 from tests.support.commands import command_line
 from tests.support.text import write_generated_text
 
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem[0] != "_")
+# Whole pipelines, whose configs hold several training configs (tests/experiments/pipeline_test.py);
+# the rest are training configs.
+PIPELINES = ("pipeline", "infir2/h200", "infir2/small")
+CONFIGS = sorted(
+    name
+    for path in (ROOT / "configs").rglob("*.py")
+    if path.stem[0] != "_"
+    if (name := path.relative_to(ROOT / "configs").with_suffix("").as_posix()) not in PIPELINES
+)
 RUNS = [name for name in CONFIGS if name != "base"]
 
 
+def module_of(name: str) -> ModuleType:
+    """infir2/cpt_7b -> the module configs.infir2.cpt_7b."""
+    return importlib.import_module("configs." + name.replace("/", "."))
+
+
 def sizes(name: str) -> tuple[str, ...]:
-    """What may follow the colon of --config=FILE:SIZE; () for a file without sizes."""
-    module = importlib.import_module(f"configs.{name}")
-    return module.SIZES if hasattr(module, "SIZES") else ()
+    """What may follow the colon of --config=FILE:SIZE, sizes or stages; () for neither."""
+    module = module_of(name)
+    return next(
+        (getattr(module, kind) for kind in ("SIZES", "STAGES") if hasattr(module, kind)), ()
+    )
 
 
 ALL = [(name, size) for name in CONFIGS for size in sizes(name) or (None,)]
@@ -46,7 +62,7 @@ ALL = [(name, size) for name in CONFIGS for size in sizes(name) or (None,)]
 
 def load(name: str, size: str | None = None):
     """The config of that file, locked as the command line locks it."""
-    get_config = importlib.import_module(f"configs.{name}").get_config
+    get_config = module_of(name).get_config
     return (get_config() if size is None else get_config(size)).lock()
 
 
@@ -98,7 +114,11 @@ def test_config_resolves_as_it_is(name, size):
     run = build(config)  # full size: nothing is allocated
     assert not config.size_gate  # a policy of a published config is all of it
     assert config.unroll in (1, run.stages[0].model.config.n_layers)
-    parse_sources(config.data)
+    if config.num_epochs is None:
+        parse_sources(config.data)
+        return
+    with pytest.raises(ValueError, match="no file matches 'InfiAlign-SFT-(72k|165k)/"):
+        parse_sources(config.data)  # conversations that the user has to get
 
 
 def test_papers_run_as_their_papers_say():
@@ -116,6 +136,48 @@ def test_papers_run_as_their_papers_say():
         assert config.gnmr_most <= layers / 4 or size == "llama_125m"  # the paper's 4 of 12
         if size != "naive":  # only the saved activations are quantized
             assert [low.casts, high.casts] == [(low.wgrad_x,), (high.wgrad_x,)]
+
+
+def check_values(config, **values) -> None:
+    assert {name: config[name] for name in values} == values
+
+
+def test_infir2_pretrains_as_published():
+    """40,000 steps of 128 rows of 32,768: 168B tokens, in phases of 5,000, 30,000 and 5,000."""
+    for name, model in (("cpt_1_5b", "qwen2.5_1.5b"), ("cpt_7b", "qwen2.5_7b")):
+        config = load(f"infir2/{name}")
+        check_values(
+            config, precision="fp8_block_ue8m0", model=model, seed=1236, seq_len=32_768,
+            batch_size=128, num_steps=40_000, document_masking=False, optimizer="adamw",
+            learning_rate=1e-4, schedule="wsd", weight_decay=0.1, b1=0.9, b2=0.95, clip_norm=1.0,
+            moments="float32", gradients="float32", master_weights="float32",
+        )  # fmt: skip
+        assert round(config.num_steps * config.batch_size * config.seq_len / 1e9) == 168
+        optimizer = OptimizerConfig.from_config(config)
+        assert (optimizer.warmup, optimizer.decay_steps) == (5000, 5000)
+        _, rate = make_optimizer(optimizer)
+        for finished, expected in [(0, 2e-8), (4999, 1e-4), (34_999, 1e-4), (39_999, 1e-5)]:
+            assert float(rate(finished)) == pytest.approx(expected, rel=1e-5, abs=1e-4 * 2.0**-22)
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_infir2_fine_tunes_as_published(stage):
+    sizes = (("1_5b", "qwen2.5_1.5b", 5e-5), ("7b", "qwen2.5_7b", 2e-5))
+    for name, model, peak in sizes:
+        config = load(f"infir2/sft_{name}", stage)
+        check_values(
+            config, precision="fp8_block_ue8m0", model=model, seq_len=32_768, batch_size=64,
+            num_epochs=5, document_masking=True, remat="full", optimizer="adamw", weight_decay=0.0,
+            learning_rate=peak, schedule="cosine", b1=0.9, b2=0.95,
+        )  # fmt: skip
+        assert {"stage1": "72k", "stage2": "165k"}[stage] in config.data
+        config.num_steps = 1000  # what five epochs may come to
+        optimizer = OptimizerConfig.from_config(config)
+        assert optimizer.warmup == 50
+        _, rate = make_optimizer(optimizer)
+        assert float(rate(999)) == pytest.approx(peak / 10, rel=1e-5)
+    with pytest.raises(ValueError, match="stage 'stage3' is none of stage1, stage2"):
+        load("infir2/sft_7b", "stage3")
 
 
 @pytest.mark.parametrize("size", ["small", "gpt2_125m"])
@@ -145,9 +207,9 @@ def test_a_shorter_run_needs_no_other_key(name, size, num_steps):
     assert stages.begins(num_steps)[0] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if sizes(name)])
+@pytest.mark.parametrize("name", [name for name in RUNS if "small" in sizes(name)])
 def test_sizes_are_documented_and_another_one_is_refused(name):
-    docstring = " ".join(importlib.import_module(f"configs.{name}").__doc__.split())
+    docstring = " ".join(module_of(name).__doc__.split())
     for size in sizes(name)[1:]:
         assert size in docstring
     assert sizes(name)[0] == "small" and load(name) == load(name, "small")
@@ -189,6 +251,7 @@ def uncommented_keys(source: str) -> list[str]:
 
 def test_every_key_has_a_comment():
     assert uncommented_keys((ROOT / "configs/base.py").read_text()) == []
+    assert uncommented_keys((ROOT / "configs/pipeline.py").read_text()) == []
     assert uncommented_keys("config.a = 1\n# not beside it\nconfig.b = f(\n  2  # x\n)") == [
         "config.a"
     ]

@@ -3,7 +3,7 @@
     python -m experiments.bench gemm --output=docs/benchmarks     (also: quantize, attention,
                                                                    accumulation)
     python -m experiments.bench step --shapes=d4096,d1536 --policies=bf16,fp8_block,fp8_block@xla
-    python -m experiments.bench step --config=configs/infir2.py:qwen2.5_1.5b --config.KEY=VALUE
+    python -m experiments.bench step --config=configs/infir2/cpt_1_5b.py --config.KEY=VALUE
     python -m experiments.bench decode --policies=bf16,fp8_current,fp8_rowwise:only=fwd_w
     python -m experiments.bench telemetry --config=configs/lm_125m.py --config.num_steps=1000 \\
         --config.telemetry_every=50

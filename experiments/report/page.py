@@ -42,13 +42,7 @@ def report(runs: Sequence[RunFiles]) -> str:
     """
     runs = compare.with_unique_names(runs)
     drawn = charts.have_matplotlib()
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(
-        Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    )
-    return template.render(
+    return page_template(Path(__file__).with_name("page.html")).render(
         runs=[_run(run, runs[0], drawn) for run in runs],
         names=[run.name for run in runs],
         warnings=compare.warnings(runs),
@@ -61,9 +55,25 @@ def report(runs: Sequence[RunFiles]) -> str:
         memory=tables.memory(runs),
         most_tensors=_MOST_TENSORS,
         most_steps=_MOST_STEPS,
-        version=importlib.metadata.version("fp8jax"),
-        written=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        **signature(),
     )
+
+
+def page_template(path: Path) -> jinja2.Template:
+    """Return the template in a file, which may use parts.html and style.html of this folder."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader([path.parent, Path(__file__).parent]),
+    )  # fmt: skip
+    return environment.get_template(path.name)
+
+
+def signature() -> dict[str, str]:
+    """Return what pages say of their making: `version` and `written`."""
+    return {
+        "version": importlib.metadata.version("fp8jax"),
+        "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+    }
 
 
 def _run(run: RunFiles, baseline: RunFiles, drawn: bool) -> _Run:

@@ -152,7 +152,7 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
     losses: dict[str, list[float]] = {"training": [], "inference": []}
     corpus = build_corpus(
         one.data, tokenizer(one.tokenizer), seq_len=one.seq_len, cache_dir=one.cache_dir,
-        valid_fraction=one.valid_fraction,
+        valid_fraction=one.valid_fraction, document_masking=one.document_masking,
     )  # fmt: skip
     for precision in names:
         one.precision = precision

@@ -34,7 +34,8 @@ class BPETokenizer:
     the normalized text.
 
     Attributes: those of `Tokenizer`. `vocab_size` is the highest id + 1, added tokens included; an
-    id that no token has stands for no text. `fingerprint` contains the hash of the file.
+    id that no token has stands for no text. `fingerprint` contains the hash of the file, and
+    `folder` is where it lies, perhaps with a chat template.
     """
 
     name: str = dataclasses.field(default="bpe", init=False)
@@ -43,6 +44,7 @@ class BPETokenizer:
     eos: int
     token_bytes: Int32[np.ndarray, " vocab"]
     fingerprint: str
+    folder: Path
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> Int32[np.ndarray, " length"]:
@@ -88,7 +90,7 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
     fingerprint = f"bpe-1-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
     return BPETokenizer(
         vocab_size=len(token_bytes), bos=bos, eos=eos, token_bytes=token_bytes,
-        fingerprint=fingerprint, backend=backend,
+        fingerprint=fingerprint, folder=path.parent, backend=backend,
     )  # fmt: skip
 
 
@@ -135,23 +137,40 @@ def _token_bytes(
     return token_bytes
 
 
-def train_bpe(documents: Iterator[str], vocab_size: int) -> tokenizers.Tokenizer:
+def train_bpe(
+    documents: Iterator[str],
+    vocab_size: int,
+    *,
+    special_tokens: Sequence[str] = (BEGIN, END),
+    single_digits: bool = False,
+) -> tokenizers.Tokenizer:
     """Learns a byte-level byte-pair encoding; `save` it and load it with `bpe:PATH`.
 
-    Ids 0 and 1 begin and end a document. The next 256 ids are the bytes, so that any text can be
+    The special tokens have the first ids. The next 256 ids are the bytes, so that any text can be
     encoded. The others are pairs that occur at least twice. Text is split into words as in GPT-2.
     The same documents give the same file.
 
+    Args:
+      special_tokens: by default those that begin and end a document.
+      single_digits: whether each digit is a word, so that no token has two digits, as in Qwen's.
+
     Raises:
-      ValueError: vocab_size is less than 258, or the text does not have that many tokens.
+      ValueError: vocab_size is less than 256 and the special tokens, or the text does not have
+        that many tokens.
     """
-    if vocab_size < 258:
-        raise ValueError(f"{vocab_size=} must be at least 258: the 256 bytes, BOS and EOS")
+    least = 256 + len(special_tokens)
+    if vocab_size < least:
+        names = "BOS and EOS" if len(special_tokens) == 2 else ", ".join(special_tokens)
+        raise ValueError(f"{vocab_size=} must be at least {least}: the 256 bytes, {names}")
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
-    learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split_words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.pre_tokenizer = split_words
+    if single_digits:
+        split_digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+        learned.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split_digits, split_words])
     learned.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=[BEGIN, END],
+        vocab_size=vocab_size, min_frequency=2, special_tokens=list(special_tokens),
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )  # fmt: skip

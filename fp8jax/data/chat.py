@@ -25,6 +25,8 @@ template can write special tokens. A token that a turn contains in part counts a
 import dataclasses
 import datetime
 import functools
+import hashlib
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -67,12 +69,15 @@ class ChatExample:
 class ChatTemplate:
     """Renders conversations; `load_chat_template` creates it.
 
+    `fingerprint` is a hex digest of the template and of what it reads besides messages.
+
     Further arguments of the methods are variables of the template, such as `enable_thinking`.
     `place` says where messages are from, such as "chats.jsonl, line 3", and begins every error.
     """
 
     template: Template
     tokenizer: BPETokenizer
+    fingerprint: str
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)  # recognizes special tokens
 
     def prompt(
@@ -97,6 +102,16 @@ class ChatTemplate:
         if not len(ids):
             raise ValueError(f"{place}: {self.template.place} makes an empty text of the messages")
         return ids
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Returns the whole conversation as text.
+
+        Raises:
+          ValueError: the messages are no conversation (`check_messages`), or the template refuses
+            them.
+        """
+        check_messages(messages, "messages")
+        return self._render(messages, None, {}, "messages").text.replace(GUARD, "")
 
     def example(
         self,
@@ -288,11 +303,16 @@ def load_chat_template(
         raise ValueError(f"{folder}: chat templates need the tokenizer of a tokenizer.json; {has}")
     source, place = read_source(folder, name)
     added = tokenizer.backend.get_added_tokens_decoder().values()
+    variables, now = _named_tokens(folder), datetime.datetime.now() if now is None else now
     template = Template.compile(
         source, place=place, special_tokens=[token.content for token in added if token.special],
-        variables=_named_tokens(folder), now=datetime.datetime.now() if now is None else now,
+        variables=variables, now=now,
     )  # fmt: skip
-    return ChatTemplate(template=template, tokenizer=tokenizer, backend=_backend(tokenizer))
+    reads = json.dumps([source, variables, now.isoformat()], sort_keys=True)
+    return ChatTemplate(
+        template=template, tokenizer=tokenizer, backend=_backend(tokenizer),
+        fingerprint=hashlib.sha256(reads.encode()).hexdigest(),
+    )  # fmt: skip
 
 
 def _backend(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:

@@ -3,6 +3,9 @@
 A message is a dict with a `role` of `ROLES` and a `content`, its text. An assistant's message may
 have `tool_calls`, and then its content may be missing or null. Other keys, such as
 `reasoning_content` or `tool_call_id`, are for the template to read.
+
+A file has JSON lines, `{"messages": […], "tools": […]}` or `{"prompt": "…", "response": "…"}`. The
+latter is a message of the user and one of the assistant.
 """
 
 import dataclasses
@@ -26,42 +29,109 @@ class Chat:
     Attributes:
       messages: as in the file, and valid.
       tools: descriptions of the tools as JSON has them, None without any.
-      place: "FILE, line N", for error messages.
+      path, line: where it is from; the first line of a file is 1.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
-    place: str
+    path: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        """FILE, line N: begins error messages."""
+        return place_of(self.path, self.line)
+
+    @property
+    def contents(self) -> str:
+        """The texts of all messages, with a blank line between two; decides the split."""
+        texts = [m["content"] for m in self.messages if "content" in m and m["content"]]
+        return "\n\n".join(texts)
 
 
-def read_chats(path: Path) -> Iterator[Chat]:
-    """Yields the conversations of a file of JSON lines {"messages": […], "tools": […]}.
+def place_of(path: Path, line: int) -> str:
+    """Returns how error messages name a line of a file."""
+    return f"{path}, line {line}"
+
+
+def read_chats(path: Path, tally: Tally | None = None) -> Iterator[Chat]:
+    """Yields the conversations of a file (see the module's docstring).
 
     `tools` may be missing, other keys are not read, and blank lines are skipped. A file whose name
     ends in .gz or .zst is decompressed.
+
+    Args:
+      tally: counts the bytes read, for showing progress.
 
     Raises:
       ValueError: a line is not such an object, or its messages are no example to train on (see
         `check_example`). The message names file and line.
     """
-    with open_counted(path, Tally()) as file:
+    with open_counted(path, Tally() if tally is None else tally) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _chat(line, f"{path}, line {number}")
+                messages, tools = _conversation(line, place_of(path, number))
+                yield Chat(messages=messages, tools=tools, path=path, line=number)
 
 
-def _chat(line: bytes, place: str) -> Chat:
+def _conversation(line: bytes, place: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Returns the messages and tools of a line."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON: {error}") from error
+    if isinstance(row, dict) and "messages" not in row and {"prompt", "response"} <= row.keys():
+        return _pair(row["prompt"], row["response"], place), None
     if not isinstance(row, dict) or "messages" not in row:
-        raise ValueError(f'{place}: expected {{"messages": […]}}, got {brief(row)}')
+        raise ValueError(
+            f'{place}: expected {{"messages": […]}} or {{"prompt": "…", "response": "…"}}, got '
+            f"{brief(row)}"
+        )
     check_example(row["messages"], place)
     tools = row["tools"] if "tools" in row else None
     if not (tools is None or isinstance(tools, list)):
         raise ValueError(f"{place}: tools must be a list, got {brief(tools)}")
-    return Chat(messages=row["messages"], tools=tools, place=place)
+    return row["messages"], tools
+
+
+def _pair(prompt: Any, response: Any, place: str) -> list[dict[str, Any]]:
+    """Returns a prompt and its response as messages."""
+    for name, text in (("prompt", prompt), ("response", response)):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{place}: {name} must be a text that is not blank, got {brief(text)}")
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatFiles:
+    """The reader of the source kind `chat`: files of conversations.
+
+    Attributes:
+      label, paths: as for the readers of text (readers.py).
+      each_turn: whether each of the assistant's turns is an example of its own, with what came
+        before it; else a conversation is one example.
+    """
+
+    label: str
+    paths: tuple[Path, ...]
+    each_turn: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("turns",) if self.each_turn else ()
+
+    def files(self) -> Sequence[Path]:
+        return self.paths
+
+    def chats(self, tally: Tally) -> Iterator[Chat]:
+        """Yields the conversations of all files, in order; raises as `read_chats` does."""
+        for path in self.paths:
+            yield from read_chats(path, tally)
+
+    def documents(self, tally: Tally) -> Iterator[str]:
+        """Yields the contents of each conversation, for training a tokenizer."""
+        for chat in self.chats(tally):
+            yield chat.contents
 
 
 def check_messages(messages: Any, place: str) -> None:

@@ -41,6 +41,7 @@ def train_batches(
     seed: int,
     batch_size: int,
     position: Position | None = None,
+    num_epochs: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
 ) -> grain.DatasetIterator[Row]:
@@ -48,7 +49,7 @@ def train_batches(
 
     Equivalent to::
 
-        read = mixture.reader(position, seed=seed)
+        read = mixture.reader(position, seed=seed, num_epochs=num_epochs)
         local = batch_size // process_count
         for b in itertools.count():
             first = b * batch_size + process_index * local
@@ -62,6 +63,7 @@ def train_batches(
       seed: of the shuffles.
       batch_size: rows in a global batch.
       position: where to begin, from `mixture.start`; None is the beginning of a run.
+      num_epochs: epochs after which a source gives empty rows; None for endless ones.
       process_index: number of this process, from 0.
       process_count: number of processes.
 
@@ -74,7 +76,8 @@ def train_batches(
         position belongs to another mixture, or process_index is not below process_count.
     """
     offset, local = _local_slice(batch_size, process_index, process_count)
-    read = mixture.reader(mixture.start() if position is None else position, seed=seed)
+    position = mixture.start() if position is None else position
+    read = mixture.reader(position, seed=seed, num_epochs=num_epochs)
 
     def batch(index: int) -> Row:
         first = index * batch_size + offset

@@ -21,9 +21,16 @@ rows that each source has given is known exactly. Drawing sources at random was 
 know these numbers only after a replay. So was grain.MapDataset.mix, which has no closed form for
 them. `Position` needs them: when weights or sources change in mid-run, each source continues with
 its own next row.
+
+Epochs. Row k of a source belongs to its epoch k // R, where R is its number of rows. Without
+weights, all sources end their epochs together, every sum(R) positions. A run of E epochs takes
+E * R rows of each source. Where a source would begin its epoch E, counted from 0, `reader` gives
+empty rows, which fill up the last batch. Conversations are packed anew in each epoch (packing.py),
+into as many rows.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -32,7 +39,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from fp8jax.data.rows import Row, Rows
+from fp8jax.data.rows import DealtRows, Row, Rows
 
 MAX_CYCLE = 2**26  # positions in a cycle; its tables take 12 bytes for each
 
@@ -210,10 +217,16 @@ class Mixture:
         self._require_own(position)
         return _total(position.base, self._cycle.counts(position.advanced(rows).rows))
 
-    def reader(self, position: Position, *, seed: int) -> Callable[[int], Row]:
+    def reader(
+        self, position: Position, *, seed: int, num_epochs: int | None = None
+    ) -> Callable[[int], Row]:
         """Returns a function from n >= 0 to the row that a run reads n rows after `position`.
 
         The function is thread-safe.
+
+        Args:
+          seed: of all shuffles.
+          num_epochs: the epochs after which a source gives empty rows; None for endless ones.
 
         Raises:
           ValueError: the position belongs to another schedule, or the seed is not in [0, 2^32).
@@ -223,14 +236,16 @@ class Mixture:
             raise ValueError(f"seed must be in [0, 2^32), got {seed}")
         places = {name: number for number, name in enumerate(position.base)}
         names = list(self.rows)
-        orders = [_order(len(rows), seed, places[name]) for name, rows in self.rows.items()]
+        readers = [
+            _reader(rows, seed, places[name], num_epochs) for name, rows in self.rows.items()
+        ]
 
         def read(n: int) -> Row:
             cycles, place = divmod(position.rows + n, self._cycle.length)
             source = self._cycle.source[place]
             name = names[source]
             earlier = cycles * self.schedule[name] + int(self._cycle.rank[place])
-            return self.rows[name][int(orders[source][position.base[name] + earlier])]
+            return readers[source](position.base[name] + earlier)
 
         return read
 
@@ -240,6 +255,24 @@ class Mixture:
                 f"the position belongs to the schedule {position.schedule}, not to this mixture's, "
                 f"{self.schedule}: convert it with mixture.start(position.to_json())"
             )
+
+
+def _reader(rows: Rows, seed: int, place: int, num_epochs: int | None) -> Callable[[int], Row]:
+    """Returns a function from k >= 0 to the row that a source gives as its k-th."""
+    order, count = _order(len(rows), seed, place), len(rows)
+    padding = {key: np.zeros_like(value) for key, value in rows[0].items()}
+
+    @functools.lru_cache(maxsize=4)  # two epochs meet in a batch, and two threads read batches
+    def epoch(number: int) -> Rows:
+        return rows.epoch(number, (seed, place)) if isinstance(rows, DealtRows) else rows
+
+    def read(k: int) -> Row:
+        number = k // count
+        if num_epochs is not None and number >= num_epochs:
+            return padding
+        return epoch(number)[int(order[k])]
+
+    return read
 
 
 def _order(count: int, seed: int, place: int) -> grain.MapDataset[int]:

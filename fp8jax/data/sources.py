@@ -1,4 +1,4 @@
-"""Parses the config key `data`: which sources of text a run reads, and with which weights.
+"""Parses the config key `data`: which sources a run reads, and with which weights.
 
 The key lists sources, separated by commas. Each is `[NAME=][WEIGHT*]KIND[:ARGUMENT]`:
 
@@ -14,11 +14,13 @@ other sources (mixture.py); either all sources have a weight or none has. KIND i
     jsonl:GLOB[#FIELD]          each line {"FIELD": "…"} is a document
     parquet:GLOB[#COLUMN]       each row is a document
     tfds:NAME[@SPLIT][#FIELD]   each example of a TensorFlow dataset is a document
+    chat:GLOB[#turns]           each line is a conversation (conversation.py), or with #turns each
+                                of its assistant's turns, with what came before it
 
-FIELD and COLUMN default to `text`. Files of `text` and `jsonl` whose names end in .gz or .zst are
-decompressed while they are read. The text after the last # is a field if it looks like a name:
-letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text without commas, such
-as <|endoftext|>, or the word `blank` for one or more blank lines.
+FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` whose names end in .gz or
+.zst are decompressed while they are read. The text after the last # is a field if it looks like a
+name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text without
+commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
 
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
 the config is parsed, so it may look for files but must not read them.
@@ -29,10 +31,11 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+from fp8jax.data.conversation import ChatFiles
 from fp8jax.data.readers import (
     COMPRESSIONS,
     JsonLines,
@@ -106,12 +109,20 @@ def _tfds(argument: str) -> Reader:
     return TensorFlowDataset(name=name, split=split, field=field)
 
 
+def _chat(argument: str) -> Reader:
+    pattern, given, unit = argument.partition("#")
+    if given and unit != "turns":
+        raise ValueError(f"expected chat:GLOB or chat:GLOB#turns, got #{unit}")
+    return ChatFiles(label=_stem(pattern), paths=_found(pattern), each_turn=bool(given))
+
+
 SOURCES: dict[str, Callable[[str], Reader]] = {
     "python_stdlib": _python_stdlib,
     "text": _text,
     "jsonl": _jsonl,
     "parquet": _parquet,
     "tfds": _tfds,
+    "chat": _chat,
 }
 
 
@@ -130,6 +141,23 @@ class Source:
     kind: str
     weight: Fraction | None
     reader: Reader
+
+
+def chat_readers(sources: Sequence[Source]) -> dict[str, ChatFiles]:
+    """Returns the readers of the sources of conversations, by name; {} for sources of text.
+
+    Raises:
+      ValueError: some sources are of conversations, and others of text.
+    """
+    chats = {s.name: s.reader for s in sources if isinstance(s.reader, ChatFiles)}
+    if chats and len(chats) < len(sources):
+        texts = ", ".join(source.name for source in sources if source.name not in chats)
+        raise ValueError(
+            f"{', '.join(chats)} have conversations and {texts} text: a run is of one kind, since "
+            "conversations are packed as whole examples and text is cut; train on the text first, "
+            "and on the conversations with config.initial_weights"
+        )
+    return chats
 
 
 def _weight(text: str, spec: str) -> Fraction:

@@ -249,6 +249,11 @@ def read_source(folder: Path, name: str | None) -> tuple[str, str]:
     return lookup("chat template", name, templates)
 
 
+def has_template(folder: Path) -> bool:
+    """Whether `read_source` finds any template in a folder, which need not exist."""
+    return bool(_templates(folder))
+
+
 def _templates(folder: Path) -> dict[str, tuple[str, str]]:
     """Returns the folder's templates by name, each with its place."""
     config = read_config(folder)

@@ -14,16 +14,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import logging
 from jaxtyping import Int64, UInt
 from tqdm import tqdm
 
 from fp8jax.data.byte_tokenizer import Tokenizer
+from fp8jax.data.cache_folder import Stats, read_or_build
 from fp8jax.data.documents import (
     MIN_DOCUMENT_BYTES,
     SPLITS,
@@ -35,8 +34,6 @@ from fp8jax.data.sources import Source
 
 # Version of the cached files; raise it whenever the same text would give other streams.
 FORMAT_VERSION = 1
-
-MANIFEST = "manifest.json"
 
 
 def _zeros() -> dict[str, int]:
@@ -78,6 +75,32 @@ class SourceStats:
             f"documents under {MIN_DOCUMENT_BYTES} bytes{records}"
         )
 
+    def heading(self, width: int) -> str:
+        """Returns the head of the table, with a first column of `width` characters."""
+        return f"{'source':{width}}  split{'documents':>16}{'bytes':>16}{'tokens':>16}   share"
+
+    def table(self, width: int, share: float) -> list[str]:
+        """Returns the lines of the table; `share` is that of the training rows."""
+        lines = []
+        for split in SPLITS:
+            counts = (self.documents[split], self.bytes[split], self.tokens[split])
+            line = f"{self.name:{width}}  {split}" + "".join(f"{n:16,}" for n in counts)
+            lines.append(line + (f"{share:8.2%}" if split == "train" else ""))
+        lines.append(f"{'':{width}}  {self.skipped()}")
+        if self.piece_size:
+            lines.append(
+                f"{'':{width}}  its documents were too few to hold any out: they are cut into "
+                f"pieces of up to {self.piece_size:,} characters"
+            )
+        return lines
+
+    def brief(self) -> str:
+        """Returns the counts in a line, for the console."""
+        return (
+            f"{self.documents['train']:,} documents, {self.tokens['train']:,} tokens;"
+            f" {self.documents['valid']:,} held out, {self.tokens['valid']:,} tokens"
+        )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStream:
@@ -111,7 +134,8 @@ class TokenizedSources:
     fingerprint: str
 
 
-def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Returns the narrowest type of a file of ids."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
@@ -129,7 +153,7 @@ def _write_source(
 ) -> SourceStats:
     """Tokenizes all documents of a source, and writes the streams of both splits."""
     stats, tally = SourceStats(name=source.name, files=len(files)), Tally()
-    dtype = _token_dtype(tokenizer)
+    dtype = token_dtype(tokenizer)
     with contextlib.ExitStack() as stack:
         outputs = {
             (split, part): stack.enter_context(_path(folder, source.name, split, part).open("wb"))
@@ -167,72 +191,31 @@ def _fingerprint(
     weights of the sources.
     """
 
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     parts = {
         "version": [FORMAT_VERSION, MIN_DOCUMENT_BYTES, tokenizer.fingerprint],
         "valid_fraction": valid_fraction,
         "sources": [[source.name, source.kind, *source.reader.reads] for source in sources],
-        # The suffix decides how a file is decompressed.
-        "files": [[[path.suffix, digest(path)] for path in paths] for paths in files],
+        "files": digests(files),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _read_cache(folder: Path) -> list[SourceStats] | None:
-    """Returns the statistics of a cache, or None if there is no cache or it is damaged.
+def digests(files: Sequence[Sequence[Path]]) -> list[list[list[str]]]:
+    """Returns suffix and SHA-256 of each file; the suffix decides how it is decompressed."""
 
-    A damaged cache is logged as a warning.
-    """
-    if not folder.exists():
-        return None
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-        if sizes != manifest["files"]:
-            raise ValueError(f"sizes are {sizes}, expected {manifest['files']}")
-        for stats in manifest["stats"]:
-            if "piece_size" not in stats and 0 in stats["documents"].values():
-                raise ValueError(f"its source {stats['name']} was not cut, and has an empty split")
-        return [SourceStats(**stats) for stats in manifest["stats"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logging.warning("the token cache %s is damaged and will be rebuilt: %s", folder, error)
-        return None
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return [[[path.suffix, digest(path)] for path in paths] for paths in files]
 
 
-def _build_cache(
-    folder: Path,
-    sources: list[Source],
-    files: list[Sequence[Path]],
-    tokenizer: Tokenizer,
-    fraction: float,
-) -> list[SourceStats]:
-    """Tokenizes everything into a scratch folder, then renames it to `folder` in one step."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # If anything ends the build early, Ctrl-C included, the scratch folder is deleted.
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=folder.parent) as scratch:
-        new = Path(scratch, "corpus")
-        new.mkdir()
-        stats = [
-            _write_source(new, source, paths, tokenizer, fraction)
-            for source, paths in zip(sources, files, strict=True)
-        ]
-        manifest = {
-            "files": {path.name: path.stat().st_size for path in sorted(new.iterdir())},
-            "stats": [dataclasses.asdict(s) for s in stats],
-        }
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        try:
-            os.rename(new, folder)
-        except OSError:
-            # `folder` exists. Either another process was faster, and its files are the same, or
-            # they are damaged: then they move to the scratch folder and are deleted with it.
-            if _read_cache(folder) is None:
-                os.rename(folder, Path(scratch, "damaged"))
-                os.rename(new, folder)
-    return stats
+def _require_splits(cached: Stats) -> None:
+    """Raises ValueError if the cache is of a version that did not cut documents into pieces."""
+    for stats in cached:
+        if "piece_size" not in stats and 0 in stats["documents"].values():
+            raise ValueError(f"its source {stats['name']} was not cut, and has an empty split")
+        SourceStats(**stats)  # a TypeError for other fields
 
 
 def tokenize_sources(
@@ -259,26 +242,31 @@ def tokenize_sources(
     files = [source.reader.files() for source in sources]
     fingerprint = _fingerprint(sources, files, tokenizer, valid_fraction)
     folder = Path(cache_dir).expanduser() / f"corpus-{fingerprint[:16]}"
-    stats = _read_cache(folder)
-    if stats is None:
-        stats = _build_cache(folder, sources, files, tokenizer, valid_fraction)
+
+    def write(new: Path) -> Stats:
+        return [
+            dataclasses.asdict(_write_source(new, source, paths, tokenizer, valid_fraction))
+            for source, paths in zip(sources, files, strict=True)
+        ]
+
+    stats = read_or_build(folder, write, _require_splits)
 
     def stream(name: str, split: str) -> TokenStream:
         tokens, starts = (_path(folder, name, split, part) for part in ("tokens", "starts"))
         return TokenStream(
-            tokens=_map_array(tokens, _token_dtype(tokenizer)),
-            starts=_map_array(starts, np.dtype("<i8")),
+            tokens=map_array(tokens, token_dtype(tokenizer)),
+            starts=map_array(starts, np.dtype("<i8")),
         )
 
     names = [source.name for source in sources]
     return TokenizedSources(
         streams={split: {name: stream(name, split) for name in names} for split in SPLITS},
-        stats=stats,
+        stats=[SourceStats(**each) for each in stats],
         fingerprint=fingerprint,
     )
 
 
-def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
+def map_array(path: Path, dtype: np.dtype) -> np.ndarray:
     """Maps a file of numbers into memory. An empty file cannot be mapped: it is an empty array."""
     if not path.stat().st_size:
         return np.zeros(0, dtype)

@@ -107,6 +107,7 @@ class Generator:
         stops: Sequence[int] = (),
         *,
         seeds: Sequence[int] | None = None,
+        least_length: int = 1,
     ) -> list[Int32[np.ndarray, " _"]]:
         """Returns the new ids of each prompt: up to `num_tokens`, or to its first stop id.
 
@@ -114,6 +115,8 @@ class Generator:
           prompts: ids, at least one each, such as BOS; any number of prompts.
           stops: ids that end a request, such as EOS; the ending one is returned.
           seeds: of the draws of each prompt, below `SEEDS`; None for 0, 1, 2, …
+          least_length: shorter prompts are padded as prompts of that length are, so that batches of
+            different prompts share a program.
 
         Raises:
           ValueError: a prompt is empty or does not fit, a number is out of its range, or the cache
@@ -124,7 +127,10 @@ class Generator:
         found: list[np.ndarray] = []
         for begin in range(0, len(prompts), self.max_requests):
             part = slice(begin, begin + self.max_requests)
-            run = self.start(prompts[part], sampling, num_tokens, stops, seeds=seeds[part])
+            run = self.start(
+                prompts[part], sampling, num_tokens, stops, seeds=seeds[part],
+                least_length=least_length,
+            )  # fmt: skip
             pieces = list(run.pieces(self.tokens_per_call))
             found += [np.concatenate(of_one) for of_one in zip(*pieces, strict=True)]
         return found
@@ -153,15 +159,19 @@ class Generator:
         stops: Sequence[int] = (),
         *,
         seeds: Sequence[int] | None = None,
+        least_length: int = 1,
     ) -> "Generation":
-        """Runs the prompts, and returns what draws the tokens. Arguments as in `stream`."""
+        """Runs the prompts, and returns what draws the tokens. Arguments as in `generate`.
+
+        At most `max_requests` prompts.
+        """
         seeds = range(len(prompts)) if seeds is None else seeds
         self._check(prompts, num_tokens, seeds)
         if len(prompts) > self.max_requests:
             raise ValueError(
                 f"{len(prompts)} prompts are more than max_requests={self.max_requests}"
             )
-        longest = max(map(len, prompts))
+        longest = max(least_length, *map(len, prompts))
         rows = bucket(max(len(prompts), LEAST_ROWS))
         positions = min(bucket(max(longest, _LEAST_POSITIONS)), self.max_length)
         slots = min(bucket(max(longest + num_tokens, positions)), self.max_length)

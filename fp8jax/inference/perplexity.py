@@ -17,7 +17,7 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import valid_batches
 from fp8jax.data.readers import Tally
 from fp8jax.data.rows import PackedRows, Row, Rows
-from fp8jax.data.sources import parse_sources
+from fp8jax.data.sources import chat_readers, parse_sources
 from fp8jax.data.token_cache import TokenStream
 from fp8jax.inference.paired import Measured, measured
 from fp8jax.inference.scorer import Scorer
@@ -64,11 +64,17 @@ def read_texts(data: str, tokenizer: Tokenizer, *, seq_len: int) -> dict[str, Pa
       seq_len: tokens of a row.
 
     Raises:
-      ValueError: the spec is wrong, a file cannot be read, or a source has no documents or
-        only empty ones.
+      ValueError: the spec is wrong, a file cannot be read, a source has no documents or only empty
+        ones, or it has conversations.
     """
     rows = {}
-    for source in parse_sources(data):
+    sources = parse_sources(data)
+    if chats := chat_readers(sources):
+        raise ValueError(
+            f"{', '.join(chats)} have conversations, which are no text: a run on conversations "
+            "evaluates those that it held out"
+        )
+    for source in sources:
         pieces, starts, length, characters = [], [], 0, 0
         for text in source.reader.documents(Tally()):
             characters += len(text)

@@ -83,17 +83,8 @@ class InitialWeights:
         )
 
     def _refuse_other_shapes(self, theirs: ModelConfig) -> None:
-        expected, found = parameter_shapes(self.model), parameter_shapes(theirs)
-        problems = [
-            f"{path}: {found[path] if path in found else 'missing'} instead of "
-            f"{expected[path] if path in expected else 'nothing'}"
-            for path in {**expected, **found}
-            if path not in found or path not in expected or found[path] != expected[path]
-        ]
-        if problems:
-            raise ValueError(
-                f"initial_weights={self.source} are those of another model: {'; '.join(problems)}"
-            )
+        what = f"initial_weights={self.source} are those of another model"
+        refuse_other_shapes(what, theirs, self.model)
 
     def _checkpointer(self) -> Checkpointer:
         return Checkpointer(Path(self.source, "checkpoints"), every=1, keep=1, keep_best=0)
@@ -104,6 +95,19 @@ class InitialWeights:
         assert folder is not None
         files = open_tensors(folder)
         return files, check_tensors(files, self.model)
+
+
+def refuse_other_shapes(what: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Raises ValueError, `what` and all parameters of two models that differ."""
+    expected, found = parameter_shapes(ours), parameter_shapes(theirs)
+    problems = [
+        f"{path}: {found[path] if path in found else 'missing'} instead of "
+        f"{expected[path] if path in expected else 'nothing'}"
+        for path in {**expected, **found}
+        if path not in found or path not in expected or found[path] != expected[path]
+    ]
+    if problems:
+        raise ValueError(f"{what}: {'; '.join(problems)}")
 
 
 def _with_dtype(abstract: Any, dtype: jnp.dtype) -> Any:

@@ -15,6 +15,7 @@ class OptimizerConfig:
       learning_rate: the largest learning rate, reached at the end of the warm-up.
       schedule: a key of `SCHEDULES`.
       warmup_steps: steps over which the learning rate grows linearly; see `warmup`.
+      warmup_fraction: those steps as a fraction of the run, in [0, 1]; None for `warmup_steps`.
       num_steps: steps of the whole run.
       decay_fraction: fraction of the run over which the schedule "wsd" decays, in [0, 1].
       final_fraction: final learning rate divided by the largest one, in [0, 1].
@@ -36,6 +37,7 @@ class OptimizerConfig:
     learning_rate: float
     schedule: str
     warmup_steps: int
+    warmup_fraction: float | None
     num_steps: int
     decay_fraction: float
     final_fraction: float
@@ -53,6 +55,13 @@ class OptimizerConfig:
             raise ValueError(f"num_steps={self.num_steps} must be at least 1")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps={self.warmup_steps} is negative")
+        if self.warmup_fraction is not None and not 0 <= self.warmup_fraction <= 1:
+            raise ValueError(f"warmup_fraction={self.warmup_fraction} does not lie in [0, 1]")
+        if self.schedule == "decay" and self.asked_warmup:
+            raise ValueError(
+                f"schedule=decay begins at the learning rate and has no warm-up of "
+                f"{self.asked_warmup} steps: set warmup_steps=0 and no warmup_fraction"
+            )
         # Each comparison is false for NaN.
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
@@ -74,15 +83,22 @@ class OptimizerConfig:
         return round(self.decay_fraction * self.num_steps) if self.schedule == "wsd" else 0
 
     @property
+    def asked_warmup(self) -> int:
+        """Steps of the warm-up that the fields ask for."""
+        if self.warmup_fraction is None:
+            return self.warmup_steps
+        return round(self.warmup_fraction * self.num_steps)
+
+    @property
     def warmup(self) -> int:
-        """Steps of the warm-up: `warmup_steps`; a tenth of the run where those do not fit.
+        """Steps of the warm-up: those asked for; a tenth of the run where those do not fit.
 
         They fit if they end before the last step, and before the decay if there is one. A tenth is
         at most what fits. So a short run for a look needs no other warm-up.
         """
         longest = min(self.num_steps - 1, self.num_steps - self.decay_steps)
-        fits = self.warmup_steps <= longest
-        return self.warmup_steps if fits else min(self.num_steps // 10, longest)
+        asked = self.asked_warmup
+        return asked if asked <= longest else min(self.num_steps // 10, longest)
 
     @classmethod
     def from_config(cls, config: ConfigDict) -> "OptimizerConfig":

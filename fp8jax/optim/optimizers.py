@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from fp8jax.lookup import lookup
 from fp8jax.optim.config import OptimizerConfig
@@ -64,6 +66,35 @@ def is_matrix(params: Any) -> Any:
         return any(str(key) in MATRICES for key in path)
 
     return jax.tree_util.tree_map_with_path(has_matrix_name, params)
+
+
+def schedule_steps(opt_state: Any) -> Int[Array, ""]:
+    """Returns the finished steps that the schedule has counted, in an optimizer's state.
+
+    They are those of the run. Other counts in the state may be older, Adam's for one, in a run
+    that starts from the state of another (training/initial_state.py).
+    """
+    (count,) = (
+        leaf.count
+        for leaf in jax.tree.leaves(opt_state, is_leaf=_is_schedule)
+        if _is_schedule(leaf)
+    )
+    return count
+
+
+def restart_schedule(opt_state: Any) -> Any:
+    """Returns an optimizer's state whose schedule has counted no step; all else is kept."""
+    return jax.tree.map(
+        lambda leaf: (
+            optax.ScaleByScheduleState(jnp.zeros_like(leaf.count)) if _is_schedule(leaf) else leaf
+        ),
+        opt_state,
+        is_leaf=_is_schedule,
+    )
+
+
+def _is_schedule(leaf: Any) -> bool:
+    return isinstance(leaf, optax.ScaleByScheduleState)
 
 
 def make_optimizer(

@@ -32,7 +32,15 @@ def _wsd(c: OptimizerConfig) -> optax.Schedule:
     )
 
 
+def _decay(c: OptimizerConfig) -> optax.Schedule:
+    """The last phase of "wsd" alone: half a cosine over the whole run, without a warm-up."""
+    return optax.schedules.cosine_decay_schedule(
+        c.learning_rate, c.num_steps, alpha=c.final_fraction
+    )
+
+
 SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
     "cosine": _cosine,
     "wsd": _wsd,
+    "decay": _decay,
 }

@@ -94,10 +94,10 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
     optimizing = OptimizerConfig.from_config(config)
     optimizer, schedule = make_optimizer(optimizing)
-    if optimizing.warmup < config.warmup_steps:
+    if optimizing.warmup < optimizing.asked_warmup:
         logging.warning(
             "warmup_steps=%d do not fit into num_steps=%d with the schedule %s: the run warms up "
-            "over %d steps", config.warmup_steps, config.num_steps, config.schedule,
+            "over %d steps", optimizing.asked_warmup, config.num_steps, config.schedule,
             optimizing.warmup,
         )  # fmt: skip
     shared = _Shared(

@@ -16,6 +16,7 @@ from fp8jax.device import hardware
 from fp8jax.model.transformer import count_params
 from fp8jax.records.differences import changed_values
 from fp8jax.training.run import Run
+from fp8jax.training.settings import Settings
 
 _WIDTH = 100  # columns
 _MOST_SOURCES = 6  # with a line of their own
@@ -38,8 +39,6 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
     """
     settings, devices = run.settings, run.mesh.devices
     shape = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
-    rows = len(corpus.train)
-    epochs = settings.num_steps * settings.batch_size / rows
     model = f"{settings.model}, {count_params(run.stages[0].model.config):,} parameters"
     mesh = f" ({shape})" if shape else ""
     accumulated = f" in {settings.grad_accum} microbatches" if settings.grad_accum > 1 else ""
@@ -48,12 +47,13 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
         *_sources(corpus, settings.seq_len),
         *labeled("model", model),
         *(labeled("weights", settings.initial_weights) if settings.initial_weights else []),
+        *(labeled("state", settings.initial_state) if settings.initial_state else []),
         *labeled("policy", run.policies),
         *labeled("devices", f"{devices.size} x {hardware.device_kind()}{mesh}"),
         *labeled(
             "steps",
             f"{settings.num_steps:,} of {settings.batch_size} x {settings.seq_len} ="
-            f" {settings.tokens_per_step:,} tokens{accumulated}; {epochs:.2g} epochs",
+            f" {settings.tokens_per_step:,} tokens{accumulated}; {_epochs(settings, corpus)}",
         ),
         *labeled("versions", f"jax {jax.__version__}, Python {platform.python_version()}"),
     ]  # fmt: skip
@@ -73,15 +73,23 @@ def _sources(corpus: Corpus, seq_len: int) -> list[str]:
     for stats in corpus.stats[:_MOST_SOURCES]:
         share = corpus.train.schedule[stats.name] / cycle
         mixed = f" ({share:.1%} of the rows)" if len(corpus.stats) > 1 else ""
-        lines += labeled(
-            "" if lines else "data",
-            f"{stats.name}: {stats.documents['train']:,} documents,"
-            f" {stats.tokens['train']:,} tokens{mixed}; {stats.documents['valid']:,} held out,"
-            f" {stats.tokens['valid']:,} tokens",
-        )
+        lines += labeled("" if lines else "data", f"{stats.name}{mixed}: {stats.brief()}")
     if len(corpus.stats) > _MOST_SOURCES:
         lines += labeled("", f"… and {len(corpus.stats) - _MOST_SOURCES} more sources in data.txt")
-    return [*lines, *labeled("", f"{len(corpus.train):,} rows of {seq_len} tokens")]
+    lines += labeled("", f"{len(corpus.train):,} rows of {seq_len} tokens")
+    return lines + _first(corpus.first) if corpus.first else lines
+
+
+def _first(text: str) -> list[str]:
+    """The first example; the loss is that of what stands between >>> and <<<."""
+    lines = [" " * 11 + line for line in text.rstrip("\n").split("\n")]
+    return [*labeled("example", "the first one; what is trained stands in >>> and <<<"), *lines]
+
+
+def _epochs(settings: Settings, corpus: Corpus) -> str:
+    if settings.num_epochs is not None:
+        return f"num_epochs={settings.num_epochs}, which sets num_steps"
+    return f"{settings.num_steps * settings.batch_size / len(corpus.train):.2g} epochs"
 
 
 def closing_line(

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.analysis.gemms import Summary, find_gemms, format_table, require_fp8, summarize
 from fp8jax.analysis.size_gate import is_measured_here
-from fp8jax.data.corpus import Corpus, build_corpus
+from fp8jax.data.corpus import Corpus
 from fp8jax.data.loader import Batch, TimedIterator, to_devices, train_batches
 from fp8jax.data.mixture import Position as DataPosition
 from fp8jax.data.rows import Row
@@ -44,6 +44,8 @@ from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
 from fp8jax.training.console import best_of, closing_line, labeled, start_lines
+from fp8jax.training.epochs import read_corpus, with_steps
+from fp8jax.training.initial_state import InitialState
 from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
@@ -110,19 +112,21 @@ def train_and_evaluate(
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
+    config, corpus = with_steps(config)
     run = build(config)
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
-    if run.initial_weights is not None and not has_steps(Path(workdir, "checkpoints")):
-        run.initial_weights.check()
+    if not has_steps(Path(workdir, "checkpoints")):
+        if run.initial_weights is not None:
+            run.initial_weights.check()
+        if (initial_state := _initial_state(run)) is not None:
+            initial_state.check(run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_workdir(workdir))  # before anything is written there
         changes = _model_changes(run, workdir)
-        corpus = build_corpus(
-            settings.data, run.tokenizer, seq_len=settings.seq_len,
-            valid_fraction=settings.valid_fraction, cache_dir=settings.cache_dir,
-        )  # fmt: skip
+        if corpus is None:
+            corpus = read_corpus(settings, run.tokenizer)
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
@@ -135,6 +139,12 @@ def train_and_evaluate(
         loop.begin(None if defaults is None else defaults.to_dict())
         stack.push(loop.end)
         return loop.train()
+
+
+def _initial_state(run: Run) -> InitialState | None:
+    """The checkpoint of another run that step 0 starts from; None for a fresh state."""
+    spec = run.settings.initial_state
+    return InitialState.parse(spec) if spec else None
 
 
 def _model_changes(run: Run, workdir: str) -> list[str]:
@@ -192,6 +202,9 @@ class _Loop:
         self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
         num_steps = run.settings.num_steps
         restored, changes = read_checkpoint(checkpointer, run, corpus)
+        self.resumed = restored is not None
+        if restored is None and (initial_state := _initial_state(run)) is not None:
+            restored = initial_state.read(run)
         self.start = 0 if restored is None else restored.step
         # The rows read so far say where the data goes on, also if batch size or mixture changed.
         self.data_position = corpus.train.start(
@@ -210,7 +223,6 @@ class _Loop:
         self.position = initial_position(run, restored)
         self.step = self.start  # finished steps
         self._restore_counts(restored)
-        self.resumed = restored is not None
         self.changes = [*model_changes, *changes]
         self.rows = self._read_ahead(stack)
         self.checkpoints = Path(workdir, "checkpoints")
@@ -288,8 +300,8 @@ class _Loop:
         """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
         batches = train_batches(
             self.corpus.train, seed=self.settings.seed, batch_size=self.settings.batch_size,
-            position=self.data_position, process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            position=self.data_position, num_epochs=self.settings.num_epochs,
+            process_index=jax.process_index(), process_count=jax.process_count(),
         )  # fmt: skip
         stack.callback(batches.close)
         rows = self.faults.batches(batches, self.start + 1)
@@ -476,8 +488,15 @@ class _Loop:
         self.step = dispatched.step
 
     def _rows_read(self, step: int) -> int:
-        """Rows that this process's run has read since it began, in all processes together."""
-        return (step - self.start) * self.settings.batch_size
+        """Rows that this process's run has read since it began, in all processes together.
+
+        Without the empty ones that fill up the last batch of a run of `num_epochs`.
+        """
+        rows = (step - self.start) * self.settings.batch_size
+        if self.settings.num_epochs is None:
+            return rows
+        before = sum(self.corpus.train.counts(self.data_position).values())
+        return min(rows, self.settings.num_epochs * len(self.corpus.train) - before)
 
     def _validate(self, step: int) -> Scalars:
         """Validation scalars, and how many rows each source has given."""

@@ -102,7 +102,7 @@ class Recovery:
     def _first_bad(self, position: Position, batch: Batch) -> str:
         """The first tensor of the step that is not finite, from computing the step once more."""
         stage = position.stage
-        seeding = int(position.state.step) == 0
+        seeding = position.seeding
         model = stage.model.clone(policy=stage.policy.seeding()) if seeding else stage.model
         parts = self._run.settings.grad_accum
         find = jax.jit(lambda s, b: find_bad(model, s, b, parts, inject=inject_gradient))

@@ -15,6 +15,7 @@ from fp8jax.interop.config_json import load_json
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.differences import config_difference, listed
 from fp8jax.records.run_checkpoint import CONVERTED_FROM, PARAMS, require_version
+from fp8jax.training.epochs import require_same_epochs
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.step import TrainState
@@ -45,7 +46,8 @@ def read_checkpoint(
 
     Raises:
       ValueError: another checkpoint version, or another config or other data while
-        `resume_with_changes` is False; the message lists the differences.
+        `resume_with_changes` is False; the message lists the differences. Or other data, or
+        another batch size, in a run of `num_epochs`.
     """
     newest = checkpointer.read_meta()
     if newest is None:
@@ -65,6 +67,8 @@ def read_checkpoint(
             f"{listed(changes)}. Take another --workdir, or ask for it with "
             "--config.resume_with_changes=True"
         )
+    if run.settings.num_epochs is not None:
+        require_same_epochs(changes)
     for line in changes:
         logging.warning("resuming with a change: %s", line)
     items = checkpoint_items(run, run.at(step).state)

@@ -29,13 +29,17 @@ class Settings:
 
     model: str
     initial_weights: str
+    initial_state: str
     precision: str
     data: str
     valid_fraction: float
     cache_dir: str
+    long_examples: str
+    document_masking: bool
     data_timeout: float
     seed: int
     num_steps: int
+    num_epochs: int | None
     batch_size: int
     seq_len: int
     grad_accum: int
@@ -76,7 +80,7 @@ class Settings:
 def check_numbers(config: ConfigDict) -> None:
     """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
-        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
+        "num_steps", "num_epochs", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
         "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
         "checkpoint_keep",
     )  # fmt: skip
@@ -101,6 +105,11 @@ def check_numbers(config: ConfigDict) -> None:
             f"sample_temperature={config.sample_temperature} must be finite and not negative"
         )
     check_sink(config.log_to)
+    if config.initial_state and config.initial_weights:
+        raise ValueError(
+            f"initial_state={config.initial_state} has weights of its own: leave out"
+            f" initial_weights={config.initial_weights}"
+        )
     if config.telemetry_what_if is not None and config.telemetry_every is None:
         raise ValueError(
             f"telemetry_what_if={config.telemetry_what_if!r} is measured with telemetry: set"

@@ -28,6 +28,7 @@ from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.optim.master_weights import to_float32
+from fp8jax.optim.optimizers import schedule_steps
 from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
 from fp8jax.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.stability.spikes import SpikeDetector, judge
@@ -38,7 +39,8 @@ class TrainState:
     """Everything that a run carries from step to step. Leaves are arrays, or abstract ones.
 
     Attributes:
-      step: int32 [], finished steps that were not rejected.
+      step: int32 [], finished steps that were not rejected; with `initial_state` also those of
+        the run before.
       params: master weights, float32 or bfloat16 (optim/master_weights.py).
       histories: float32 amax histories, {} without delayed scaling.
       opt_state: the optimizer's.
@@ -230,7 +232,8 @@ def train_step(
     if gnmr is not None:
         norms = layer_norms(grads)
         new = dataclasses.replace(new, gnmr=update_gnmr(gnmr, state.gnmr, norms, state.key))
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state.step)}
+    rate = schedule(schedule_steps(state.opt_state))
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
     if gnmr is not None:
         metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:

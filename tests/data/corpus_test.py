@@ -32,6 +32,17 @@ def test_sources_never_share_a_row(tmp_path):
                 assert_rows_equal(left, right)
 
 
+def test_validation_always_keeps_documents_apart(tmp_path):
+    data = write_generated_text(tmp_path)
+    apart, joined = (build(data, tmp_path, document_masking=m) for m in (True, False))
+    (name,) = apart.valid
+    for left, right in zip(apart.valid[name], joined.valid[name], strict=True):
+        assert_rows_equal(left, right)
+    assert apart.fingerprint == joined.fingerprint
+    assert max(row["segments"].max() for row in apart.train.rows[name]) > 1
+    assert max(row["segments"].max() for row in joined.train.rows[name]) == 1
+
+
 def test_summary(tmp_path):
     specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
     corpus = build(f"a=0.75*{specs[0]}, b=0.25*{specs[1]}", tmp_path)

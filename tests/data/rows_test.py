@@ -50,6 +50,30 @@ def test_a_document_cut_by_a_row_starts_again_at_position_zero():
     assert len(rows) == 3  # 10 tokens: the last EOS is a target only
 
 
+def test_without_document_masking_a_row_is_one_document():
+    stream = stream_of(["ab", "c"])
+    first, last = PackedRows(stream, seq_len=4, document_masking=False)
+    assert first["positions"].tolist() == [0, 1, 2, 3]
+    assert first["weights"].tolist() == [1, 1, 1, 1]  # EOS -> BOS of the next document, too
+    assert last["segments"].tolist() == [1, 1, 1, 0]
+    assert last["positions"].tolist() == [0, 1, 2, 0]
+    assert last["weights"].tolist() == [1, 1, 0, 0]  # padding, and no target of the last token
+
+
+@pytest.mark.parametrize("seq_len", [1, 5, 64, 1000])
+def test_document_masking_changes_no_token(seq_len):
+    stream = stream_of(generated_text(documents=20))
+    kept, joined = (PackedRows(stream, seq_len=seq_len, document_masking=m) for m in (True, False))
+    for apart, one in zip(kept, joined, strict=True):
+        for key in ("tokens", "targets"):
+            np.testing.assert_array_equal(apart[key], one[key])
+        used = apart["segments"] > 0
+        np.testing.assert_array_equal(one["segments"], used)
+        np.testing.assert_array_equal(one["positions"], np.arange(seq_len) * used)
+    targets = sum(int(row["weights"].sum()) for row in joined)
+    assert targets == len(stream.tokens) - 1  # each token but the first, exactly once
+
+
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 8, 13, 64, 97, 1000])
 def test_every_token_and_every_step_exactly_once(seq_len):
     rng = random.Random(seq_len)

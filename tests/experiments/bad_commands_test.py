@@ -10,6 +10,7 @@ A message as the argument of SystemExit is what Python writes to stderr, before 
 import importlib
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
 from fp8jax.records.workdir_lock import lock_workdir
 from tests.support import ROOT
 from tests.support.annotations import unchecked_annotations  # noqa: F401
+from tests.support.chats import pairs, write_chats
 from tests.support.text import write_generated_text
 
 # ml_collections loads config files in a way that Python 3.12 drops.
@@ -40,6 +42,12 @@ SMALL = (
     "model_overrides.n_heads=4", "model_overrides.n_kv_heads=2", "model_overrides.d_ff=128",
     "model_overrides.head_dim=16",
 )  # fmt: skip
+
+CHATS, TEMPLATE = "data=chat:DIR/chats/chats.jsonl", "tokenizer=bpe:DIR/chats/tokenizer.json"
+
+GOOD_CHATS = "data=chat:DIR/chats/chats2.jsonl"
+HI = {"role": "user", "content": "Hi"}
+ENDS_WITH_USER = {"messages": [HI, {"role": "assistant", "content": "Hello"}, HI]}
 
 CONFIG_FILES = {
     "empty": "x = 1\n",
@@ -79,6 +87,12 @@ def folder(tmp_path_factory):
         "json.json": b'{"a": 1}', "text.json": b"text",
     }.items():  # fmt: skip
         (folder / name).write_bytes(content)
+    write_chats(folder / "chats", [*pairs(40), ENDS_WITH_USER])
+    shutil.copytree(folder / "chats", folder / "plain")
+    (folder / "plain" / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "<s>"}'
+    )
+    (folder / "chats" / "chats2.jsonl").write_text("\n".join(map(json.dumps, pairs(40))))
     damaged = folder / "damaged"
     _write_checkpoint(damaged, {})
     (damaged / "checkpoints" / "3" / "meta" / "metadata").unlink()
@@ -151,7 +165,7 @@ CONFIGS = [
      "base.py has no key 'lerning_rate'; did you mean 'learning_rate'"),
     ("lacks keys", ["--config=DIR/lacks.py"], "lacks seed: begin with configs.base.get_config"),
     ("no group", ["--config=DIR/group.py"], "mesh_axes must be a group of keys"),
-    ("size", ["--config=configs/infir2.py:qwen"], "infir2.py:qwen: size 'qwen' is none of small"),
+    ("size", ["--config=configs/fp4.py:qwen"], "fp4.py:qwen: size 'qwen' is none of small"),
     ("no sizes", ["--config=configs/smoke.py:small"], "get_config takes no size"),
     ("no size", ["--config=DIR/sized.py"], "get_config needs a size, which follows a colon"),
     ("key", ["lerning_rate=1"],
@@ -302,6 +316,16 @@ DATA = [
     ("gzip", ["data=text:DIR/a.txt.gz"], "a.txt.gz: damaged or not gzip"),
     ("twice", ["data=a=python_stdlib,a=python_stdlib"], "two sources have the name {'a'}"),
     ("weight", ["data=0*python_stdlib"], "weight '0' in .*: expected a positive decimal"),
+    ("chats and text", [CHATS + ",python_stdlib"], "chat-chats have conversations and python_stdl"),
+    ("chats in bytes", [CHATS], "config.tokenizer is bytes: take bpe:FOLDER/tokenizer.json"),
+    ("no template", [CHATS, "tokenizer=bpe:DIR/plain/tokenizer.json"], "has no chat template"),
+    ("chats of turn", [CHATS + "#turn"], "expected chat:GLOB or chat:GLOB#turns, got #turn"),
+    ("chat's end", [CHATS, TEMPLATE], "chats.jsonl, line 41: the last turn is the user's, it must"),
+    ("long chats", [GOOD_CHATS, TEMPLATE, "seq_len=20"], "longer than a row of seq_len=20"),
+    ("drop", [CHATS, TEMPLATE, "long_examples=drop"], "unknown long_examples 'drop'"),
+    ("drop text", ["long_examples=skip"], "long_examples='skip' is for conversations"),
+    ("no epoch", ["num_epochs=0"], "num_epochs=0 must be at least 1"),
+    ("weighted", ["num_epochs=2", "data=2*jsonl:DIR/few.jsonl"], "have weights: remove"),
     ("argument", ["data=python_stdlib:3"], "takes no argument, got '3'"),
     ("long rows", ["seq_len=99999"], "its train split does not fill one row of seq_len=99999"),
     ("cache", ["cache_dir=DIR/file"], "File exists: '.*/file'"),
@@ -334,7 +358,7 @@ def test_there_are_many_rows():
 
 
 def test_no_config_is_named(refusal, monkeypatch):
-    monkeypatch.setattr(command, "check_config_flags", lambda arguments: None)
+    monkeypatch.setattr(command, "check_config_flags", lambda *_: None)
     line = refusal("--workdir=x", "--configs=x")
     assert line.startswith("error: Unknown command line flag 'configs'")
 

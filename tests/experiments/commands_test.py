@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8jax.data.bpe import train_bpe
+from fp8jax.data.chat import load_chat_template
 from fp8jax.data.documents import training_documents
 from fp8jax.data.tokenizers import tokenizer
 from tests.support.commands import run_command
@@ -46,6 +47,18 @@ def test_tokenizer_learns_from_the_training_split(tmp_path, data):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: --output={output} exists and is not overwritten\n"
     assert output.read_bytes() == before
+
+
+def test_tokenizer_for_chats(tmp_path, data):
+    output = tmp_path / "new" / "tokenizer.json"
+    done = run_command(
+        "tokenizer", f"--data={data}", "--vocab_size=600", f"--output={output}", "--chat"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{output}: 600 tokens, ")
+    words = tokenizer(f"bpe:{output}")
+    prompt = load_chat_template(output.parent, words).prompt([{"role": "user", "content": "2"}])
+    assert prompt[0] == words.backend.token_to_id("<|im_start|>")
 
 
 @pytest.mark.parametrize(

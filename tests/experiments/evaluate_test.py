@@ -6,8 +6,13 @@ import math
 import re
 
 import jax
+import numpy as np
 import pytest
 
+from fp8jax.data.byte_tokenizer import ByteTokenizer
+from fp8jax.inference.accuracy import paired_difference
+from fp8jax.inference.generate import Generator
+from fp8jax.inference.paired import measured
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.telemetry import read
@@ -18,6 +23,7 @@ from tests.support.commands import command_here
 from tests.support.runs import corpus, tiny
 from tests.support.text import write_generated_text, write_jsonl
 
+BYTES = ByteTokenizer()
 TEXTS = ["a text that nobody trained on", "and another one of them"]
 NUMBER = r"[+-]?\d+\.\d+(?:e[+-]\d+)?"
 
@@ -37,6 +43,8 @@ def trained(tmp_path_factory):
         checkpointer.save(1, checkpoint_items(run, state), meta, None)
     write_jsonl(folder / "other.jsonl", TEXTS)
     (folder / "empty.txt").write_text("")
+    write_problems(folder, 1, name="one")
+    write_problems(folder, 1, 2, name="two")
     return folder, scalars
 
 
@@ -96,6 +104,90 @@ def test_other_text(evaluate, trained):
     assert all(row.amax > 0 for row in rows)
 
 
+def write_problems(folder, *answers, name="sums"):
+    rows = [{"prompt": f"What is {answer}?", "answer": answer} for answer in answers]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """The model's greedy tokens, but in FP8 the last of three problems gets another response."""
+    asked = []
+
+    def generate(self, prompts, sampling, num_tokens, stops, **unused):
+        asked.append((len(prompts), num_tokens, self.max_requests))
+        texts = [f"#### {i}" for i in range(len(prompts))]
+        if len(asked) == 1:  # the run's own precision is measured first
+            texts[-1] = "I do not know"
+        return [np.array([*BYTES.encode(text), BYTES.eos]) for text in texts]
+
+    monkeypatch.setattr(Generator, "generate", generate)
+    return asked
+
+
+def test_problems(evaluate, trained, answering):
+    """The table and the file, with two of three right in FP8, and all in BF16."""
+    write_problems(trained[0], 0, 1, 2)
+    flags = ("--workdir=DIR/run", "--tasks=", "--max_tokens=20", "--problem_batch=7")
+    said = evaluate(*flags, "--problems=x=DIR/sums.jsonl", "--json=DIR/found.json")
+    assert answering == [(3, 20, 7)] * 2
+    header, *lines = [re.split(r"  +", line) for line in said.splitlines()]
+    assert header == ["of", "measured", "precision", "value", "minus bf16", "loses at most"]
+    bound = paired_difference(np.ones(3, bool), np.array([True, True, False])).upper
+    third = "± 0.33"  # sqrt(variance / 3) of the items 1, 1, 0, and of their differences
+    assert lines == [
+        ["x", "accuracy", "bf16", "1 ± 0"],
+        ["x", "accuracy", "fp8_current", f"0.67 {third}", f"-0.33 {third}", f"{bound:.4f}"],
+        ["x", "shuffled answers", "bf16", "0 ± 0"],
+        ["x", "shuffled answers", "fp8_current", "0 ± 0", "+0 ± 0"],
+        ["x", "responses that end", "bf16", "1 ± 0"],
+        ["x", "responses that end", "fp8_current", "1 ± 0", "+0 ± 0"],
+    ]
+    found = json.loads((trained[0] / "found.json").read_text())
+    assert (found["source"], found["baseline"]) == (f"{trained[0]}/run", "bf16")
+    rows = {(row["measured"], row["precision"]): row for row in found["numbers"]}
+    row = rows["accuracy", "fp8_current"]
+    assert row["items"] == [1, 1, 0] and row["weights"] == [1, 1, 1]
+    assert row["value"] == 2 / 3 and row["loses_at_most"] == bound
+    assert row["minus_bf16"]["value"] == pytest.approx(-1 / 3, rel=1e-12)
+    assert rows["accuracy", "bf16"]["items"] == [1, 1, 1] and len(rows) == 6
+    assert not list(trained[0].glob("*.tmp"))
+
+
+def test_problems_of_a_model_that_knows_nothing(evaluate, trained):
+    write_problems(trained[0], *range(5), name="unknown")
+    said = evaluate(
+        "--workdir=DIR/run", "--precision=bf16", "--tasks=", "--max_tokens=4", "--limit=3",
+        "--problems=DIR/unknown.jsonl",
+    )  # fmt: skip
+    assert [line.split()[:2] for line in said.splitlines()[1:]] == [
+        ["unknown", "accuracy"], ["unknown", "shuffled"], ["unknown", "responses"],
+    ]  # fmt: skip
+    assert "0 ± 0" in said.splitlines()[1]
+
+
+def test_problems_left_out_are_counted(evaluate, trained, answering, caplog):
+    rows = [{"problem": "?", "solution": f"\\boxed{{{x}}}"} for x in ("0", "(1, 2)", "1", "x")]
+    (trained[0] / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate("--workdir=DIR/run", "--tasks=", "--problems=DIR/math.jsonl")
+    assert "math.jsonl: 2 problems have no number as their answer" in caplog.text
+    assert answering[0][0] == 2
+
+
+def test_json_of_perplexity(evaluate, trained):
+    """Items and weights give the printed number again, and pair with those of other models."""
+    evaluate("--workdir=DIR/run", "--json=DIR/perplexity.json", "--data=jsonl:DIR/other.jsonl")
+    found = json.loads((trained[0] / "perplexity.json").read_text())
+    for row in found["numbers"]:
+        again = measured(
+            np.array(row["items"], float), np.array(row["weights"], float),
+            exponential=row["exponential"],
+        )  # fmt: skip
+        assert row["value"] == again.estimate.value
+        assert (row["precision"] == "bf16") == ("minus_bf16" not in row)
+
+
 BAD = [
     ((), "--workdir must have a value"),
     (("--workdir=DIR/nowhere",), "nowhere is not a folder"),
@@ -115,6 +207,17 @@ BAD = [
     (("--workdir=DIR/run", "--tasks=a.jsonl", "--data=text:DIR/*"), "is for perplexity"),
     (("--workdir=DIR/run", "--tasks=a.jsonl", "--telemetry=DIR/t"), "measures the text of perpl"),
     (("--workdir=DIR/run", "--data=text:DIR/nothing*"), "no file matches"),
+    (("--workdir=DIR/run", "--problems=DIR/nothing.jsonl"), "nothing.jsonl"),
+    (("--workdir=DIR/run", "--problems=DIR/other.jsonl"), "other.jsonl, line 1: expected the fi"),
+    (("--workdir=DIR/run", "--problems=DIR/one.jsonl"), "answers of 1 problem.s. cannot be shuf"),
+    (
+        ("--workdir=DIR/run", "--problems=DIR/two.jsonl,DIR/two.jsonl"),
+        "two.jsonl needs a name of its own, NAME=FILE",
+    ),
+    (("--workdir=DIR/run", "--problems==DIR/two.jsonl"), "needs a name of its own, NAME=FILE"),
+    (("--workdir=DIR/run", "--max_tokens=3"), "--max_tokens is for --problems"),
+    (("--workdir=DIR/run", "--problem_batch=3"), "--problem_batch is for --problems"),
+    (("--workdir=DIR/run", "--json=DIR/nowhere/x.json"), "--json=.* there is no such folder"),
     (("--workdir=DIR/run", "more"), "arguments that are not flags"),
 ]
 

@@ -13,14 +13,22 @@ import pytest
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.moment_formats import MOMENTS
-from fp8jax.optim.optimizers import OPTIMIZERS, is_matrix, make_optimizer
+from fp8jax.optim.optimizers import (
+    OPTIMIZERS,
+    is_matrix,
+    make_optimizer,
+    restart_schedule,
+    schedule_steps,
+)
 from fp8jax.optim.schedules import SCHEDULES
 from fp8jax.optim.stosign import V2_DECAY
+
+WARMING = sorted(SCHEDULES.keys() - {"decay"})  # schedules with a warm-up
 
 CONFIG = OptimizerConfig(
     name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,
     decay_fraction=0.3, final_fraction=0.1, weight_decay=0.3, b1=0.9, b2=0.95, eps=1e-8,
-    clip_norm=1.5, gradients="float32", moments="float32", seed=0,
+    clip_norm=1.5, gradients="float32", moments="float32", seed=0, warmup_fraction=None,
 )  # fmt: skip
 
 
@@ -92,7 +100,7 @@ def adamw_by_hand(params, gradients, c: OptimizerConfig, rates):
     return p, bound, clipped
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WARMING)
 def test_five_steps_of_adamw(schedule):
     c = configured(schedule=schedule)
     params = random_leaves(0)
@@ -239,7 +247,7 @@ def test_bfloat16_weights_above_a_limit_do_not_move(rate, still):
 CLOSE = dict(rel=8 * 2.0**-24, abs=8 * 2.0**-24 * CONFIG.learning_rate)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WARMING)
 @pytest.mark.parametrize("warmup", [1, 2, 7])
 def test_the_warmup_starts_at_one_share_and_ends_at_the_peak(schedule, warmup):
     rate = schedule_of(schedule=schedule, warmup_steps=warmup, decay_fraction=0.2)
@@ -247,7 +255,7 @@ def test_the_warmup_starts_at_one_share_and_ends_at_the_peak(schedule, warmup):
         assert rate(finished) == pytest.approx(0.02 * (finished + 1) / warmup, **CLOSE)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WARMING)
 @pytest.mark.parametrize("warmup", [0, 1, 6])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 def test_the_last_step_has_the_final_rate(schedule, warmup, final):
@@ -278,6 +286,34 @@ def test_wsd_is_flat_and_then_decays():
     assert rate(16) == pytest.approx(0.02 * 0.55, **CLOSE)
     assert rate(18) == pytest.approx(0.02 * (0.1 + 0.45 * (1 - math.sqrt(0.75))), **CLOSE)
     assert rate(19) == pytest.approx(0.002, **CLOSE)
+
+
+def test_a_decay_of_its_own_is_the_last_phase_of_wsd():
+    whole = schedule_of(schedule="wsd", num_steps=20, warmup_steps=4)  # the last 6 steps decay
+    alone = schedule_of(schedule="decay", num_steps=6, warmup_steps=0)
+    assert [alone(n) for n in range(6)] == [whole(14 + n) for n in range(6)]
+    for warmup in (dict(warmup_steps=2), dict(warmup_steps=0, warmup_fraction=0.2)):
+        with pytest.raises(ValueError, match="schedule=decay .* has no warm-up of 2 steps: set"):
+            configured(schedule="decay", **warmup)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.0, 0), (0.05, 2), (0.5, 20), (1.0, 4)])
+def test_a_warmup_may_be_a_share_of_the_run(share, steps):
+    config = configured(warmup_fraction=share, warmup_steps=7, num_steps=40)
+    assert config.warmup == steps  # the whole run does not fit: a tenth
+
+
+def test_the_schedule_restarts_and_all_else_stays():
+    optimizer, _ = make_optimizer(configured())
+    params = {"kernel": jnp.ones((2, 3))}
+    state = optimizer.init(params)
+    for _ in range(3):
+        _, state = optimizer.update(params, state, params)
+    again = restart_schedule(state)
+    assert (schedule_steps(state), schedule_steps(again)) == (3, 0)
+    adam, restarted = (optax.tree.get(s, "mu") for s in (state, again))
+    jax.tree.map(np.testing.assert_array_equal, adam, restarted)
+    assert sum(int(leaf) for leaf in jax.tree.leaves(again) if leaf.ndim == 0) == 3  # Adam's count
 
 
 def test_wsd_without_a_decay_stays_at_the_peak():

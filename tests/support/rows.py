@@ -31,10 +31,11 @@ def assert_rows_equal(left, right):
 # Corpora.
 
 
-def build(data: str, cache: Path, *, seq_len=32, valid_fraction=0.2, tokenizer=BYTES):
+def build(data: str, cache: Path, *, seq_len=32, valid_fraction=0.2, tokenizer=BYTES, **others):
     return build_corpus(
-        data, tokenizer, seq_len=seq_len, valid_fraction=valid_fraction, cache_dir=cache / "cache"
-    )
+        data, tokenizer, seq_len=seq_len, valid_fraction=valid_fraction,
+        cache_dir=cache / "cache", **others,
+    )  # fmt: skip
 
 
 # Batches.

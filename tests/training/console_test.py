@@ -22,7 +22,7 @@ def test_the_start_names_what_differs_and_fits_a_screen(data):
 
 def test_without_changes_and_without_defaults(data):
     run = build(tiny(data))
-    rows = corpus(run.settings.data, run.settings.cache_dir)
+    rows = corpus(run.settings.data, run.settings.record["cache_dir"])
     assert start_lines(run, rows, run.settings.record)[0] == "config     all defaults"
     assert not any(line.startswith("config") for line in start_lines(run, rows, None))
 

@@ -1,0 +1,189 @@
+"""Evaluation of trained and exported models, and the export: every number with its items.
+
+An evaluation writes items.npz beside its result: what each row of text and each problem contributes
+to each number. So models are compared on the same items, pair by pair (inference/paired.py). A
+number is called MODEL|PRECISION|KIND|NAME:
+
+    sft_2|fp8_block|loss|cpt/python_stdlib    nats a token on a source of the held-out text of cpt
+    sft_2|bf16|accuracy|trained               share of the problems of a file that are right
+    sft_2|bf16|shuffled|trained               the same, with answers of other problems: the control
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments.pipeline.chains import export_format
+from fp8jax.data.chat import load_chat_template
+from fp8jax.data.rows import Row
+from fp8jax.data.tokenizers import tokenizer
+from fp8jax.device.mesh import MeshAxes, make_mesh
+from fp8jax.inference.accuracy import measure_accuracy, share
+from fp8jax.inference.paired import Measured, measured
+from fp8jax.inference.perplexity import score_texts
+from fp8jax.inference.problems import Problem, read_problems, shuffled
+from fp8jax.interop.export import export_model
+from fp8jax.interop.fp8_format import FP8_FORMATS, plan_export
+from fp8jax.interop.trained import TrainedModel, load_model
+from fp8jax.model.config import ModelConfig
+from fp8jax.numerics.names import as_policy
+from fp8jax.training.epochs import read_corpus
+from fp8jax.training.settings import Settings
+
+ITEMS = "items.npz"
+EXPORTED = "hf"  # the folder of an export's model
+
+LOSS, ACCURACY, SHUFFLED = "loss", "accuracy", "shuffled"  # kinds of numbers
+
+Numbers = dict[str, Measured]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an evaluation measures.
+
+    Attributes:
+      models: what each is called -> a workdir, or the folder of an export.
+      precisions: in which each is evaluated.
+      texts: model -> the training stages of whose held-out rows it is scored.
+      corpora: training stage -> its config.
+      problems_of: the model that solves problems; None for none.
+      problems: NAME=FILE.
+      rows: most rows of each source.
+      batch_size, max_tokens, seed: of configs/pipeline.py's `evaluate`.
+    """
+
+    models: Mapping[str, Path]
+    precisions: tuple[str, ...]
+    texts: Mapping[str, tuple[str, ...]]
+    corpora: Mapping[str, ConfigDict]
+    problems_of: str | None
+    problems: tuple[str, ...]
+    rows: int
+    batch_size: int
+    max_tokens: int
+    seed: int
+
+
+def check(config: ConfigDict) -> None:
+    """Raises ValueError, with the key, for settings of `evaluate` that cannot be honored."""
+    for key in ("rows", "batch_size", "max_tokens"):
+        if config[key] < 1:
+            raise ValueError(f"evaluate.{key}={config[key]} must be at least 1")
+    if isinstance(config.problems, str) or not all("=" in spec for spec in config.problems):
+        raise ValueError(f"evaluate.problems={config.problems} must be a tuple of NAME=FILE")
+
+
+def evaluate(task: Task, folder: Path) -> Mapping[str, Any]:
+    """Measures the models; writes items.npz, and returns each number with its standard error."""
+    numbers: Numbers = {}
+    for model, source in task.models.items():
+        exported = source / EXPORTED
+        spec = f"hf:{exported}" if exported.is_dir() else str(source)
+        for precision in task.precisions:
+            trained = load_model(spec, precision=precision)
+            found = _losses(task, model, trained)
+            if model == task.problems_of:
+                found |= _accuracies(task, trained)
+            numbers |= {f"{model}|{precision}|{name}": each for name, each in found.items()}
+            del trained
+    arrays: dict[str, Any] = {}
+    for name, each in numbers.items():
+        arrays[f"{name}|items"], arrays[f"{name}|weights"] = each.items, each.weights
+    with open(folder / ITEMS, "wb") as file:
+        np.savez(file, **arrays)
+    jax.clear_caches()
+    return {name: list(each.estimate) for name, each in numbers.items()}
+
+
+def read_items(folder: Path) -> Numbers:
+    """Returns the numbers of an evaluation, with their items."""
+    with np.load(folder / ITEMS) as arrays:
+        names = [name.removesuffix("|items") for name in arrays if name.endswith("|items")]
+        return {
+            name: measured(arrays[f"{name}|items"], arrays[f"{name}|weights"]) for name in names
+        }
+
+
+# Text ---------------------------------------------------------------------------------------------
+
+
+def _losses(task: Task, model: str, trained: TrainedModel) -> Numbers:
+    assert trained.tokenizer is not None
+    rows = {
+        f"{stage}/{source}": found
+        for stage in task.texts[model]
+        for source, found in held_out_rows(task.corpora[stage], task.rows).items()
+    }
+    scores = score_texts(
+        trained.model, trained.variables, rows, token_bytes=trained.tokenizer.token_bytes,
+        batch_size=task.batch_size, seed=task.seed,
+    )  # fmt: skip
+    return {
+        f"{LOSS}|{source}": measured(score.nats, score.tokens) for source, score in scores.items()
+    }
+
+
+def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
+    """Returns the first held-out rows of each source of a run."""
+    settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
+    corpus = read_corpus(settings, tokenizer(config.tokenizer))
+    return {
+        source: [rows[i] for i in range(min(most, len(rows)))]
+        for source, rows in corpus.valid.items()
+    }
+
+
+# Problems -----------------------------------------------------------------------------------------
+
+
+def read_all_problems(specs: Sequence[str]) -> dict[str, Sequence[Problem]]:
+    """Returns the problems of files NAME=FILE by name; raises as `read_problems` does."""
+    return {
+        name: read_problems(Path(path).expanduser()).problems
+        for name, _, path in (spec.partition("=") for spec in specs)
+    }
+
+
+def _accuracies(task: Task, trained: TrainedModel) -> Numbers:
+    """The accuracy on each file of problems, and that of the same responses on other answers."""
+    assert trained.tokenizer is not None and trained.files is not None
+    problems = read_all_problems(task.problems)
+    if not problems:
+        return {}
+    found = measure_accuracy(
+        trained.model, trained.variables, trained.tokenizer, problems,
+        template=load_chat_template(trained.files, trained.tokenizer),
+        max_tokens=task.max_tokens, batch_size=task.batch_size,
+    )  # fmt: skip
+    numbers: Numbers = {}
+    for name, accuracy in found.items():
+        control = accuracy.against(shuffled(problems[name], task.seed))
+        numbers[f"{ACCURACY}|{name}"] = accuracy.measured()
+        numbers[f"{SHUFFLED}|{name}"] = share(control)
+    return numbers
+
+
+# Export -------------------------------------------------------------------------------------------
+
+
+def check_export(model: ModelConfig, precision: str) -> None:
+    """Raises ValueError if a model cannot be exported in the format of a precision."""
+    fmt = export_format(precision)
+    if fmt in FP8_FORMATS:
+        plan_export(model, as_policy(precision), fmt)
+
+
+def export(source: str, precision: str, folder: Path) -> Mapping[str, Any]:
+    """Writes the model of a workdir as a Hugging Face folder, in the format of a precision."""
+    host = make_mesh(MeshAxes(), jax.local_devices(backend="cpu")[:1])
+    trained = load_model(source, precision=precision, mesh=host)
+    fmt = export_format(precision)
+    notes = export_model(trained, folder / EXPORTED, fmt)
+    size = sum(path.stat().st_size for path in (folder / EXPORTED).glob("*.safetensors"))
+    return {"format": fmt, "bytes": size, "notes": list(notes)}

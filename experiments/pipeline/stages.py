@@ -1,0 +1,144 @@
+"""Stages that are run once: each has a folder, and is done when the folder has its result.
+
+    WORKDIR/pipeline.json          written first: this folder is a pipeline's
+    WORKDIR/STAGE/result.json      written last, whole or not at all: this stage is done
+
+A result holds what the stage was asked, what it found, and hashes of the results it was made from.
+So a stage is never taken for another one, after a change of the config or of an earlier stage.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from fp8jax.records.differences import config_difference, listed
+
+RESULT, MARK = "result.json", "pipeline.json"
+
+AGAIN = "The stages before it are done: the same command goes on from there"
+
+
+class StageError(RuntimeError):
+    """A stage failed or was stopped; those before it are done."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a pipeline.
+
+    Attributes:
+      name: its folder below the workdir.
+      needs: the names of stages that come first.
+      asked: what it is asked, as JSON. Whoever asks something else needs another stage.
+      make: makes it in its folder; returns what it found, as JSON.
+      resumes: whether `make` goes on with what a killed one has left; else the folder is emptied.
+    """
+
+    name: str
+    needs: tuple[str, ...] = ()
+    asked: Mapping[str, Any]
+    make: Callable[[Path], Mapping[str, Any]]
+    resumes: bool = False
+
+
+def begin(workdir: Path) -> None:
+    """Marks a new workdir; its stages may then empty their folders.
+
+    Raises ValueError if the folder holds something else.
+    """
+    if not (workdir / MARK).exists():
+        others = [path.name for path in workdir.iterdir() if path.name != "lock"]
+        if others:
+            raise ValueError(
+                f"{workdir} is not the workdir of a pipeline: it holds {', '.join(sorted(others))}"
+            )
+        _write(workdir / MARK, {"version": 1})
+
+
+def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
+    """Raises ValueError if a stage that is done was asked something else, or made from another."""
+    for stage in stages:
+        done = read_result(workdir, stage.name)
+        if done is None:
+            continue
+        folder = workdir / stage.name
+        remedy = f"take another --workdir, or remove {folder}"
+        if changes := config_difference(done["asked"], stage.asked):
+            raise ValueError(
+                f"{stage.name} is done with other settings: {listed(changes)}; {remedy}"
+            )
+        for need, digest in done["made_from"].items():
+            if _digest(workdir, need) != digest:
+                raise ValueError(f"{stage.name} was made from another {need}: {remedy}")
+
+
+def run_stages(workdir: Path, stages: Sequence[Stage], whole: Sequence[Stage]) -> None:
+    """Makes some stages of a whole pipeline in their order, but not those that are done.
+
+    Raises:
+      StageError: a stage failed. It names the stage, and says how to go on.
+    """
+    names = [stage.name for stage in whole]
+    for stage in stages:
+        if read_result(workdir, stage.name) is not None:
+            continue
+        name = f"stage {names.index(stage.name) + 1} of {len(names)}, {stage.name}"
+        logging.info("%s", name)
+        started = time.monotonic()
+        folder = workdir / stage.name
+        if not stage.resumes:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = stage.make(folder)
+        except Exception as error:  # of any library: the line says how to go on
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise StageError(f"{name}: {said}. {AGAIN}") from error
+        result = {
+            "asked": stage.asked, "found": found,
+            "made_from": {need: _digest(workdir, need) for need in stage.needs},
+            "seconds": round(time.monotonic() - started, 1),
+        }  # fmt: skip
+        _write(folder / RESULT, result)
+
+
+def count_done(workdir: Path, stages: Sequence[Stage]) -> int:
+    return sum(read_result(workdir, stage.name) is not None for stage in stages)
+
+
+def read_result(workdir: Path, name: str) -> dict[str, Any] | None:
+    """Returns the result of a stage, None if it is not done.
+
+    Raises ValueError if the file is damaged.
+    """
+    path = workdir / name / RESULT
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; remove {path.parent}") from error
+
+
+def _digest(workdir: Path, name: str) -> str:
+    path = workdir / name / RESULT
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def _write(path: Path, content: Any) -> None:
+    """Writes a JSON file that is never seen in part, by other programs or after a crash."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)

@@ -1,0 +1,358 @@
+"""Pipelines: stages that are run once, whatever kills them; plans, figures, and the command."""
+
+import ast
+import importlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from configs import pipeline
+from experiments.pipeline import figures, plan, stages
+from experiments.pipeline.chains import read_chains
+from experiments.pipeline.stages import Stage, StageError
+from fp8jax.inference.accuracy import paired_difference, share
+from fp8jax.inference.paired import measured
+from tests.support import ROOT
+from tests.support.commands import run_command
+from tests.support.pages import page_of
+from tests.support.text import write_generated_text
+
+# Stages -------------------------------------------------------------------------------------------
+
+
+def stage(name, made, *, needs=(), asked=None, fails=False, resumes=False):
+    """A stage that writes a file, and says so in the list `made`."""
+
+    def make(folder):
+        made.append((name, sorted(path.name for path in folder.iterdir())))
+        (folder / "half").write_text("x")
+        if fails:
+            raise ValueError("no\nluck")
+        return {"number": len(made)}
+
+    return Stage(name=name, needs=needs, asked=asked or {}, make=make, resumes=resumes)
+
+
+def run(workdir, *whole):
+    stages.begin(workdir)
+    stages.require_same(workdir, whole)
+    stages.run_stages(workdir, whole, whole)
+
+
+def test_a_failed_stage_is_made_again_and_the_done_ones_are_not(tmp_path):
+    made = []
+    first = stage("a", made)
+    for resumes, left in ((False, []), (True, ["half"])):
+        made.clear()
+        bad = stage("x/b", made, needs=("a",), fails=True, resumes=resumes)
+        with pytest.raises(StageError, match=r"^stage 2 of 2, x/b: no luck\. .* same command goes"):
+            run(tmp_path, first, bad)
+        assert stages.read_result(tmp_path, "x/b") is None
+        good = stage("x/b", made, needs=("a",), resumes=resumes)
+        run(tmp_path, first, good)
+        assert [name for name, _ in made[-2:]] == ["x/b", "x/b"]
+        assert made[-1][1] == left  # what the failed one has left
+        count = len(made)
+        run(tmp_path, first, good)
+        assert len(made) == count and stages.count_done(tmp_path, [first, good]) == 2
+        (tmp_path / "x/b/result.json").unlink()
+    result = stages.read_result(tmp_path, "a")
+    assert result["found"] == {"number": 1} and result["seconds"] >= 0
+
+
+def test_a_stage_is_never_taken_for_another(tmp_path):
+    made = []
+    run(tmp_path, stage("a", made, asked={"k": {"n": (1, 2)}}), stage("b", made, needs=("a",)))
+    with pytest.raises(ValueError, match=r"a is done with other settings: k\.n: \[1, 2\] -> \[3\]"):
+        run(tmp_path, stage("a", made, asked={"k": {"n": (3,)}}))
+    (tmp_path / "a/result.json").unlink()
+    with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
+        run(tmp_path, stage("a", made), stage("b", made, needs=("a",)))
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ValueError, match="is not the workdir of a pipeline: it holds thesis"):
+        stages.begin(tmp_path)
+
+
+# Plans --------------------------------------------------------------------------------------------
+
+
+def config(**changes):
+    """A pipeline's config with some keys changed; dotted ones have two underscores."""
+    made = pipeline.get_config()
+    made.cpt.model_overrides.vocab_size = 1024
+    for key, value in changes.items():
+        group, name = made, key
+        while "__" in name:
+            head, _, name = name.partition("__")
+            group = group[head]
+        group[name] = value
+    return made.lock()
+
+
+def test_chains_share_what_they_have_in_common(tmp_path):
+    made = plan.Plan.from_config(
+        config(
+            precisions=("fp8_block", "bf16"),
+            chains=(("fp8_block", "fp8_block", "fp8_block_ue8m0"), ("fp8_block", "bf16", "bf16")),
+            seeds=(0, 3),
+        ),
+        tmp_path,
+    )
+    names = [each.name for each in plan.stages(made)]
+    assert len(names) == len(set(names))
+    mixed, late = "fp8_block+bf16", "fp8_block+fp8_block+fp8_block_ue8m0"
+    shared = ["tokenizer", "problems_1", "problems_2"]
+    pre = [f"{name}/{s}" for name in ("bf16", "fp8_block") for s in ("cpt", "evaluate_cpt")]
+    tuned = [
+        f"{name}/seed_{seed}/{each}"
+        for seed in (0, 3) for name in ("bf16", "fp8_block", mixed)
+        for each in ("sft_1", "sft_2", "evaluate")
+    ]  # fmt: skip
+    exported = [
+        f"{name}/seed_{seed}/{each}"
+        for seed in (0, 3) for name in ("bf16", "fp8_block", late, f"{mixed}+bf16")
+        for each in ("export", "reload")
+    ]  # fmt: skip
+    assert names == shared + pre + tuned + exported
+    needs = {each.name: each.needs for each in plan.stages(made)}
+    assert needs["fp8_block/cpt"] == ("tokenizer",)
+    assert needs[f"{mixed}/seed_3/sft_1"] == ("tokenizer", "problems_1", "fp8_block/cpt")
+    assert needs[f"{mixed}/seed_3/sft_2"] == (
+        "tokenizer", "problems_2", f"{mixed}/seed_3/sft_1"
+    )  # fmt: skip
+    assert needs[f"{late}/seed_0/export"] == ("fp8_block/seed_0/sft_2",)
+    for name, needed in needs.items():
+        assert all(names.index(each) < names.index(name) for each in needed)
+
+
+def test_fine_tuning_has_the_model_and_tokenizer_of_pre_training(tmp_path):
+    made = plan.Plan.from_config(config(cpt__model="qwen2_tiny"), tmp_path)
+    own = made.training_config("sft_2", "fp8_block", 7, "before")
+    assert (own.precision, own.seed, own.initial_weights) == ("fp8_block", 7, "before")
+    assert own.model == "qwen2_tiny" and own.model_overrides.vocab_size == 1024
+    assert own.tokenizer == f"bpe:{tmp_path}/tokenizer/tokenizer.json"
+    assert own.data == f"chat:{tmp_path}/problems_2/train.jsonl"
+
+
+BAD = [
+    (dict(seeds=(1, 1)), r"seeds=\(1, 1\) must be one or more different"),
+    (dict(seeds=()), "seeds"),
+    (dict(precisions=("bf16", "fp8_blok")), "unknown policy 'fp8_blok'; did you mean"),
+    (dict(precisions=("bf16", "nvfp4")), "unknown precision with an export format 'nvfp4'"),
+    (dict(precisions=("fp8_block",)), "precisions lack bf16"),
+    (dict(precisions=("bf16", "bf16")), "name bf16 twice"),
+    (dict(chains=(("bf16", "bf16"),)), "must be three precisions"),
+    (dict(chains=(("bf16", "fp7", "bf16"),)), "unknown policy 'fp7'"),
+    (dict(cpt__precision="fp8_block"), "cpt.precision is set by the pipeline: set precisions"),
+    (dict(sft_1__seed=3), "sft_1.seed is set by the pipeline: set seeds"),
+    (dict(sft_2__model="llama_60m"), "sft_2.model is set by the pipeline: set cpt.model"),
+    (dict(sft_1__initial_weights="a"), "sft_1.initial_weights .* starts from the stage before"),
+    (dict(sft_1__data="chat:{problems_3}/a"), "unknown stage with files 'problems_3'; did you"),
+    (dict(tokenizer__vocab_size=258), "tokenizer.vocab_size=258 must be at least 259"),
+    (dict(tokenizer__vocab_size=2000), "2000 tokens, more than the model's vocab_size=1024"),
+    (dict(tokenizer__folder="/nowhere"), "/nowhere"),
+    (dict(cpt__model="hf:/nowhere"), "tokenizer.folder"),
+    (dict(problems_2__steps="3"), "problems_2: steps='3' must be A:B"),
+    (dict(problems_1__train=0), "problems_1: train=0 must be at least 1"),
+    (dict(evaluate__rows=0), "evaluate.rows=0 must be at least 1"),
+    (dict(evaluate__problems=("a.jsonl",)), "must be a tuple of NAME=FILE"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD, ids=[str(changes) for changes, _ in BAD])
+def test_refused_before_anything_is_made(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        plan.Plan.from_config(config(**changes), tmp_path)
+    assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag, message", [
+    ("--config.cpt.lerning_rate=1", "configs/pipeline.py has no key 'cpt.lerning_rate'; did you"),
+    ("--config.num_steps=1", "configs/pipeline.py has no key 'num_steps'"),
+    ("--config=configs/smoke.py", "configs/pipeline.py has no key 'attention'"),
+])  # fmt: skip
+def test_wrong_keys_are_refused(flag, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.pipeline", "--config=configs/infir2/small.py",
+         "--workdir=nowhere", flag],
+        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert re.search(message, done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("name", ["small", "h200"])
+def test_the_configs_are_plans(name, tmp_path):
+    module = importlib.import_module(f"configs.infir2.{name}")
+    made = plan.Plan.from_config(module.get_config().lock(), tmp_path)
+    assert made.problems == plan.PROBLEMS and made.chains[0].name == "bf16"
+    docstring = ast.get_docstring(ast.parse((ROOT / f"configs/infir2/{name}.py").read_text()))
+    assert f"python -m experiments.pipeline --config=configs/infir2/{name}.py" in docstring
+
+
+def test_every_key_is_read():
+    """Outside the configs of training, which runs read."""
+    source = "".join(path.read_text() for path in (ROOT / "experiments/pipeline").glob("*.py"))
+    read = set(re.findall(r"\b(?:config|settings)\.(?:tokenizer\.)?(\w+)|\"(\w+)\"", source))
+    names = {name for pair in read for name in pair}
+    made = pipeline.get_config()
+    keys = set(made) | {
+        key for group in ("tokenizer", *plan.PROBLEMS, "evaluate") for key in made[group]
+    }
+    assert keys <= names, keys - names
+
+
+# Figures ------------------------------------------------------------------------------------------
+
+RIGHT = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 0, 1])  # of BF16, of FP8
+NATS = {"bf16": np.array([4.0, 6.0]), "fp8_block": np.array([5.0, 6.0])}
+TOKENS = np.array([2.0, 3.0])
+
+
+def numbers(precision, shift=0.0):
+    """What the evaluations of a chain would find."""
+    nats = NATS[precision] + shift
+    right = RIGHT[precision != "bf16"].astype(bool)
+    found = {
+        f"{model}|{own}|loss|{text}/a": measured(nats, TOKENS)
+        for model in ("cpt", "sft_1", "sft_2", "export")
+        for own in {precision, "bf16"}
+        for text in ("cpt", "sft_1", "sft_2")
+    }
+    for model in ("sft_2", "export"):
+        found[f"{model}|{precision}|accuracy|t"] = share(right)
+        found[f"{model}|{precision}|shuffled|t"] = share(~right)
+    return found
+
+
+def results(tmp_path, seeds):
+    made = plan.Plan.from_config(
+        config(precisions=("bf16", "fp8_block"), seeds=tuple(range(seeds))), tmp_path
+    )
+    names = [chain.name for chain in made.chains]
+    return figures.Results(
+        plan=made, cpt={name: numbers(name) for name in names},
+        tuned={name: [numbers(name, shift=i) for i in range(seeds)] for name in names},
+        exported={name: [numbers(name, shift=i + 0.5) for i in range(seeds)] for name in names},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_figures_by_hand(tmp_path, monkeypatch, seeds):
+    monkeypatch.setattr(figures, "_costs", lambda plan: {})
+    found = figures.figures(results(tmp_path, seeds))
+    # (5 + 6) / 5 nats a token above (4 + 6) / 5, and 1 nat a row more for each further seed.
+    mean = sum(10 + 2 * i for i in range(seeds)) / seeds / 5
+    gap = found["loss_gap/fp8_block/sft_2"]
+    assert gap["value"] == pytest.approx(0.2 / mean) and gap["loss_bf16"] == pytest.approx(mean)
+    assert gap["seeds"] == pytest.approx([1 / (10 + 2 * i) for i in range(seeds)])
+    assert found["loss_gap/fp8_block/cpt"]["value"] == pytest.approx(0.1)
+    assert found["loss_gap/fp8_block"]["value"] == pytest.approx(0.1)  # the largest
+    assert "loss_gap/bf16" not in found
+    accuracy = found["accuracy/t/fp8_block"]
+    assert (accuracy["value"], accuracy["shuffled"], accuracy["items"]) == (0.4, 0.6, 5)
+    assert accuracy["bf16_minus"] == pytest.approx(0.2)
+    if seeds == 1:
+        assert accuracy["bf16_minus_upper"] == paired_difference(*map(bool_, RIGHT)).upper
+    else:  # one of five items differs: the deviation of the mean is sqrt(0.2 / 5)
+        assert accuracy["bf16_minus_upper"] == pytest.approx(0.2 + 1.6448536 * math.sqrt(0.04))
+    assert found["accuracy/t/bf16"]["value"] == 0.6 and "bf16_minus" not in found["accuracy/t/bf16"]
+    # Half a nat more on each of two rows of five tokens.
+    assert found["inference_kept/bf16"]["value"] == pytest.approx(math.exp(1 / 5))
+
+
+def bool_(array):
+    return array.astype(bool)
+
+
+def test_the_baseline_is_the_first_chain():
+    chains = read_chains(("fp8_block", "bf16"), ())
+    assert [chain.name for chain in chains] == ["bf16", "fp8_block"]
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def flags(folder, workdir):
+    """A pipeline of seconds a stage, on generated text."""
+    text = write_generated_text(folder, documents=300)
+    keys = {
+        "cpt.data": text, "precisions": '("bf16",)',
+        "chains": '(("bf16","bf16","fp8_block_ue8m0"),)', "tokenizer.vocab_size": 300,
+        "cpt.model_overrides.vocab_size": 320, "cpt.num_steps": 12, "cpt.warmup_steps": 2,
+        "problems_1.train": 150, "problems_1.test": 5, "problems_2.train": 150,
+        "problems_2.test": 20, "evaluate.rows": 16, "evaluate.max_tokens": 8,
+        **{f"{stage}.cache_dir": folder / "cache" for stage in plan.TRAINING},
+        **{f"{stage}.checkpoint_every": 3 for stage in plan.TRAINING},
+        **{f"sft_{i}.long_examples": "skip" for i in (1, 2)},
+    }  # fmt: skip
+    return [
+        "--config=configs/infir2/small.py", f"--workdir={workdir}",
+        *(f"--config.{key}={value}" for key, value in keys.items()),
+    ]  # fmt: skip
+
+
+def kill_at(arguments, log, path, step, seconds=300):
+    """Starts the command, and kills it once metrics.jsonl at `path` has a line of that step."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.pipeline", *arguments], cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def losses(path):
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_killed_inside_stages_and_finished(tmp_path):
+    """kill -9 in pre-training and in fine-tuning; then to the end, and once more."""
+    workdir, log = tmp_path / "run", tmp_path / "log"
+    arguments = flags(tmp_path, workdir)
+    kill_at(arguments, log, workdir / "bf16/cpt/metrics.jsonl", 7)
+    assert not (workdir / "bf16/cpt/result.json").exists()
+    kill_at(arguments, log, workdir / "bf16/seed_0/sft_1/metrics.jsonl", 5)
+    cpt = (workdir / "bf16/cpt/result.json").read_bytes()
+    done = run_command("pipeline", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
+    assert len(results) == 3 + 2 + 3 + 2 + 2
+    found = json.loads((workdir / "figures.json").read_text())
+    report = (workdir / "report.html").read_text()
+    assert (workdir / "bf16/cpt/result.json").read_bytes() == cpt
+    done = run_command("pipeline", *arguments)  # makes nothing again
+    assert "12 of 12 stages are done" in done.stderr and "stage 1" not in done.stderr
+    assert results == {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
+    assert json.loads((workdir / "figures.json").read_text()) == found
+    done = run_command("pipeline", *arguments, "--config.cpt.num_steps=13")
+    assert done.returncode == 1
+    assert re.match(
+        r"error: bf16/cpt is done with other settings: num_steps: 12 -> 13; take", done.stderr
+    )
+    assert len(losses(workdir / "bf16/cpt/metrics.jsonl")) == 12
+    late = "bf16+bf16+fp8_block_ue8m0"
+    assert 0.9 < found[f"inference_kept/{late}"]["value"] < 1.1
+    assert found["inference_kept/bf16"]["value"] == pytest.approx(1, abs=0.01)
+    assert found[f"loss_gap/{late}/sft_2"]["value"] == 0  # only the export differs
+    assert found["time/sft_2/bf16"]["value"] > 0 and found["memory/cpt/bf16"]["value"] > 0
+    sections = page_of(report)
+    assert list(sections) == ["table-1", "table-2", "table-3", "cpt", "sft_1", "sft_2"]
+    assert late in sections["table-1"] and "No figure" not in report

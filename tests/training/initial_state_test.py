@@ -1,0 +1,140 @@
+"""Runs that start from another run's state: a decay of its own equals one run's, bit for bit."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training.build import build
+from fp8jax.training.initial_state import InitialState
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.resume import checkpoint_items
+from tests.support.runs import numbers, tiny
+
+STABLE, DECAY = 5, 3  # steps
+
+
+def whole_run(data, **changes):
+    """Warm-up and stable phase of 5 steps, and a decay of 3."""
+    return tiny(
+        data, schedule="wsd", num_steps=STABLE + DECAY, decay_fraction=DECAY / (STABLE + DECAY),
+        warmup_steps=2, checkpoint_every=STABLE, valid_every=4, valid_batches=1, **changes,
+    )  # fmt: skip
+
+
+def decay_of(config, state: str, **changes):
+    """The decay alone, from the state of another run."""
+    config = config.copy_and_resolve_references()
+    config.update(schedule="decay", num_steps=DECAY, warmup_steps=0, initial_state=state)
+    config.update(changes)
+    return config
+
+
+def saved(workdir: Path, config, step: int):
+    """The checkpoint's items, the counts of the schedule aside."""
+    run = build(config)
+    abstract = checkpoint_items(run, run.stages[0].state)
+    with Checkpointer(workdir / "checkpoints", every=1, keep=9, keep_best=0) as checkpointer:
+        restored = checkpointer.restore(abstract)
+    assert restored is not None and restored.step == step
+    return restored.arrays, restored.meta
+
+
+def phase(workdir: Path, after: int) -> list[dict]:
+    """Loss, gradient norm and learning rate of the steps after one, and the last validation."""
+    lines = [line for line in numbers(workdir) if line["step"] > after]
+    kept = [{name: line[name] for name in ("loss", "grad_norm", "learning_rate")} for line in lines]
+    return [*kept, {name: value for name, value in lines[-1].items() if name != "step"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(precision="fp8_delayed"),  # histories go on
+        dict(precision="nvfp4", moments="fp8"),  # so does the noise of both
+        dict(precision="fp8_block", optimizer="lion", spike_window=8),
+    ],
+    ids=lambda changes: changes["precision"],
+)
+def test_a_decay_of_its_own_equals_that_of_one_run(changes, data, tmp_path):
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    config = whole_run(data, **changes)
+    train_and_evaluate(config, str(whole))
+    decay = decay_of(config, f"{whole}@{STABLE}")
+    train_and_evaluate(decay, str(alone))
+    assert phase(alone, 0) == phase(whole, STABLE)
+    (one, before), (other, after) = saved(whole, config, 8), saved(alone, decay, 3)
+    differing = [
+        jax.tree_util.keystr(path)
+        for (path, left), right in zip(
+            jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
+        )
+        if not np.array_equal(raw(left), raw(right))
+    ]
+    assert len(differing) == 1 and differing[0].endswith(".count")  # the schedule's own
+    assert before["position"] == after["position"]
+    # Without the run that it came from, it resumes from its own checkpoints.
+    shutil.rmtree(whole)
+    train_and_evaluate(decay, str(alone))
+    assert [e["kind"] for e in read_jsonl(alone / "events.jsonl")].count("already_finished") == 1
+
+
+def raw(leaf) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+@pytest.mark.slow
+def test_another_precision_begins_with_fresh_histories(data, tmp_path):
+    config = whole_run(data, precision="bf16")
+    train_and_evaluate(config, str(tmp_path / "bf16"))
+    decay = decay_of(config, str(tmp_path / "bf16"), precision="fp8_delayed", num_steps=2)
+    train_and_evaluate(decay, str(tmp_path / "fp8"))
+    before, after = (numbers(tmp_path / name) for name in ("bf16", "fp8"))
+    assert after[0]["loss"] == pytest.approx(before[-1]["loss"], rel=0.1)
+    assert sum(after[-1][key] for key in after[-1] if key.startswith("rows/")) == (8 + 2) * 16
+    _check_refusals(config, tmp_path)
+
+
+def _check_refusals(config, tmp_path):
+    """What no state of the run `bf16` can be, before anything is written."""
+    there = str(tmp_path / "bf16")
+    for changes, message in [
+        (dict(optimizer="lion"), "of another optimizer: optimizer: adamw -> lion. Take these"),
+        (dict(moments="bf16"), "moments: float32 -> bf16"),
+        (dict(master_weights="bfloat16"), "master_weights: float32 -> bfloat16"),
+        (dict(initial_state=f"{there}@7"), "bf16 has no sound checkpoint of step 7"),
+        (dict(initial_state=f"{there}/none"), "none is not a folder: name the workdir"),
+        (dict(initial_state="hf:here"), "hf:here has weights and no optimizer's state: take it as"),
+        (dict(initial_weights=there), "has weights of its own: leave out initial_weights="),
+    ]:
+        refused = decay_of(config, there)
+        refused.update(changes)
+        with pytest.raises(ValueError, match=message):
+            train_and_evaluate(refused, str(tmp_path / "refused"))
+    smaller = decay_of(config, there)
+    smaller.model_overrides.d_ff = 64
+    with pytest.raises(ValueError, match=r"is that of another model: layers/mlp/down/kernel: "):
+        train_and_evaluate(smaller, str(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_conversion_has_no_state(data, tmp_path):
+    with Checkpointer(tmp_path / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
+        meta = {"version": 3, "converted_from": "qwen", "names": {}}
+        checkpointer.save(1, {"params": {"a": np.zeros(1)}}, meta, None)
+    with pytest.raises(ValueError, match="converted from qwen, and no optimizer's state: take it"):
+        InitialState.parse(str(tmp_path)).check(build(tiny(data)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "source", "step"),
+    [("runs/a", "runs/a", None), ("runs/a@30", "runs/a", 30), ("runs/a@b", "runs/a@b", None)],
+)
+def test_what_a_spec_names(spec, source, step):
+    assert InitialState.parse(spec) == InitialState(source=source, step=step)
