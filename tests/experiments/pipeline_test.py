@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,13 @@ def test_a_stage_is_never_taken_for_another(tmp_path):
 
 
 def test_other_folders_are_left_alone(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / ".pipeline.json.unfinished").write_text("{")  # of a killed program
+    (new / "lock").touch()
+    stages.begin(new)
+    assert (new / "pipeline.json").exists()
+    shutil.rmtree(new)
     (tmp_path / "thesis").mkdir()
     with pytest.raises(ValueError, match="is not the workdir of a pipeline: it holds thesis"):
         stages.begin(tmp_path)
