@@ -331,6 +331,24 @@ def losses(path):
 
 
 @pytest.mark.slow
+def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\n{"prompt": "2?"}\n')
+    bad = [
+        (f"sft_2.data=chat:{tmp_path}/bad.jsonl", r"sft_2 in bf16: .*bad\.jsonl, line 2"),
+        ("sft_2.optimizer=adamv", "sft_2 in bf16: unknown optimizer 'adamv'; did you mean"),
+        ("cpt.model_overrides.d_ff=200", "export of .*fp8_block_ue8m0: .* multiples of 128"),
+    ]
+    for change, message in bad:
+        done = run_command(
+            "pipeline", *flags(tmp_path, tmp_path / "run"), f"--config.{change}"
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert re.search(f"^error: {message}", done.stderr, re.MULTILINE), done.stderr
+        made = {path.name for path in (tmp_path / "run").iterdir()}
+        assert made == {"lock", "pipeline.json", "tokenizer", "problems_1", "problems_2"}
+
+
+@pytest.mark.slow
 def test_killed_inside_stages_and_finished(tmp_path):
     """kill -9 in pre-training and in fine-tuning; then to the end, and once more."""
     workdir, log = tmp_path / "run", tmp_path / "log"
