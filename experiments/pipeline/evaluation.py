@@ -10,6 +10,7 @@ number is called MODEL|PRECISION|KIND|NAME:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,12 @@ def evaluate(task: Task, folder: Path) -> Mapping[str, Any]:
     with open(folder / ITEMS, "wb") as file:
         np.savez(file, **arrays)
     jax.clear_caches()
-    return {name: list(each.estimate) for name, each in numbers.items()}
+    return {name: [known(x) for x in each.estimate] for name, each in numbers.items()}
+
+
+def known(number: float) -> float | None:
+    """Returns the number; None for NaN, an error that is unknown, which JSON cannot spell."""
+    return None if math.isnan(number) else number
 
 
 def read_items(folder: Path) -> Numbers:
@@ -143,11 +149,20 @@ def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
 
 
 def read_all_problems(specs: Sequence[str]) -> dict[str, Sequence[Problem]]:
-    """Returns the problems of files NAME=FILE by name; raises as `read_problems` does."""
-    return {
+    """Returns the problems of files NAME=FILE by name.
+
+    Raises ValueError as `read_problems` does, and for a file with a single one.
+    """
+    problems: dict[str, Sequence[Problem]] = {
         name: read_problems(Path(path).expanduser()).problems
         for name, _, path in (spec.partition("=") for spec in specs)
     }
+    for name, own in problems.items():
+        if len(own) < 2:
+            raise ValueError(
+                f"evaluate.problems: {name} has one problem: its answer has no control"
+            )
+    return problems
 
 
 def _accuracies(task: Task, trained: TrainedModel) -> Numbers:

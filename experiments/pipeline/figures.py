@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from experiments.pipeline.chains import BASELINE, Chain, joined
-from experiments.pipeline.evaluation import ACCURACY, LOSS, SHUFFLED, Numbers, read_items
+from experiments.pipeline.evaluation import ACCURACY, LOSS, SHUFFLED, Numbers, known, read_items
 from experiments.pipeline.plan import TRAINING, Plan
 from experiments.pipeline.stages import read_result
 from fp8jax.inference.accuracy import paired_difference
@@ -92,7 +92,7 @@ def _loss_gaps(results: Results, chain: Chain) -> Figures:
         reference = mean_over_seeds(other).estimate.value
         assert gap is not None
         found[f"loss_gap/{chain.name}/{stage}"] = {
-            "value": gap.value / reference, "error": gap.error / reference,
+            "value": gap.value / reference, "error": known(gap.error / reference),
             "loss": reference + gap.value, "loss_bf16": reference,
             "seeds": [
                 a.estimate.value / b.estimate.value - 1 for a, b in zip(own, other, strict=True)
@@ -144,7 +144,7 @@ def _accuracies(results: Results, chain: Chain) -> Figures:
             for numbers in results.exported[chain.name]
         ]
         found[f"accuracy/{task}/{chain.name}"] = {
-            "value": value, "error": error, "items": len(_items(mine[0])[0]),
+            "value": value, "error": known(error), "items": len(_items(mine[0])[0]),
             "seeds": [each.estimate.value for each in mine],
             "shuffled": mean_over_seeds(control).estimate.value,
             "exported": mean_over_seeds(exported).estimate.value,
@@ -186,7 +186,8 @@ def _kept(results: Results, chain: Chain) -> Figures:
         trained = [_loss(numbers, "sft_2", BASELINE, text) for numbers in results.tuned[chain.name]]
         gap = difference(mean_over_seeds(exported), mean_over_seeds(trained))
         assert gap is not None
-        found[text] = {"value": math.exp(gap.value), "error": math.exp(gap.value) * gap.error}
+        ratio = math.exp(gap.value)
+        found[text] = {"value": ratio, "error": known(ratio * gap.error)}
     return {f"inference_kept/{chain.name}": found["sft_2"] | {"text_of_cpt": found["cpt"]}}
 
 

@@ -96,7 +96,7 @@ def _accuracy(plan: Plan, found: Figures) -> Table:
             behind = [f"{100 * each['bf16_minus']:+.2f}", f"{100 * each['bf16_minus_upper']:+.2f}"]
         rows.append(
             [
-                f"{task}: {name}", f"{100 * each['value']:.2f} ± {100 * each['error']:.2f}",
+                f"{task}: {name}", f"{100 * each['value']:.2f} ± {_error(each, 100, '.2f')}",
                 *behind, f"{100 * each['exported']:.2f}", f"{100 * each['shuffled']:.2f}",
                 f"{each['items']:,}",
             ]
@@ -127,11 +127,16 @@ def _costs(plan: Plan, found: Figures) -> Table:
 
 
 def _percent(gap: dict[str, Any]) -> str:
-    return f"{100 * gap['value']:+.3f}% ± {100 * gap['error']:.3f}%"
+    return f"{100 * gap['value']:+.3f}% ± {_error(gap, 100, '.3f')}%"
 
 
 def _ratio(kept: dict[str, Any]) -> str:
-    return f"{kept['value']:.4f} ± {kept['error']:.4f}"
+    return f"{kept['value']:.4f} ± {_error(kept, 1, '.4f')}"
+
+
+def _error(number: dict[str, Any], scale: float, pattern: str) -> str:
+    error = number["error"]
+    return "?" if error is None else format(scale * error, pattern)
 
 
 # Texts --------------------------------------------------------------------------------------------

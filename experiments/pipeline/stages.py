@@ -20,6 +20,7 @@ from typing import Any
 from absl import logging
 
 from fp8jax.records.differences import config_difference, listed
+from fp8jax.records.workdir_lock import LOCK
 
 RESULT, MARK = "result.json", "pipeline.json"
 
@@ -55,12 +56,13 @@ def begin(workdir: Path) -> None:
     Raises ValueError if the folder holds something else.
     """
     if not (workdir / MARK).exists():
-        others = [path.name for path in workdir.iterdir() if path.name != "lock"]
+        # A kill may have left the lock, and what `_write` had begun.
+        others = [path.name for path in workdir.iterdir() if path.name not in (LOCK, _begun(MARK))]
         if others:
             raise ValueError(
                 f"{workdir} is not the workdir of a pipeline: it holds {', '.join(sorted(others))}"
             )
-        _write(workdir / MARK, {"version": 1})
+        _write(workdir / MARK, {})
 
 
 def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
@@ -133,9 +135,13 @@ def _digest(workdir: Path, name: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
+def _begun(name: str) -> str:
+    return f".{name}.unfinished"
+
+
 def _write(path: Path, content: Any) -> None:
     """Writes a JSON file that is never seen in part, by other programs or after a crash."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(_begun(path.name))
     with open(unfinished, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.write("\n")

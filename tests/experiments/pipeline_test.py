@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,13 @@ def test_a_stage_is_never_taken_for_another(tmp_path):
 
 
 def test_other_folders_are_left_alone(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / ".pipeline.json.unfinished").write_text("{")  # of a killed program
+    (new / "lock").touch()
+    stages.begin(new)
+    assert (new / "pipeline.json").exists()
+    shutil.rmtree(new)
     (tmp_path / "thesis").mkdir()
     with pytest.raises(ValueError, match="is not the workdir of a pipeline: it holds thesis"):
         stages.begin(tmp_path)
@@ -320,6 +328,24 @@ def kill_at(arguments, log, path, step, seconds=300):
 
 def losses(path):
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\n{"prompt": "2?"}\n')
+    bad = [
+        (f"sft_2.data=chat:{tmp_path}/bad.jsonl", r"sft_2 in bf16: .*bad\.jsonl, line 2"),
+        ("sft_2.optimizer=adamv", "sft_2 in bf16: unknown optimizer 'adamv'; did you mean"),
+        ("cpt.model_overrides.d_ff=200", "export of .*fp8_block_ue8m0: .* multiples of 128"),
+    ]
+    for change, message in bad:
+        done = run_command(
+            "pipeline", *flags(tmp_path, tmp_path / "run"), f"--config.{change}"
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert re.search(f"^error: {message}", done.stderr, re.MULTILINE), done.stderr
+        made = {path.name for path in (tmp_path / "run").iterdir()}
+        assert made == {"lock", "pipeline.json", "tokenizer", "problems_1", "problems_2"}
 
 
 @pytest.mark.slow
