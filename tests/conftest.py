@@ -69,7 +69,7 @@ def share_compiled_programs() -> None:
                 "fp8jax", "tests", f"jaxlib-{jaxlib.__version__}-{xla.host_fingerprint()}",
             )  # fmt: skip
         os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
     # JAX has read its variables already.
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     seconds = os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
