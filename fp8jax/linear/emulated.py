@@ -9,6 +9,8 @@ what `split` asks for.
 """
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -68,12 +70,7 @@ def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Arr
 
     Scales that are constant along the contracting axis are multiplied into the result.
     """
-    if (
-        isinstance(a, QuantizedOperand)
-        and isinstance(b, QuantizedOperand)
-        and a.cast.separable
-        and b.cast.separable
-    ):
+    if _is_separable(a) and _is_separable(b):
         return _matmul_separable(a, b).astype(dtype)
     left, right = _exact(a), _exact(b)
     if left.dtype != right.dtype:
@@ -84,13 +81,25 @@ def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Arr
     ).astype(dtype)
 
 
-def _matmul_separable(a: QuantizedOperand, b: QuantizedOperand) -> jax.Array:
+def _is_separable(operand: Operand) -> bool:
+    """Whether the operand's scales, if it has any, are constant along the contracting axis."""
+    return isinstance(operand, PlainOperand) or operand.cast.separable
+
+
+def _matmul_separable(a: Operand, b: Operand) -> jax.Array:
     # Codes are exact in bfloat16. The first barrier keeps XLA from undoing the rounding. The second
     # keeps it from using an FP8 GEMM, which on Hopper keeps only 14 bits of the sums.
-    codes = lax.optimization_barrier((a.q.values, b.q.values))
-    left, right = lax.optimization_barrier(tuple(v.astype(jnp.bfloat16) for v in codes))
+    numbers = lax.optimization_barrier(tuple(map(_numbers, (a, b))))
+    plain = [each.x.dtype for each in (a, b) if isinstance(each, PlainOperand)]
+    wide = plain[0] if plain else jnp.bfloat16
+    left, right = lax.optimization_barrier(tuple(each.astype(wide) for each in numbers))
     y = plain_matmul(PlainOperand(left, a.axis), PlainOperand(right, b.axis), jnp.float32)
     return y * result_scale(a, b)
+
+
+def _numbers(operand: Operand) -> jax.Array:
+    """Return the operand's codes without their scales, or its numbers in high precision."""
+    return operand.x if isinstance(operand, PlainOperand) else operand.q.values
 
 
 def _exact(operand: Operand) -> jax.Array:
@@ -109,9 +118,16 @@ def codes_of(operand: QuantizedOperand) -> PlainOperand:
     return PlainOperand(operand.q.values, operand.axis)
 
 
-def result_scale(a: QuantizedOperand, b: QuantizedOperand) -> jax.Array:
-    """Return scale(a) * scale(b), broadcastable to [..., M, N]; both scales must be separable."""
-    rows, columns = a.q.float_scale(), b.q.float_scale()
-    rows = rows if a.axis == -1 else jnp.swapaxes(rows, -1, -2)
-    columns = columns if b.axis == -2 else jnp.swapaxes(columns, -1, -2)
-    return rows * columns
+def result_scale(a: Operand, b: Operand) -> jax.Array:
+    """Return the scales of quantized operands, multiplied, broadcastable to [..., M, N].
+
+    At least one operand is quantized; scales must be separable.
+    """
+    scales = []
+    if isinstance(a, QuantizedOperand):
+        rows = a.q.float_scale()
+        scales.append(rows if a.axis == -1 else jnp.swapaxes(rows, -1, -2))
+    if isinstance(b, QuantizedOperand):
+        columns = b.q.float_scale()
+        scales.append(columns if b.axis == -2 else jnp.swapaxes(columns, -1, -2))
+    return functools.reduce(operator.mul, scales)

@@ -98,6 +98,30 @@ def test_in_the_layout_of_the_kernels(name):
     assert frozen.dequantized().shape == (K, N)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_amax"])
+def test_weights_alone_keep_the_dtype_of_x(name, dtype):
+    """Codes are exact in bfloat16, and the scale is multiplied into the result: a float32 sum of K
+    terms is off by at most K 2^-24 of the sum of their sizes, and the scale and the result by two
+    roundings more."""
+    recipe = as_recipe(f"{name}:only=fwd_w")
+    (frozen,) = freeze_kernels(kernels(1), recipe, [{}])
+    x = x_MK().astype(dtype)
+
+    def multiply(x):
+        return frozen_dot(
+            x, [frozen], recipe=recipe, states=[{}], keys=[None],
+            preferred_element_type=jnp.float32,
+        )[0]  # fmt: skip
+
+    traced = str(jax.make_jaxpr(multiply)(x)).replace("f32", "float32").replace("bf16", "bfloat16")
+    assert f"{dtype}[{K},{N}]" in traced and "dot_general" in traced
+    if dtype == "bfloat16":
+        assert f" float32[{K},{N}]" not in traced
+    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
+    assert (np.abs(multiply(x) - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+
+
 def test_dequantized():
     recipe, (kernel,) = RECIPES["fp8_block"], kernels(1)
     (frozen,) = freeze_kernels([kernel], recipe, [{}])
