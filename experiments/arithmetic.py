@@ -36,6 +36,8 @@ _SEED = flags.DEFINE_integer("seed", 0, "Other seeds give other problems.", lowe
 def main(arguments: Sequence[str]) -> None:
     command.refuse_arguments(arguments)
     files = problem_files(train=_TRAIN.value, test=_TEST.value, difficulty=_difficulty())
+    if not _OUTPUT.value:
+        raise ValueError("--output is empty: name the folder to write")
     folder = Path(_OUTPUT.value).expanduser()
     for each in files:
         if (folder / each.name).exists():

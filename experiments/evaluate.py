@@ -174,6 +174,8 @@ def _read_problems() -> dict[str, Sequence[Problem]]:
             )  # fmt: skip
         found[name] = own.problems[: _LIMIT.value]
         shuffled(found[name], _SEED.value)  # needs two
+    if _PROBLEMS.value and not found:
+        raise ValueError(f"--problems={_PROBLEMS.value} names no file")
     return found
 
 

@@ -31,6 +31,7 @@ _TEST_ONE_IN = 10  # calculations, of which one belongs to the test split
 _ATTEMPTS = 2000  # a tenth of all calculations is missed so often once in 10^91 times
 _MOST_FACTOR = 9
 _LEAST_LARGEST = 10  # below it there are hardly any calculations
+_MOST_LARGEST = 10**9  # far below the lengths that Python's ranges may have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,11 @@ class Difficulty:
             raise ValueError(
                 f"steps={self.least_steps}:{self.most_steps} must be A:B with 1 <= A <= B"
             )
-        if self.largest < _LEAST_LARGEST:
-            raise ValueError(f"largest={self.largest} must be at least {_LEAST_LARGEST}")
+        if not _LEAST_LARGEST <= self.largest <= _MOST_LARGEST:
+            raise ValueError(
+                f"largest={self.largest} must be at least {_LEAST_LARGEST} and at most "
+                f"{_MOST_LARGEST}"
+            )
 
     def harder(self) -> "Difficulty":
         """Returns problems of one or two steps more, with numbers of the same size."""

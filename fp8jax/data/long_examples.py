@@ -42,7 +42,8 @@ def _cut(examples: Examples, seq_len: int) -> Examples:
         return examples
     cut = dataclasses.replace(examples, lengths=np.minimum(examples.lengths, seq_len + 1))
     empty = cut.targets() == 0
-    logging.warning("cut: %s", _named(examples, long & ~empty, seq_len))
+    if (shorter := long & ~empty).any():
+        logging.warning("cut: %s", _named(examples, shorter, seq_len))
     if empty.any():
         logging.warning("skipped, since no turn of the assistant begins in their first row: %s",
                         _named(examples, empty, seq_len))  # fmt: skip

@@ -110,6 +110,7 @@ def test_a_problem_is_a_function_of_seed_split_and_index():
         ({"least_steps": 0}, "steps=0:3 must be A:B with 1 <= A <= B"),
         ({"least_steps": 3, "most_steps": 2}, "steps=3:2 must be"),
         ({"largest": 9}, "largest=9 must be at least 10"),
+        ({"largest": 10**9 + 1}, "largest=1000000001 must be .* at most 1000000000"),
     ],
 )
 def test_difficulties_that_are_refused(options, message):
@@ -177,7 +178,9 @@ def test_command(tmp_path, capsys):
         ("--steps=3", "--steps=3 must be A:B, such as 1:3"),
         ("--steps=0:2", "steps=0:2 must be A:B with 1 <= A <= B"),
         ("--largest=3", "largest=3 must be at least 10"),
+        (f"--largest={10**23}", f"largest={10**23} must be at least 10 and at most"),
         ("--train=0", "train"),
+        ("--output=", "--output is empty"),
         ("more", "arguments that are not flags"),
     ],
 )

@@ -182,6 +182,12 @@ def test_long_examples_are_cut(tmp_path, caplog):
     assert f"cut 1 by {sum(stats.cut_tokens.values()):,} tokens" in corpus.summary()
 
 
+def test_only_examples_that_are_cut_are_called_cut(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        chat_corpus(tmp_path, [*LONG[:60], LONG[61]], long_examples="cut")
+    assert "skipped, since no turn" in caplog.text and "cut: " not in caplog.text
+
+
 # What is refused ---------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "sum", "arguments": {}}}

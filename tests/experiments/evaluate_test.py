@@ -215,6 +215,7 @@ BAD = [
         "two.jsonl needs a name of its own, NAME=FILE",
     ),
     (("--workdir=DIR/run", "--problems==DIR/two.jsonl"), "needs a name of its own, NAME=FILE"),
+    (("--workdir=DIR/run", "--tasks=", "--problems=,"), "--problems=, names no file"),
     (("--workdir=DIR/run", "--max_tokens=3"), "--max_tokens is for --problems"),
     (("--workdir=DIR/run", "--problem_batch=3"), "--problem_batch is for --problems"),
     (("--workdir=DIR/run", "--json=DIR/nowhere/x.json"), "--json=.* there is no such folder"),
