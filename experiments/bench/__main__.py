@@ -12,7 +12,8 @@
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
 policy besides bf16 NAME_time and NAME_memory instead of train_time/MODEL/POLICY and
 train_memory/MODEL/POLICY. With --figure=infir2, for example, --policies=bf16,fp8_block,fp8_delayed
-gives infir2_time of fp8_block, and train_time/MODEL/fp8_delayed.
+gives infir2_time of fp8_block, and train_time/MODEL/fp8_delayed. --devices=2 trains on two devices
+of this process, as --config.mesh says, and --documents=8 packs eight documents into each row.
 
 With --output, a command replaces its section of DIR/DEVICE_YEAR_MONTH.md, and merges its figures
 into the .json file beside it. `gains` also writes DIR/DEVICE_gains.json, a table for the size gate.
@@ -59,7 +60,15 @@ _POLICIES = flags.DEFINE_string(
 _ATTENTION = flags.DEFINE_list("attention", None, "Keys of ATTENTIONS; `step` takes one.")
 
 
-_DOCUMENTS = flags.DEFINE_list("documents", ["1", "8"], "attention: documents in a row.")
+_DOCUMENTS = flags.DEFINE_list(
+    "documents", None, "Documents in a row. attention: several numbers, 1,8 without one; "
+    "step --config: one number, 1 without one.",
+)  # fmt: skip
+
+
+_DEVICES = flags.DEFINE_integer(
+    "devices", 1, "step --config: devices that train, as --config.mesh says.", lower_bound=1
+)
 
 
 _REMAT = flags.DEFINE_string("remat", "none", "What `step` rematerializes: a key of REMAT.")
@@ -125,7 +134,7 @@ def _accumulation(shapes: Sequence[str], timed: Timer) -> Report:
 
 def _attention(shapes: Sequence[str], timed: Timer) -> Report:
     names = _ATTENTION.value or ["flash", "cudnn", "cudnn_causal", "xla"]
-    limits, counts = _limits(timed), [int(count) for count in _DOCUMENTS.value]
+    limits, counts = _limits(timed), [int(count) for count in _DOCUMENTS.value or ["1", "8"]]
     return operators.measure_attention(
         shapes, names, timed, limits, counts=counts, peers=_PEERS.value
     )
@@ -152,7 +161,13 @@ def _training(shapes: Sequence[str], timed: Timer) -> Report:
     policies, figure = _policies(), _FIGURE.value
     if figure and ("bf16" not in policies or len(set(policies)) == 1):
         raise ValueError(f"--figure={figure} compares a policy with bf16: add both to --policies")
-    return steps.measure_training(_CONFIG.value, policies, timed, _limits(timed), figure=figure)
+    count, *more = [int(count) for count in _DOCUMENTS.value or ["1"]]
+    if more:
+        raise ValueError(f"--documents={count},{','.join(map(str, more))}: step takes one")
+    return steps.measure_training(
+        _CONFIG.value, policies, timed, _limits(timed), figure=figure, devices=_DEVICES.value,
+        count=count,
+    )  # fmt: skip
 
 
 def _telemetry(shapes: Sequence[str], timed: Timer) -> Report:
@@ -219,7 +234,8 @@ _COMMANDS = (
 
 # `step` runs this one if --config is given.
 _TRAINING = _Benchmark(
-    name="training", measure=_training, takes=["policies", "config", "figure"],
+    name="training", measure=_training,
+    takes=["policies", "config", "figure", "devices", "documents"],
     threads=1,  # all programs share one state
 )  # fmt: skip
 

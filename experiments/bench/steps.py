@@ -43,6 +43,7 @@ from experiments.bench.operators import (
     attend,
     compiled,
     default_attention,
+    documents,
     normal,
     policy_and_backend,
     sizes,
@@ -99,12 +100,17 @@ def step_shape(name: str) -> tuple[ModelConfig, int, int]:
     return model, rows, length
 
 
-def _random_batch(dims: ModelConfig, rows: int, length: int) -> dict[str, np.ndarray]:
+def _random_batch(
+    dims: ModelConfig, rows: int, length: int, count: int = 1
+) -> dict[str, np.ndarray]:
+    """Returns rows of random tokens, in `count` documents of random lengths each."""
     tokens = np.random.default_rng(0).integers(dims.vocab_size, size=(2, rows, length))
+    segments, places = np.asarray(documents(rows, length, count)), np.arange(length)
+    begins = np.diff(segments, axis=1, prepend=0) > 0
     return {
         "tokens": tokens[0].astype(np.int32), "targets": tokens[1].astype(np.int32),
-        "segments": np.ones((rows, length), np.int32),
-        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        "segments": segments,
+        "positions": (places - np.maximum.accumulate(begins * places, axis=1)).astype(np.int32),
         "weights": np.ones((rows, length), np.float32),
     }  # fmt: skip
 
@@ -144,10 +150,14 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 
 
 def step_floor(
-    dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits
-) -> dict[bool, dict[str, float]]:
-    """Returns the least seconds of a step's matmuls and attention, by whether it quantizes."""
-    shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim)
+    dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits,
+    count: int = 1,
+) -> dict[bool, dict[str, float]]:  # fmt: skip
+    """Returns the least seconds of a step's matmuls and attention, by whether it quantizes.
+
+    Rows hold `count` documents; the matmuls are those of one.
+    """
+    shape = (rows, length, dims.n_heads, dims.n_kv_heads, dims.head_dim, count)
     core = timed({attention: attend(attention, *shape)})[attention].seconds
     flops = flops_per_token(dims, length) * rows * length
     flops -= 6 * dims.n_layers * rows * length * length * dims.n_heads * dims.head_dim
@@ -255,15 +265,22 @@ class _Training:
     the next one. Each policy has its own amax histories.
     """
 
-    def __init__(self, config: ConfigDict, policies: Sequence[str]):
+    def __init__(self, config: ConfigDict, policies: Sequence[str], devices: int, count: int):
+        """`devices` of this process train, as the config's mesh says, on `count` documents a row.
+
+        Raises ValueError if there are not so many devices.
+        """
+        given = jax.local_devices()
+        if devices > len(given):
+            raise ValueError(f"--devices={devices}: this process has {len(given)}")
         self.config, self.runs = config, {}
         for policy in policies:
             one = config.copy_and_resolve_references()
             (one.precision, one.backend), one.precision_schedule = policy_and_backend(policy), ()
-            self.runs[policy] = build(one, jax.local_devices()[:1])
+            self.runs[policy] = build(one, given[:devices])
         self.first: Run = next(iter(self.runs.values()))
         self.model = self.first.stages[0].model.config
-        self.batch = _random_batch(self.model, config.batch_size, config.seq_len)
+        self.batch = _random_batch(self.model, config.batch_size, config.seq_len, count)
         self._state: TrainState | None = None
         self._histories: dict[str, Any] = {}
         self._seeded: set[str] = set()
@@ -362,7 +379,7 @@ def _optimizer(training: _Training, policy: str) -> Program:
     program = jax.jit(update, donate_argnums=0, compiler_options=xla.compiler_options())
     params = training.first.stages[0].state.params
     random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, jnp.float32), params)  # noqa: E731
-    grads = jax.jit(random)()
+    grads = jax.jit(random, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))()
 
     def call() -> Any:
         state = program(training.state(policy), grads)
@@ -379,8 +396,10 @@ def measure_training(
     limits: Limits,
     *,
     figure: str = "",
+    devices: int = 1,
+    count: int = 1,
 ) -> Report:
-    """Measures whole training steps of a config on one device and random tokens.
+    """Measures whole training steps of a config on random tokens.
 
     The benchmark's own step and the optimizer alone are measured, too, for comparison.
 
@@ -390,11 +409,17 @@ def measure_training(
       timed: times contestants.
       limits: the device's.
       figure: names the figures of the first policy besides bf16, unless it is empty.
+      devices: how many of this process train, as the config's mesh says.
+      count: documents in a row, of random lengths.
 
     Returns:
-      The report. The memory of a row is all that XLA allocates for the training step.
+      The report. FLOPs, limits and the memory of a row are those of each device; the memory is all
+      that XLA allocates for the training step.
+
+    Raises:
+      ValueError: this process has fewer devices, or they do not divide the rows.
     """
-    training = _Training(config, policies)
+    training = _Training(config, policies, devices, count)
     contestants = {}
     for policy in policies:
         contestants[policy] = functools.partial(training.prepare, policy, _train)
@@ -404,12 +429,13 @@ def measure_training(
     contestants["optimizer"] = functools.partial(training.prepare, policies[0], _optimizer)
     found = timed(contestants)
     case = f"{config.model} {config.batch_size}x{config.seq_len}"
-    micro, attention = (
-        config.batch_size // config.grad_accum,
-        config.attention or default_attention(),
-    )
-    floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits)
-    flops = flops_per_token(training.model, config.seq_len) * config.batch_size * config.seq_len
+    case += f", {count} documents a row" if count > 1 else ""
+    case += f", {devices} devices" if devices > 1 else ""
+    micro = config.batch_size // config.grad_accum // devices
+    attention = config.attention or default_attention()
+    floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits, count)
+    tokens = config.batch_size * config.seq_len
+    flops = flops_per_token(training.model, config.seq_len) * tokens / devices
     rows = []
     for policy in policies:
         parts = {k: config.grad_accum * v for k, v in floor[_quantizes(policy)].items()}
@@ -418,7 +444,8 @@ def measure_training(
             rows.append(
                 Row(case=case, name=name, timing=found[name], work=flops,
                     limit=sum(parts.values()), parts=parts,
-                    baseline=found[base].seconds if base in found else math.nan)
+                    baseline=found[base].seconds if base in found else math.nan,
+                    note="" if part else f"{tokens / found[name].seconds:,.0f} tokens/s")
             )  # fmt: skip
     rows.append(Row(case=case, name="optimizer", timing=found["optimizer"]))
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]

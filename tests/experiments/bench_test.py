@@ -474,6 +474,44 @@ def test_training(monkeypatch, hasty):
     whole, step, optimizer = (t.seconds for t in found.values())
     assert made.known == {"train_vs_bench": (step + optimizer) / whole}
     assert found["fp8_delayed"].bytes > 3 * 4 * count_params(llama_tiny)
+    assert made.rows[0].note.endswith(" tokens/s") and not made.rows[1].note
+
+
+@pytest.mark.slow
+def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
+    """Each device has half the parameters and half the rows."""
+    config = base.get_config()
+    config.model_overrides.update(
+        d_model=64, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=128, head_dim=32
+    )
+    config.update(seq_len=32, batch_size=4, mesh="fsdp")
+    asked = []
+    monkeypatch.setattr(
+        steps, "step_floor", lambda *a: asked.append(a) or {False: {"matmuls": 0.001}}
+    )
+    made = {
+        n: steps.measure_training(config, ["bf16"], QUICK, LIMITS, devices=n, count=3)
+        for n in (1, 2)
+    }
+    assert ran(made[2]) == {"bf16", "bf16, no optimizer", "optimizer"}
+    assert made[2].rows[0].case == "llama_tiny 4x32, 3 documents a row, 2 devices"
+    assert made[2].rows[0].work == made[1].rows[0].work / 2
+    assert 0.4 < by_name(made[2])["bf16"].bytes / by_name(made[1])["bf16"].bytes < 0.75
+    assert [(a[1], a[-1]) for a in asked] == [(4, 3), (2, 3)]
+
+
+def test_training_needs_the_devices():
+    with pytest.raises(ValueError, match="--devices=9: this process has 8"):
+        steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, devices=9)
+
+
+def test_packed_rows_of_steps():
+    config, rows, length = steps.step_shape("tiny")
+    batch = steps._random_batch(config, rows, length, 3)
+    for segments, positions in zip(batch["segments"], batch["positions"], strict=True):
+        assert set(segments) == {1, 2, 3}
+        expected = [np.arange(np.sum(segments == n)) for n in (1, 2, 3)]
+        np.testing.assert_array_equal(positions, np.concatenate(expected))
 
 
 def test_figures_of_training_steps_take_the_name_of_the_command():
