@@ -431,14 +431,14 @@ def measure_training(
     case = f"{config.model} {config.batch_size}x{config.seq_len}"
     case += f", {count} documents a row" if count > 1 else ""
     case += f", {devices} devices" if devices > 1 else ""
-    micro = config.batch_size // config.grad_accum // devices
+    micro = config.batch_size // config.grad_accum
     attention = config.attention or default_attention()
     floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits, count)
     tokens = config.batch_size * config.seq_len
     flops = flops_per_token(training.model, config.seq_len) * tokens / devices
     rows = []
     for policy in policies:
-        parts = {k: config.grad_accum * v for k, v in floor[_quantizes(policy)].items()}
+        parts = {k: config.grad_accum * v / devices for k, v in floor[_quantizes(policy)].items()}
         for part in ("", ", no optimizer"):
             name, base = f"{policy}{part}", f"bf16{part}"
             rows.append(

@@ -497,7 +497,8 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     assert made[2].rows[0].case == "llama_tiny 4x32, 3 documents a row, 2 devices"
     assert made[2].rows[0].work == made[1].rows[0].work / 2
     assert 0.4 < by_name(made[2])["bf16"].bytes / by_name(made[1])["bf16"].bytes < 0.75
-    assert [(a[1], a[-1]) for a in asked] == [(4, 3), (2, 3)]
+    assert [(a[1], a[-1]) for a in asked] == [(4, 3), (4, 3)]
+    assert made[2].rows[0].limit == made[1].rows[0].limit / 2
 
 
 def test_training_needs_the_devices():
