@@ -114,9 +114,12 @@ def _require_examples(
     for split, sources in examples.items():
         for name, found in sources.items():
             if not len(found):
-                total = sum(each.conversations() for each in _of(name, examples).values())
+                if not (
+                    total := sum(each.conversations() for each in _of(name, examples).values())
+                ):
+                    raise ValueError(f"source {name!r} has no conversations: its files are empty")
                 raise ValueError(
-                    f"source {name!r}: its {split} split has none of its {total} conversations, "
+                    f"source {name!r}: its {split} split has no conversation, of {total} in all, "
                     f"with {valid_fraction=}: add conversations, or take another valid_fraction"
                 )
 

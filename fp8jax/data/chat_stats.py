@@ -64,8 +64,8 @@ class ChatStats:
         if not skipped and not cut:
             return f"no example was longer than a row of {self.seq_len:,} tokens"
         return (
-            f"longer than a row of {self.seq_len:,} tokens: skipped {skipped:,} examples, cut "
-            f"{cut:,} by {sum(self.cut_tokens.values()):,} tokens together"
+            f"examples longer than a row of {self.seq_len:,} tokens: {skipped:,} skipped, {cut:,} "
+            f"cut, tokens cut off: {sum(self.cut_tokens.values()):,}"
         )
 
     def brief(self) -> str:

@@ -162,8 +162,13 @@ def check_messages(messages: Any, place: str) -> None:
         results = next((n for n, role in enumerate(rest) if role != "tool"), len(rest))
         if results != len(calls):
             raise ValueError(
-                f"{place}: message {i + 1} calls {len(calls)} tools, but {results} results follow"
+                f"{place}: message {i + 1} calls {_counted(len(calls), 'tool')}, but "
+                f"{_counted(results, 'result')} {'follows' if results == 1 else 'follow'}"
             )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def check_example(messages: Any, place: str) -> None:

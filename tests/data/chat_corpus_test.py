@@ -151,7 +151,7 @@ LONG = [
 
 def test_long_examples_are_an_error(tmp_path):
     with pytest.raises(
-        ValueError, match=r"are longer than a row of seq_len=160 .*jsonl, line 6[12]"
+        ValueError, match=r"(is|are) longer than a row of seq_len=160 .*jsonl, line 6[12]"
     ):
         chat_corpus(tmp_path, LONG)
 
@@ -162,7 +162,7 @@ def test_long_examples_are_skipped(tmp_path, caplog):
     (stats,) = corpus.stats
     assert sum(stats.skipped.values()) == 2 and sum(stats.conversations.values()) == 60
     assert "line 61" in caplog.text and "line 62" in caplog.text
-    assert "skipped 2 examples" in corpus.summary() and "skipped 2 examples" in stats.brief()
+    assert "2 skipped, 0 cut" in corpus.summary() and "2 skipped, 0 cut" in stats.brief()
 
 
 def test_long_examples_are_cut(tmp_path, caplog):
@@ -179,7 +179,8 @@ def test_long_examples_are_cut(tmp_path, caplog):
     )
     assert sum(stats.cut_tokens.values()) == len(spelled[0]) - 161
     assert sum(whole.conversations.values()) == 62
-    assert f"cut 1 by {sum(stats.cut_tokens.values()):,} tokens" in corpus.summary()
+    cut_off = f"1 skipped, 1 cut, tokens cut off: {sum(stats.cut_tokens.values()):,}"
+    assert cut_off in corpus.summary()
 
 
 def test_only_examples_that_are_cut_are_called_cut(tmp_path, caplog):
@@ -206,7 +207,7 @@ CALL = {"type": "function", "function": {"name": "sum", "arguments": {}}}
         ({"messages": [{"role": "judge", "content": ""}]}, "has the role 'judge'"),
         (
             {"messages": [user("a"), assistant(None, tool_calls=[CALL]), user("b")]},
-            "calls 1 tools, but 0 results follow",
+            "calls 1 tool, but 0 results follow",
         ),
         ({"messages": [user("Hi"), assistant("a")], "tools": "sum"}, "tools must be a list"),
     ],
@@ -271,14 +272,24 @@ def test_bad_sources(tmp_path):
     spec = write_chats(tmp_path, pairs(20))
     bpe = tokenizer(f"bpe:{tmp_path}/tokenizer.json")
     settings = dict(seq_len=160, valid_fraction=0.2, cache_dir=tmp_path / "cache")
-    with pytest.raises(ValueError, match="a run is of one kind"):
+    with pytest.raises(ValueError, match=r"\(chat-chats\) and text \(.*\) do not mix in a run"):
         build_corpus(f"{spec},{write_generated_text(tmp_path)}", bpe, **settings)
     with pytest.raises(ValueError, match="expected chat:GLOB or chat:GLOB#turns, got #turn"):
         build_corpus(f"{spec}#turn", bpe, **settings)
     with pytest.raises(ValueError, match="unknown long_examples 'drop'"):
         build_corpus(spec, bpe, long_examples="drop", **settings)
-    with pytest.raises(ValueError, match="its valid split has none of its 20 conversations"):
+    with pytest.raises(ValueError, match="its valid split has no conversation, of 20 in all"):
         build_corpus(spec, bpe, **(settings | {"valid_fraction": 1e-9}))
+
+
+def test_one_long_example_is_named_in_the_singular(tmp_path):
+    with pytest.raises(ValueError, match=r"^1 of \d+ examples is longer than a row of"):
+        chat_corpus(tmp_path, LONG[:61])
+
+
+def test_an_empty_file(tmp_path):
+    with pytest.raises(ValueError, match="'chat-chats' has no conversations: its files are empty"):
+        chat_corpus(tmp_path, [])
 
 
 def test_no_example_is_left(tmp_path):

@@ -316,7 +316,7 @@ DATA = [
     ("gzip", ["data=text:DIR/a.txt.gz"], "a.txt.gz: damaged or not gzip"),
     ("twice", ["data=a=python_stdlib,a=python_stdlib"], "two sources have the name {'a'}"),
     ("weight", ["data=0*python_stdlib"], "weight '0' in .*: expected a positive decimal"),
-    ("chats and text", [CHATS + ",python_stdlib"], "chat-chats have conversations and python_stdl"),
+    ("chats and text", [CHATS + ",python_stdlib"], r"\(chat-chats\) and text \(python_stdlib\) do"),
     ("chats in bytes", [CHATS], "config.tokenizer is bytes: take bpe:FOLDER/tokenizer.json"),
     ("no template", [CHATS, "tokenizer=bpe:DIR/plain/tokenizer.json"], "has no chat template"),
     ("chats of turn", [CHATS + "#turn"], "expected chat:GLOB or chat:GLOB#turns, got #turn"),
