@@ -172,8 +172,9 @@ def _counted(number: int, what: str) -> str:
 
 
 def check_example(messages: Any, place: str) -> None:
-    """Raises ValueError unless a model can learn from the messages: the assistant has the last one.
+    """Raises ValueError unless a model can learn from the messages.
 
+    The assistant has the last one, and none of the assistant's is blank without calling a tool.
     Whatever `check_messages` refuses is refused here, too.
     """
     check_messages(messages, place)
@@ -188,6 +189,18 @@ def check_example(messages: Any, place: str) -> None:
             f"{place}: the last turn is the {roles[-1]}'s, it must be the assistant's: drop the "
             "messages after the assistant's last one"
         )
+    for i, message in enumerate(messages):
+        if roles[i] == "assistant" and not _says_anything(message):
+            raise ValueError(
+                f"{place}: message {i + 1}, the assistant's, is blank and calls no tool, there is "
+                "nothing to learn"
+            )
+
+
+def _says_anything(message: Message) -> bool:
+    """Whether a valid message has a text that is not blank, or calls a tool."""
+    text = message["content"] if "content" in message else None
+    return bool((text and text.strip()) or ("tool_calls" in message and message["tool_calls"]))
 
 
 def _check_message(message: Any, place: str) -> None:

@@ -30,7 +30,7 @@ from fp8jax.data.readers import Tally
 from fp8jax.data.token_cache import digests, map_array, token_dtype
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NUMBERS = np.dtype("<i8")
 

@@ -210,6 +210,9 @@ CALL = {"type": "function", "function": {"name": "sum", "arguments": {}}}
             "calls 1 tool, but 0 results follow",
         ),
         ({"messages": [user("Hi"), assistant("a")], "tools": "sum"}, "tools must be a list"),
+        ({"messages": [user("Hi"), assistant("")]}, "message 2, the assistant's, is blank"),
+        ({"messages": [assistant(" \n"), user("Hi"), assistant("a")]}, "message 1, .* is blank"),
+        ({"messages": [user("Hi"), assistant("", tool_calls=[])]}, "message 2, .* is blank"),
     ],
 )  # fmt: skip
 def test_bad_lines(tmp_path, line, message):
