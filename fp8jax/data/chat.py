@@ -125,10 +125,11 @@ class ChatTemplate:
 
         Raises:
           ValueError: the messages are no example (`check_example`), the template refuses them or
-            renders some turns differently once others follow, or the mask would hold none or all of
-            the tokens.
+            renders some turns differently once others follow or leaves out calls of tools, or the
+            mask would hold none or all of the tokens.
         """
         check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
         if self.template.has_tags:
             rendered = self._render(messages, tools, variables, place)
             return self._example(rendered.text, rendered.spans, place)
@@ -162,6 +163,7 @@ class ChatTemplate:
           ValueError: as `example`, but turns may be rendered differently once others follow.
         """
         check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
         examples = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -182,6 +184,26 @@ class ChatTemplate:
         return self.template.render(
             messages, tools=tools, add_generation_prompt=prompt, variables=variables, place=place
         )
+
+    def _require_calls(self, messages, tools, variables, place) -> None:
+        """Raises ValueError if the template leaves out the assistant's calls of tools."""
+        calling = ["tool_calls" in message and bool(message["tool_calls"]) for message in messages]
+        if not any(calling):
+            return
+        text = self._render(messages, tools, variables, place).text
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        try:
+            same = self._render(without, tools, variables, place).text == text
+        except ValueError:  # the template reads the calls, it fails without them
+            return
+        if same:
+            raise ValueError(
+                f"{place}: message {calling.index(True) + 1} calls tools, and {self.template.place}"
+                " does not render the calls: take a template that does"
+            )
 
     def _turn(self, messages, tools, variables, place) -> tuple[int, str]:
         """Returns where the last message begins in the text of all, and this text."""

@@ -116,8 +116,9 @@ class Template:
             raise
         except Exception as error:  # a template can fail like any program
             said = error.message if isinstance(error, jinja2.TemplateError) else brief(str(error))
+            line = " ".join(str(said).split())  # of a message that may have several
             raise ValueError(
-                f"{place}: {self.place} refuses the conversation: {type(error).__name__}: {said}"
+                f"{place}: {self.place} refuses the conversation: {type(error).__name__}: {line}"
             ) from error
         return _take_marks(text, place)
 

@@ -221,12 +221,48 @@ def test_bad_lines(tmp_path, line, message):
 
 
 def test_a_template_that_raises(tmp_path):
-    template = "{% if messages[0].content == 'say 7' %}{{ raise_exception('no 7') }}{% endif %}"
+    template = "{% if messages[0].content == 'say 7' %}{{ raise_exception('no\\n7') }}{% endif %}"
     lines = [{"prompt": f"say {i}", "response": "no"} for i in range(20)]
     with pytest.raises(
         ValueError, match="chats.jsonl, line 8: .* refuses the conversation: .*no 7"
     ):
         chat_corpus(tmp_path, lines, template + CHATML)
+
+
+CALLING = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+
+
+def test_an_end_with_calls_that_the_template_renders(tmp_path):
+    template = CHATML.replace(
+        "message.content + '<|im_end|>\\n' }}",
+        "(message.content or '') }}" + CALLING + "{{ '<|im_end|>\\n' }}",
+    )
+    ends = {"messages": [user("Hi"), assistant(None, tool_calls=[CALL])]}
+    corpus = chat_corpus(tmp_path, [ends, *pairs(20)], template)
+    assert sum(corpus.stats[0].conversations.values()) == 21
+
+
+@pytest.mark.parametrize("each_turn", ["", "#turns"])
+@pytest.mark.parametrize(
+    ("content", "rendered", "message"),
+    [
+        # None + text
+        (None, "message.content", "refuses the conversation: TypeError: .*"),
+        ("", "message.content", "message 2 calls tools, and .* does not render the calls: take"),
+        (None, "(message.content or '')", "message 2 calls tools, and .* does not render"),
+        (None, "(message.content | string)", "message 2 calls tools, and .* does not render"),
+    ],
+)
+def test_an_end_with_calls_that_the_template_does_not_render(
+    tmp_path, content, rendered, message, each_turn
+):
+    template = CHATML.replace("message.content", rendered)
+    ends = {"messages": [user("Hi"), assistant(content, tool_calls=[CALL])]}
+    spec = write_chats(tmp_path, [*pairs(20), ends], template)
+    settings = dict(seq_len=160, valid_fraction=0.2, cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/chats.jsonl, line 21: .*{message}") as error:
+        build_corpus(spec + each_turn, tokenizer(f"bpe:{tmp_path}/tokenizer.json"), **settings)
+    assert "\n" not in str(error.value)
 
 
 def test_all_or_nothing_supervised(tmp_path):
