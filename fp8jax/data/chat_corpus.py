@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from fp8jax.data.bad_examples import BAD_EXAMPLES, BadChats
 from fp8jax.data.bpe import BPETokenizer
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.chat import ChatTemplate, load_chat_template
@@ -57,6 +58,7 @@ def pack_chats(
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
     long_examples: str,
+    bad_examples: str,
 ) -> PackedChats:
     """Renders the conversations of all sources, and packs them into rows.
 
@@ -65,18 +67,22 @@ def pack_chats(
       tokenizer: from a folder with a chat template.
       seq_len, valid_fraction, cache_dir: as in `build_corpus`.
       long_examples: a key of `LONG_EXAMPLES`.
+      bad_examples: a key of `BAD_EXAMPLES`.
 
     Raises:
-      ValueError: the tokenizer or its template does not fit; a line of a file is no example, or
-        longer than a row while `long_examples` is "error" (the message names file and line); or a
-        split of a source has no examples.
+      ValueError: the tokenizer or its template does not fit; a line of a file is no example
+        while `bad_examples` is "error", or longer than a row while `long_examples` is (the message
+        names file and line); or a split of a source has no examples.
     """
     fit = lookup("long_examples", long_examples, LONG_EXAMPLES)
+    answer = lookup("bad_examples", bad_examples, BAD_EXAMPLES)
     template = chat_template(tokenizer)
-    examples, fingerprint = read_examples(
-        readers, template, valid_fraction=valid_fraction, cache_dir=cache_dir
+    examples, bad, fingerprint = read_examples(
+        readers, template, valid_fraction=valid_fraction, cache_dir=cache_dir, answer=answer
     )
-    _require_examples(examples, valid_fraction)
+    _require_examples(examples, bad, valid_fraction)
+    for name, each in bad.items():
+        each.log(name)
     rows = {
         split: {name: _pack(name, each, fit, seq_len) for name, each in found.items()}
         for split, found in examples.items()
@@ -84,7 +90,9 @@ def pack_chats(
     first = next(iter(rows["train"].values())).examples
     return PackedChats(
         rows=rows,
-        stats=[count_chats(name, _of(name, examples), _of(name, rows)) for name in readers],
+        stats=[
+            count_chats(name, _of(name, examples), _of(name, rows), bad[name]) for name in readers
+        ],
         first=marked(template, *first[0]),
         fingerprint=fingerprint,
     )
@@ -108,20 +116,27 @@ def _pack(
 
 
 def _require_examples(
-    examples: Mapping[str, Mapping[str, Examples]], valid_fraction: float
+    examples: Mapping[str, Mapping[str, Examples]],
+    bad: Mapping[str, BadChats],
+    valid_fraction: float,
 ) -> None:
     """Raises ValueError if a split of a source is empty."""
     for split, sources in examples.items():
         for name, found in sources.items():
-            if not len(found):
-                if not (
-                    total := sum(each.conversations() for each in _of(name, examples).values())
-                ):
-                    raise ValueError(f"source {name!r} has no conversations: its files are empty")
+            if len(found):
+                continue
+            total = sum(each.conversations() for each in _of(name, examples).values())
+            if not total and bad[name].total:
                 raise ValueError(
-                    f"source {name!r}: its {split} split has no conversation, of {total} in all, "
-                    f"with {valid_fraction=}: add conversations, or take another valid_fraction"
+                    f"source {name!r}: no conversation is left; {bad[name]}; the first: "
+                    f"{bad[name].first[0]}"
                 )
+            if not total:
+                raise ValueError(f"source {name!r} has no conversations: its files are empty")
+            raise ValueError(
+                f"source {name!r}: its {split} split has no conversation, of {total} in all, with "
+                f"{valid_fraction=}: add conversations, or take another valid_fraction"
+            )
 
 
 # The template -----------------------------------------------------------------------------------

@@ -323,6 +323,8 @@ DATA = [
     ("chat's end", [CHATS, TEMPLATE], "chats.jsonl, line 41: the last turn is the user's, it must"),
     ("long chats", [GOOD_CHATS, TEMPLATE, "seq_len=20"], "longer than a row of seq_len=20"),
     ("drop", [CHATS, TEMPLATE, "long_examples=drop"], "unknown long_examples 'drop'"),
+    ("drop bad", [CHATS, TEMPLATE, "bad_examples=drop"], "unknown bad_examples 'drop'"),
+    ("skip text", ["bad_examples=skip"], "bad_examples='skip' is for conversations"),
     ("drop text", ["long_examples=skip"], "long_examples='skip' is for conversations"),
     ("no epoch", ["num_epochs=0"], "num_epochs=0 must be at least 1"),
     ("weighted", ["num_epochs=2", "data=2*jsonl:DIR/few.jsonl"], "have weights: remove"),
