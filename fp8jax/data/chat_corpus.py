@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 DATE = datetime.datetime(2024, 7, 26)  # the date of Llama 3.1's template where it knows no other
 
-_SHOWN = 400  # characters of a turn that are shown
+_SHOWN = 3  # examples that are shown
+_SHOWN_TEXT = 400  # characters of one of their turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,13 +41,14 @@ class PackedChats:
     Attributes:
       rows: by split and source.
       stats: counts of each source.
-      first: the first training example, with what is supervised in >>> and <<<.
+      first: the place and text of the first training examples of the sources, in turn, with what
+        is supervised in >>> and <<<.
       fingerprint: hex digest of the examples; it does not depend on seq_len.
     """
 
     rows: dict[str, dict[str, ExampleRows]]
     stats: list[ChatStats]
-    first: str
+    first: tuple[tuple[str, str], ...]
     fingerprint: str
 
 
@@ -87,13 +89,12 @@ def pack_chats(
         split: {name: _pack(name, each, fit, seq_len) for name, each in found.items()}
         for split, found in examples.items()
     }
-    first = next(iter(rows["train"].values())).examples
     return PackedChats(
         rows=rows,
         stats=[
             count_chats(name, _of(name, examples), _of(name, rows), bad[name]) for name in readers
         ],
-        first=marked(template, *first[0]),
+        first=_first(template, [each.examples for each in rows["train"].values()]),
         fingerprint=fingerprint,
     )
 
@@ -191,6 +192,14 @@ def _lacking(template: ChatTemplate) -> list[str]:
 # What is shown ----------------------------------------------------------------------------------
 
 
+def _first(template: ChatTemplate, sources: Sequence[Examples]) -> tuple[tuple[str, str], ...]:
+    """Returns the place and text of the first examples, those of the sources in turn."""
+    turns = [(examples, i) for i in range(_SHOWN) for examples in sources if i < len(examples)]
+    return tuple(
+        (examples.place(i), marked(template, *examples[i])) for examples, i in turns[:_SHOWN]
+    )
+
+
 def marked(
     template: ChatTemplate,
     ids: Int32[np.ndarray, " length"],
@@ -205,7 +214,7 @@ def marked(
     parts = []
     for run, mask in zip(np.split(ids, borders), np.split(supervised, borders), strict=True):
         text = template.backend.decode(run.tolist(), skip_special_tokens=False)
-        if len(text) > _SHOWN:
-            text = f"{text[: _SHOWN // 2]} […] {text[-_SHOWN // 2 :]}"
+        if len(text) > _SHOWN_TEXT:
+            text = f"{text[: _SHOWN_TEXT // 2]} […] {text[-_SHOWN_TEXT // 2 :]}"
         parts.append(f">>>{text}<<<" if mask[0] else text)
     return "".join(parts)

@@ -40,14 +40,15 @@ class Corpus:
       stats: counts of each source.
       fingerprint: hex digest of the token streams; it does not depend on seq_len or weights. A
         resumed run compares it, since changed data would otherwise go unnoticed.
-      first: of conversations, the first example, with what is supervised in >>> and <<<; else "".
+      first: of conversations, the place and text of the first training examples, those of the
+        sources in turn, with what is supervised in >>> and <<<; empty for text.
     """
 
     train: Mixture
     valid: Mapping[str, Rows]
     stats: Sequence[Stats]
     fingerprint: str
-    first: str = ""
+    first: Sequence[tuple[str, str]] = ()
 
     def summary(self) -> str:
         """Returns a table of the sources.

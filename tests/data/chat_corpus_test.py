@@ -66,10 +66,12 @@ def test_counts_of_a_source(tmp_path):
     assert long.strip() == "no example was longer than a row of 160 tokens"
 
 
-def test_the_first_example_is_shown(tmp_path):
+def test_the_first_examples_are_shown(tmp_path):
     messages = [user("Hi"), assistant("Hello"), user("Bye"), assistant("x" * 600)]
     corpus = chat_corpus(tmp_path, [{"messages": messages}] * 2 + pairs(40), seq_len=900)
-    shown = corpus.first.replace("x" * 193, "…")
+    place, text = corpus.first[0]
+    assert place == f"{tmp_path}/chats.jsonl, line 1"
+    shown = text.replace("x" * 193, "…")
     assert (
         shown
         == (
@@ -79,7 +81,23 @@ def test_the_first_example_is_shown(tmp_path):
         + shown.rpartition(">>>")[2]
     )
     assert " […] " in shown and shown.endswith("<|im_end|><<<\n")
-    assert corpus.first.count("x") == 400 - len("<|im_end|>")
+    assert text.count("x") == 400 - len("<|im_end|>")
+
+
+@pytest.mark.parametrize(("sources", "shown"), [(1, "aaa"), (2, "aba"), (3, "abc"), (4, "abc")])
+def test_the_sources_are_shown_in_turn(tmp_path, sources, shown):
+    specs = [f"{name}={write_chats(tmp_path / name, pairs(40))}" for name in "abcd"[:sources]]
+    corpus = build_corpus(
+        ",".join(specs), tokenizer(f"bpe:{tmp_path}/a/tokenizer.json"), seq_len=160,
+        valid_fraction=0.2, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    places = [place.removeprefix(f"{tmp_path}/") for place, _ in corpus.first]
+    assert [place[0] for place in places] == list(shown)
+    # Each of a source is another one, and the first of them the first that trains.
+    assert len(set(places)) == 3
+    first = [text for _, text in corpus.first]
+    assert first[0].startswith("<|im_start|>user\nsay 0")
+    assert all(">>>no " in text and text.endswith("<|im_end|><<<\n") for text in first)
 
 
 def test_pairs_are_messages(tmp_path):
@@ -125,7 +143,7 @@ def test_a_date_in_a_template_never_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(datetime, "datetime", Later)
     again = chat_corpus(tmp_path, pairs(40), HEADERS, seq_len=256, cache_dir=tmp_path / "another")
     assert first.fingerprint == again.fingerprint
-    assert "26 Jul 2024" in first.first and first.first == again.first
+    assert "26 Jul 2024" in first.first[0][1] and first.first == again.first
 
 
 def test_the_cache_follows_files_and_template(tmp_path, monkeypatch):
