@@ -256,8 +256,8 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
     record = trained.record
     if record is None:
         raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
-    # Runs that are older than this key had no conversations.
-    fit = {key: record[key] for key in ("long_examples",) if key in record}
+    # Runs that are older than these keys left out no conversations.
+    fit = {key: record[key] for key in ("long_examples", "bad_examples") if key in record}
     corpus = build_corpus(
         record["data"], tokenizer, seq_len=length, valid_fraction=record["valid_fraction"],
         cache_dir=record["cache_dir"], **fit,

@@ -37,6 +37,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int32
 
+from fp8jax.data.bad_examples import BadChatError, Reason
 from fp8jax.data.bpe import BPETokenizer
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.conversation import Message, check_example, check_messages
@@ -124,11 +125,12 @@ class ChatTemplate:
         """Returns the whole conversation, and which of its tokens the assistant wrote.
 
         Raises:
-          ValueError: the messages are no example (`check_example`), the template refuses them or
-            renders some turns differently once others follow, or the mask would hold none or all of
-            the tokens.
+          BadChatError: the messages are no example (`check_example`), the template refuses them or
+            renders some turns differently once others follow or leaves out calls of tools, or the
+            mask would hold none or all of the tokens.
         """
         check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
         if self.template.has_tags:
             rendered = self._render(messages, tools, variables, place)
             return self._example(rendered.text, rendered.spans, place)
@@ -138,10 +140,11 @@ class ChatTemplate:
             if message["role"] == "assistant":
                 begin, upto = self._turn(messages[: i + 1], tools, variables, place)
                 if not text.startswith(upto):
-                    raise ValueError(
+                    raise BadChatError(
+                        Reason.TURNS,
                         f"{place}: the template renders the first {i + 1} messages differently "
                         f"once others follow, {_difference(upto, text)}: render each turn by "
-                        "itself, with `turns`"
+                        "itself, with `turns`",
                     )
                 spans.append((begin, self._end(upto, begin)))
         return self._example(text, spans, place)
@@ -159,9 +162,10 @@ class ChatTemplate:
         Its mask holds the last turn only, also for templates with generation tags.
 
         Raises:
-          ValueError: as `example`, but turns may be rendered differently once others follow.
+          BadChatError: as `example`, but turns may be rendered differently once others follow.
         """
         check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
         examples = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -183,14 +187,36 @@ class ChatTemplate:
             messages, tools=tools, add_generation_prompt=prompt, variables=variables, place=place
         )
 
+    def _require_calls(self, messages, tools, variables, place) -> None:
+        """Raises ValueError if the template leaves out the assistant's calls of tools."""
+        calling = ["tool_calls" in message and bool(message["tool_calls"]) for message in messages]
+        if not any(calling):
+            return
+        text = self._render(messages, tools, variables, place).text
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        try:
+            same = self._render(without, tools, variables, place).text == text
+        except ValueError:  # the template reads the calls, it fails without them
+            return
+        if same:
+            raise BadChatError(
+                Reason.TEMPLATE,
+                f"{place}: message {calling.index(True) + 1} calls tools, and {self.template.place}"
+                " does not render the calls: take a template that does",
+            )
+
     def _turn(self, messages, tools, variables, place) -> tuple[int, str]:
         """Returns where the last message begins in the text of all, and this text."""
         before = self._render(messages[:-1], tools, variables, place, prompt=True).text
         text = self._render(messages, tools, variables, place).text
         if not text.startswith(before):
-            raise ValueError(
+            raise BadChatError(
+                Reason.TURNS,
                 f"{place}: message {len(messages)} does not begin as the template's generation "
-                f"prompt does, {_difference(before, text)}: the assistant's turn cannot be found"
+                f"prompt does, {_difference(before, text)}: the assistant's turn cannot be found",
             )
         return len(before), text
 
@@ -213,8 +239,9 @@ class ChatTemplate:
             mask |= (begins < end) & (ends > begin)
         if not mask.any() or mask.all():
             what = "all" if mask.any() else "none"
-            raise ValueError(
-                f"{place}: {what} of the {len(ids)} tokens are the assistant's, in {_brief(text)}"
+            raise BadChatError(
+                Reason.SUPERVISION,
+                f"{place}: {what} of the {len(ids)} tokens are the assistant's, in {_brief(text)}",
             )
         return ChatExample(text=text, ids=ids, mask=mask, spans=spans)
 
@@ -222,7 +249,7 @@ class ChatTemplate:
         """Returns the ids of a text with guards, and offsets [length, 2] in the text without them.
 
         Raises:
-          ValueError: a message spells a special token, and the tokenizer encodes text differently
+          BadChatError: a message spells a special token, and the tokenizer encodes text differently
             after one, so that the parts of the text cannot be encoded apart.
         """
         text = guarded.replace(GUARD, "")
@@ -231,9 +258,10 @@ class ChatTemplate:
         spelled = [token.replace(GUARD, "") for token in self._forged.findall(guarded)]
         without = self._forged.sub("", guarded).replace(GUARD, "")
         if not np.array_equal(self._encode_parts(without)[0], self._encode_whole(without)[0]):
-            raise ValueError(
+            raise BadChatError(
+                Reason.NOT_TEXT,
                 f"{place}: a message spells a special token, which with this tokenizer cannot be "
-                f"kept text: remove {', '.join(sorted(set(spelled)))}"
+                f"kept text: remove {', '.join(sorted(set(spelled)))}",
             )
         return self._encode_parts(guarded)
 

@@ -9,12 +9,13 @@ import dataclasses
 import datetime
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from fp8jax.data.bad_examples import BAD_EXAMPLES, BadChats
 from fp8jax.data.bpe import BPETokenizer
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.chat import ChatTemplate, load_chat_template
@@ -29,7 +30,8 @@ T = TypeVar("T")
 
 DATE = datetime.datetime(2024, 7, 26)  # the date of Llama 3.1's template where it knows no other
 
-_SHOWN = 400  # characters of a turn that are shown
+_SHOWN = 3  # examples that are shown
+_SHOWN_TEXT = 400  # characters of one of their turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,13 +41,14 @@ class PackedChats:
     Attributes:
       rows: by split and source.
       stats: counts of each source.
-      first: the first training example, with what is supervised in >>> and <<<.
+      first: the place and text of the first training examples of the sources, in turn, with what
+        is supervised in >>> and <<<.
       fingerprint: hex digest of the examples; it does not depend on seq_len.
     """
 
     rows: dict[str, dict[str, ExampleRows]]
     stats: list[ChatStats]
-    first: str
+    first: tuple[tuple[str, str], ...]
     fingerprint: str
 
 
@@ -57,6 +60,7 @@ def pack_chats(
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
     long_examples: str,
+    bad_examples: str,
 ) -> PackedChats:
     """Renders the conversations of all sources, and packs them into rows.
 
@@ -65,27 +69,32 @@ def pack_chats(
       tokenizer: from a folder with a chat template.
       seq_len, valid_fraction, cache_dir: as in `build_corpus`.
       long_examples: a key of `LONG_EXAMPLES`.
+      bad_examples: a key of `BAD_EXAMPLES`.
 
     Raises:
-      ValueError: the tokenizer or its template does not fit; a line of a file is no example, or
-        longer than a row while `long_examples` is "error" (the message names file and line); or a
-        split of a source has no examples.
+      ValueError: the tokenizer or its template does not fit; a line of a file is no example
+        while `bad_examples` is "error", or longer than a row while `long_examples` is (the message
+        names file and line); or a split of a source has no examples.
     """
     fit = lookup("long_examples", long_examples, LONG_EXAMPLES)
+    answer = lookup("bad_examples", bad_examples, BAD_EXAMPLES)
     template = chat_template(tokenizer)
-    examples, fingerprint = read_examples(
-        readers, template, valid_fraction=valid_fraction, cache_dir=cache_dir
+    examples, bad, fingerprint = read_examples(
+        readers, template, valid_fraction=valid_fraction, cache_dir=cache_dir, answer=answer
     )
-    _require_examples(examples, valid_fraction)
+    _require_examples(examples, bad, valid_fraction)
+    for name, each in bad.items():
+        each.log(name)
     rows = {
         split: {name: _pack(name, each, fit, seq_len) for name, each in found.items()}
         for split, found in examples.items()
     }
-    first = next(iter(rows["train"].values())).examples
     return PackedChats(
         rows=rows,
-        stats=[count_chats(name, _of(name, examples), _of(name, rows)) for name in readers],
-        first=marked(template, *first[0]),
+        stats=[
+            count_chats(name, _of(name, examples), _of(name, rows), bad[name]) for name in readers
+        ],
+        first=_first(template, [each.examples for each in rows["train"].values()]),
         fingerprint=fingerprint,
     )
 
@@ -108,17 +117,27 @@ def _pack(
 
 
 def _require_examples(
-    examples: Mapping[str, Mapping[str, Examples]], valid_fraction: float
+    examples: Mapping[str, Mapping[str, Examples]],
+    bad: Mapping[str, BadChats],
+    valid_fraction: float,
 ) -> None:
     """Raises ValueError if a split of a source is empty."""
     for split, sources in examples.items():
         for name, found in sources.items():
-            if not len(found):
-                total = sum(each.conversations() for each in _of(name, examples).values())
+            if len(found):
+                continue
+            total = sum(each.conversations() for each in _of(name, examples).values())
+            if not total and bad[name].total:
                 raise ValueError(
-                    f"source {name!r}: its {split} split has none of its {total} conversations, "
-                    f"with {valid_fraction=}: add conversations, or take another valid_fraction"
+                    f"source {name!r}: no conversation is left; {bad[name]}; the first: "
+                    f"{bad[name].first[0]}"
                 )
+            if not total:
+                raise ValueError(f"source {name!r} has no conversations: its files are empty")
+            raise ValueError(
+                f"source {name!r}: its {split} split has no conversation, of {total} in all, with "
+                f"{valid_fraction=}: add conversations, or take another valid_fraction"
+            )
 
 
 # The template -----------------------------------------------------------------------------------
@@ -173,6 +192,14 @@ def _lacking(template: ChatTemplate) -> list[str]:
 # What is shown ----------------------------------------------------------------------------------
 
 
+def _first(template: ChatTemplate, sources: Sequence[Examples]) -> tuple[tuple[str, str], ...]:
+    """Returns the place and text of the first examples, those of the sources in turn."""
+    turns = [(examples, i) for i in range(_SHOWN) for examples in sources if i < len(examples)]
+    return tuple(
+        (examples.place(i), marked(template, *examples[i])) for examples, i in turns[:_SHOWN]
+    )
+
+
 def marked(
     template: ChatTemplate,
     ids: Int32[np.ndarray, " length"],
@@ -187,7 +214,7 @@ def marked(
     parts = []
     for run, mask in zip(np.split(ids, borders), np.split(supervised, borders), strict=True):
         text = template.backend.decode(run.tolist(), skip_special_tokens=False)
-        if len(text) > _SHOWN:
-            text = f"{text[: _SHOWN // 2]} […] {text[-_SHOWN // 2 :]}"
+        if len(text) > _SHOWN_TEXT:
+            text = f"{text[: _SHOWN_TEXT // 2]} […] {text[-_SHOWN_TEXT // 2 :]}"
         parts.append(f">>>{text}<<<" if mask[0] else text)
     return "".join(parts)

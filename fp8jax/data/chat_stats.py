@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from fp8jax.data.bad_examples import BadChats
 from fp8jax.data.documents import SPLITS
 from fp8jax.data.examples import Examples
 from fp8jax.data.packing import ExampleRows
@@ -28,6 +29,7 @@ class ChatStats:
       skipped: examples left out because they are longer than a row.
       cut: examples that were cut to a row.
       cut_tokens: tokens that were cut off.
+      bad: conversations left out because nothing can be learned from them; of both splits.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ChatStats:
     skipped: dict[str, int]
     cut: dict[str, int]
     cut_tokens: dict[str, int]
+    bad: BadChats
 
     def heading(self, width: int) -> str:
         """Returns the head of the table, with a first column of `width` characters."""
@@ -56,7 +59,8 @@ class ChatStats:
             counts = "".join(f"{part[split]:15,}" for part in parts)
             end = f"{share:8.2%}" if split == "train" else ""
             lines.append(f"{self.name:{width}}  {split}{counts}{self.fill[split]:7.1%}{end}")
-        return [*lines, f"{'':{width}}  {self.long()}"]
+        said = [self.long(), *([str(self.bad)] if self.bad.total else [])]
+        return [*lines, *(f"{'':{width}}  {line}" for line in said)]
 
     def long(self) -> str:
         """Returns a sentence about examples that were longer than a row."""
@@ -64,8 +68,8 @@ class ChatStats:
         if not skipped and not cut:
             return f"no example was longer than a row of {self.seq_len:,} tokens"
         return (
-            f"longer than a row of {self.seq_len:,} tokens: skipped {skipped:,} examples, cut "
-            f"{cut:,} by {sum(self.cut_tokens.values()):,} tokens together"
+            f"examples longer than a row of {self.seq_len:,} tokens: {skipped:,} skipped, {cut:,} "
+            f"cut, tokens cut off: {sum(self.cut_tokens.values()):,}"
         )
 
     def brief(self) -> str:
@@ -77,11 +81,19 @@ class ChatStats:
             f" full; {self.conversations['valid']:,} held out, {self.tokens['valid']:,} tokens"
         )
         any_long = any([*self.skipped.values(), *self.cut.values()])
-        return f"{line}; {self.long()}" if any_long else line
+        said = [
+            line,
+            *([self.long()] if any_long else []),
+            *([str(self.bad)] if self.bad.total else []),
+        ]
+        return "; ".join(said)
 
 
 def count_chats(
-    name: str, found: Mapping[str, Examples], packed: Mapping[str, ExampleRows]
+    name: str,
+    found: Mapping[str, Examples],
+    packed: Mapping[str, ExampleRows],
+    bad: BadChats,
 ) -> ChatStats:
     """Counts a source.
 
@@ -89,6 +101,7 @@ def count_chats(
       name: the source's name.
       found: all its examples, by split.
       packed: the rows of those that fit, by split.
+      bad: its conversations that were left out.
     """
     kept = {split: rows.examples for split, rows in packed.items()}
 
@@ -108,6 +121,7 @@ def count_chats(
         skipped=count(lambda split: len(found[split]) - len(kept[split])),
         cut=count(lambda split: np.count_nonzero(before[split] > kept[split].lengths)),
         cut_tokens=count(lambda split: (before[split] - kept[split].lengths).sum()),
+        bad=bad,
     )
 
 

@@ -40,14 +40,15 @@ class Corpus:
       stats: counts of each source.
       fingerprint: hex digest of the token streams; it does not depend on seq_len or weights. A
         resumed run compares it, since changed data would otherwise go unnoticed.
-      first: of conversations, the first example, with what is supervised in >>> and <<<; else "".
+      first: of conversations, the place and text of the first training examples, those of the
+        sources in turn, with what is supervised in >>> and <<<; empty for text.
     """
 
     train: Mixture
     valid: Mapping[str, Rows]
     stats: Sequence[Stats]
     fingerprint: str
-    first: str = ""
+    first: Sequence[tuple[str, str]] = ()
 
     def summary(self) -> str:
         """Returns a table of the sources.
@@ -83,6 +84,7 @@ def build_corpus(
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
     long_examples: str = "error",
+    bad_examples: str = "error",
     document_masking: bool = True,
 ) -> Corpus:
     """Tokenizes the sources in `data`, or reads them from the cache, and packs them into rows.
@@ -95,6 +97,7 @@ def build_corpus(
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
       long_examples: what becomes of conversations that are longer than a row: error, skip or cut.
+      bad_examples: what becomes of conversations that cannot be learned from: error or skip.
       document_masking: whether the documents of a training row are kept apart (rows.py). Validation
         rows always keep them apart: so the validation losses of two runs compare, and a document's
         loss does not depend on its neighbors. Conversations are kept apart in any case.
@@ -108,8 +111,9 @@ def build_corpus(
     # Either all sources have a weight or none has.
     weights = {source.name: source.weight for source in sources if source.weight is not None}
     if not (chats := chat_readers(sources)):
-        if long_examples != "error":
-            raise ValueError(f"{long_examples=} is for conversations, and {data!r} is text")
+        for key, answer in (("long_examples", long_examples), ("bad_examples", bad_examples)):
+            if answer != "error":
+                raise ValueError(f"{key}={answer!r} is for conversations, and {data!r} is text")
         return _text_corpus(
             sources, weights, tokenizer, seq_len, valid_fraction, cache_dir, document_masking
         )
@@ -122,7 +126,7 @@ def build_corpus(
 
     packed = pack_chats(
         chats, tokenizer, seq_len=seq_len, valid_fraction=valid_fraction, cache_dir=cache_dir,
-        long_examples=long_examples,
+        long_examples=long_examples, bad_examples=bad_examples,
     )  # fmt: skip
     return Corpus(
         train=Mixture(packed.rows["train"], weights or None), valid=packed.rows["valid"],

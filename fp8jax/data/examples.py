@@ -15,22 +15,24 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt
 from tqdm import tqdm
 
+from fp8jax.data.bad_examples import BadChatError, BadChats, BadCounter, Reason, read_stats
 from fp8jax.data.cache_folder import Stats, read_or_build
 from fp8jax.data.chat import ChatExample, ChatTemplate
-from fp8jax.data.conversation import Chat, ChatFiles, place_of
+from fp8jax.data.conversation import Chat, ChatFiles, OnBad, place_of
 from fp8jax.data.documents import SPLITS, require_fraction, split_of
 from fp8jax.data.readers import Tally
 from fp8jax.data.token_cache import digests, map_array, token_dtype
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NUMBERS = np.dtype("<i8")
 
@@ -99,7 +101,8 @@ def read_examples(
     *,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
-) -> tuple[dict[str, dict[str, Examples]], str]:
+    answer: Callable[[str], None],
+) -> tuple[dict[str, dict[str, Examples]], dict[str, BadChats], str]:
     """Renders the conversations of all sources, or reads their examples from the cache.
 
     Args:
@@ -108,13 +111,15 @@ def read_examples(
       valid_fraction: fraction of the conversations, between 0 and 1, that validate.
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
+      answer: of `BAD_EXAMPLES`; called with what is wrong with a line that is no conversation, or
+        cannot be rendered or learned from. If it returns, the whole conversation is left out.
 
     Returns:
-      The examples by split, "train" or "valid", and by source; and a hex digest of them.
+      The examples by split, "train" or "valid", and by source; what was left out, by source; and a
+      hex digest of the files and all else on which the examples depend.
 
     Raises:
-      ValueError: a line is no conversation, or cannot be rendered or learned from. The message
-        names file and line.
+      ValueError: a file cannot be read, or what `answer` raises.
     """
     require_fraction(valid_fraction)
     parts = {
@@ -127,11 +132,16 @@ def read_examples(
     folder = Path(cache_dir).expanduser() / f"chats-{fingerprint[:16]}"
 
     def write(new: Path) -> Stats:
-        for name, reader in readers.items():
-            _write(new, name, reader, template, valid_fraction)
-        return []
+        return [
+            _write(new, name, reader, template, valid_fraction, answer)
+            for name, reader in readers.items()
+        ]
 
-    read_or_build(folder, write)
+    stats = zip(readers.items(), read_or_build(folder, write), strict=True)
+    bad = {name: read_stats(each, reader.paths) for (name, reader), each in stats}
+    for each in bad.values():  # which another run may have left out
+        for message in each.first:
+            answer(message)
     examples = {
         split: {
             name: Examples(paths=reader.paths, **_read(folder, name, split, template))
@@ -139,7 +149,7 @@ def read_examples(
         }
         for split in SPLITS
     }
-    return examples, fingerprint
+    return examples, bad, fingerprint
 
 
 def _dtypes(template: ChatTemplate) -> dict[str, np.dtype]:
@@ -160,11 +170,22 @@ def _read(folder: Path, name: str, split: str, template: ChatTemplate) -> dict[s
 
 
 def _write(
-    folder: Path, name: str, reader: ChatFiles, template: ChatTemplate, fraction: float
-) -> None:
-    """Writes the examples of a source, of both splits."""
+    folder: Path,
+    name: str,
+    reader: ChatFiles,
+    template: ChatTemplate,
+    fraction: float,
+    answer: Callable[[str], None],
+) -> dict[str, Any]:
+    """Writes the examples of a source, of both splits; returns counts of its bad conversations."""
     written, tally, types = dict.fromkeys(SPLITS, 0), Tally(), _dtypes(template)
     numbers = {path: number for number, path in enumerate(reader.paths)}
+    bad = BadCounter(reader.paths)
+
+    def on_bad(path: Path, error: BadChatError) -> None:
+        answer(str(error))
+        bad.add(path, error)
+
     with contextlib.ExitStack() as stack:
         outputs = {
             (split, part): stack.enter_context(_path(folder, name, split, part).open("wb"))
@@ -175,26 +196,41 @@ def _write(
         total = sum(path.stat().st_size for path in reader.paths)
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None)
         stack.enter_context(bar)
-        for chat in reader.chats(tally):
+        for chat, examples in _rendered_chats(reader, template, tally, on_bad):
             split = split_of(chat.contents.encode("utf-8", "surrogatepass"), fraction)
-            for example in _rendered(reader, template, chat):
+            for example in examples:
                 begin, length = written[split], len(example.ids)
                 values = (example.ids, example.mask, begin, length, numbers[chat.path], chat.line)
                 for part, value in zip(_PARTS, values, strict=True):
                     outputs[split, part].write(np.asarray(value).astype(types[part]).tobytes())
                 written[split] += length
             bar.update(tally.bytes_read - bar.n)
+    return bad.stats
+
+
+def _rendered_chats(
+    reader: ChatFiles, template: ChatTemplate, tally: Tally, on_bad: OnBad
+) -> Iterator[tuple[Chat, list[ChatExample]]]:
+    """Yields the conversations of a source with their examples; calls `on_bad` for bad ones."""
+    for chat in reader.chats(tally, on_bad):
+        try:
+            examples = _rendered(reader, template, chat)
+        except BadChatError as error:
+            on_bad(chat.path, error)
+            continue
+        yield chat, examples
 
 
 def _rendered(reader: ChatFiles, template: ChatTemplate, chat: Chat) -> list[ChatExample]:
-    """Returns the examples of a conversation; ValueError if one of them trains nothing."""
+    """Returns the examples of a conversation; BadChatError if one is bad."""
     if reader.each_turn:
         examples = template.turns(chat.messages, tools=chat.tools, place=chat.place)
     else:
         examples = [template.example(chat.messages, tools=chat.tools, place=chat.place)]
     if not all(example.mask[1:].any() for example in examples):
-        raise ValueError(
+        raise BadChatError(
+            Reason.SUPERVISION,
             f"{chat.place}: only the first token is the assistant's, and nothing comes before it "
-            "from which it could be predicted"
+            "from which it could be predicted",
         )
     return examples

@@ -65,7 +65,8 @@ def _named(examples: Examples, long: Bool[np.ndarray, " examples"], seq_len: int
     which = np.flatnonzero(long).tolist()
     named = [f"{examples.place(i)} ({examples.lengths[i]:,} tokens)" for i in which[:_NAMED]]
     more = f" and {len(which) - _NAMED:,} more" if len(which) > _NAMED else ""
+    are = "is" if len(which) == 1 else "are"
     return (
-        f"{len(which):,} of {len(examples):,} examples are longer than a row of {seq_len=} tokens: "
-        f"{', '.join(named)}{more}"
+        f"{len(which):,} of {len(examples):,} examples {are} longer than a row of {seq_len=} "
+        f"tokens: {', '.join(named)}{more}"
     )

@@ -153,7 +153,7 @@ def chat_readers(sources: Sequence[Source]) -> dict[str, ChatFiles]:
     if chats and len(chats) < len(sources):
         texts = ", ".join(source.name for source in sources if source.name not in chats)
         raise ValueError(
-            f"{', '.join(chats)} have conversations and {texts} text: a run is of one kind, since "
+            f"conversations ({', '.join(chats)}) and text ({texts}) do not mix in a run, since "
             "conversations are packed as whole examples and text is cut; train on the text first, "
             "and on the conversations with config.initial_weights"
         )

@@ -24,6 +24,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fp8jax.data.bad_examples import BadChatError, Reason
 from fp8jax.lookup import brief, lookup
 
 GUARD = "\ufdd0"  # stands after the first character of what must not become a special token
@@ -102,7 +103,7 @@ class Template:
         """Renders messages. `place` says where they are from, for error messages.
 
         Raises:
-          ValueError: the template raises or fails, or a message has a character that is reserved,
+          BadChatError: the template raises or fails, or a message has a character that is reserved,
             or a lone surrogate.
         """
         try:
@@ -112,12 +113,14 @@ class Template:
                 tools=_plain(tools, self.special_tokens, place),
                 add_generation_prompt=add_generation_prompt,
             )
-        except _ReservedError:
+        except BadChatError:
             raise
         except Exception as error:  # a template can fail like any program
             said = error.message if isinstance(error, jinja2.TemplateError) else brief(str(error))
-            raise ValueError(
-                f"{place}: {self.place} refuses the conversation: {type(error).__name__}: {said}"
+            line = " ".join(str(said).split())  # of a message that may have several
+            raise BadChatError(
+                Reason.TEMPLATE,
+                f"{place}: {self.place} refuses the conversation: {type(error).__name__}: {line}",
             ) from error
         return _take_marks(text, place)
 
@@ -166,19 +169,19 @@ class _Generation(jinja2.ext.Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-class _ReservedError(ValueError):
-    """A message has a character that the marks use, or what is no text."""
-
-
 def _plain(value: Any, special_tokens: Sequence[str], place: str) -> Any:
     """Returns a copy of JSON data in which no string can contribute to a special token."""
     if isinstance(value, str):
         if reserved := {GUARD, _BEGIN, _END} & set(value):
-            raise _ReservedError(f"{place}: the text has reserved characters: {sorted(reserved)}")
+            raise BadChatError(
+                Reason.NOT_TEXT, f"{place}: the text has reserved characters: {sorted(reserved)}"
+            )
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-            raise _ReservedError(f"{place}: the text is not Unicode: {error}") from error
+            raise BadChatError(
+                Reason.NOT_TEXT, f"{place}: the text is not Unicode: {error}"
+            ) from error
         return _guarded(value, special_tokens)
     if isinstance(value, Mapping):
         return {
@@ -189,7 +192,9 @@ def _plain(value: Any, special_tokens: Sequence[str], place: str) -> Any:
         return [_plain(item, special_tokens, place) for item in value]
     if value is None or type(value) in (bool, int, float):
         return value
-    raise _ReservedError(f"{place}: only JSON data can be rendered, got {brief(value)}")
+    raise BadChatError(
+        Reason.NO_CONVERSATION, f"{place}: only JSON data can be rendered, got {brief(value)}"
+    )
 
 
 def _guarded(text: str, special_tokens: Sequence[str]) -> str:
@@ -216,7 +221,9 @@ def _take_marks(text: str, place: str) -> Rendered:
             spans += [(begin, length)] if begin < length else []
             begin = None
         elif part in (_BEGIN, _END):
-            raise ValueError(f"{place}: the template has generation tags within each other")
+            raise BadChatError(
+                Reason.TEMPLATE, f"{place}: the template has generation tags within each other"
+            )
         else:
             parts.append(part)
             length += len(part)

@@ -6,7 +6,7 @@ GEMM in precision.txt.
 
 import platform
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,10 +80,13 @@ def _sources(corpus: Corpus, seq_len: int) -> list[str]:
     return lines + _first(corpus.first) if corpus.first else lines
 
 
-def _first(text: str) -> list[str]:
-    """The first example; the loss is that of what stands between >>> and <<<."""
-    lines = [" " * 11 + line for line in text.rstrip("\n").split("\n")]
-    return [*labeled("example", "the first one; what is trained stands in >>> and <<<"), *lines]
+def _first(examples: Sequence[tuple[str, str]]) -> list[str]:
+    """The first examples; the loss is that of what stands between >>> and <<<."""
+    lines = labeled("examples", "the first ones; what is trained stands in >>> and <<<")
+    for place, text in examples:
+        lines += labeled("", f"{place}:")
+        lines += [" " * 13 + line for line in text.rstrip("\n").split("\n")]
+    return lines
 
 
 def _epochs(settings: Settings, corpus: Corpus) -> str:

@@ -18,8 +18,8 @@ from fp8jax.training.settings import Settings
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
-    "data", "tokenizer", "seq_len", "valid_fraction", "long_examples", "seed", "batch_size",
-    "num_epochs", "(contents of the data)",
+    "data", "tokenizer", "seq_len", "valid_fraction", "long_examples", "bad_examples", "seed",
+    "batch_size", "num_epochs", "(contents of the data)",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
     return build_corpus(
         settings.data, tokens, seq_len=settings.seq_len, valid_fraction=settings.valid_fraction,
         cache_dir=settings.cache_dir, long_examples=settings.long_examples,
-        document_masking=settings.document_masking,
+        bad_examples=settings.bad_examples, document_masking=settings.document_masking,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Settings:
     valid_fraction: float
     cache_dir: str
     long_examples: str
+    bad_examples: str
     document_masking: bool
     data_timeout: float
     seed: int

@@ -66,10 +66,12 @@ def test_counts_of_a_source(tmp_path):
     assert long.strip() == "no example was longer than a row of 160 tokens"
 
 
-def test_the_first_example_is_shown(tmp_path):
+def test_the_first_examples_are_shown(tmp_path):
     messages = [user("Hi"), assistant("Hello"), user("Bye"), assistant("x" * 600)]
     corpus = chat_corpus(tmp_path, [{"messages": messages}] * 2 + pairs(40), seq_len=900)
-    shown = corpus.first.replace("x" * 193, "…")
+    place, text = corpus.first[0]
+    assert place == f"{tmp_path}/chats.jsonl, line 1"
+    shown = text.replace("x" * 193, "…")
     assert (
         shown
         == (
@@ -79,7 +81,23 @@ def test_the_first_example_is_shown(tmp_path):
         + shown.rpartition(">>>")[2]
     )
     assert " […] " in shown and shown.endswith("<|im_end|><<<\n")
-    assert corpus.first.count("x") == 400 - len("<|im_end|>")
+    assert text.count("x") == 400 - len("<|im_end|>")
+
+
+@pytest.mark.parametrize(("sources", "shown"), [(1, "aaa"), (2, "aba"), (3, "abc"), (4, "abc")])
+def test_the_sources_are_shown_in_turn(tmp_path, sources, shown):
+    specs = [f"{name}={write_chats(tmp_path / name, pairs(40))}" for name in "abcd"[:sources]]
+    corpus = build_corpus(
+        ",".join(specs), tokenizer(f"bpe:{tmp_path}/a/tokenizer.json"), seq_len=160,
+        valid_fraction=0.2, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    places = [place.removeprefix(f"{tmp_path}/") for place, _ in corpus.first]
+    assert [place[0] for place in places] == list(shown)
+    # Each of a source is another one, and the first of them the first that trains.
+    assert len(set(places)) == 3
+    first = [text for _, text in corpus.first]
+    assert first[0].startswith("<|im_start|>user\nsay 0")
+    assert all(">>>no " in text and text.endswith("<|im_end|><<<\n") for text in first)
 
 
 def test_pairs_are_messages(tmp_path):
@@ -125,7 +143,7 @@ def test_a_date_in_a_template_never_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(datetime, "datetime", Later)
     again = chat_corpus(tmp_path, pairs(40), HEADERS, seq_len=256, cache_dir=tmp_path / "another")
     assert first.fingerprint == again.fingerprint
-    assert "26 Jul 2024" in first.first and first.first == again.first
+    assert "26 Jul 2024" in first.first[0][1] and first.first == again.first
 
 
 def test_the_cache_follows_files_and_template(tmp_path, monkeypatch):
@@ -151,7 +169,7 @@ LONG = [
 
 def test_long_examples_are_an_error(tmp_path):
     with pytest.raises(
-        ValueError, match=r"are longer than a row of seq_len=160 .*jsonl, line 6[12]"
+        ValueError, match=r"(is|are) longer than a row of seq_len=160 .*jsonl, line 6[12]"
     ):
         chat_corpus(tmp_path, LONG)
 
@@ -162,7 +180,7 @@ def test_long_examples_are_skipped(tmp_path, caplog):
     (stats,) = corpus.stats
     assert sum(stats.skipped.values()) == 2 and sum(stats.conversations.values()) == 60
     assert "line 61" in caplog.text and "line 62" in caplog.text
-    assert "skipped 2 examples" in corpus.summary() and "skipped 2 examples" in stats.brief()
+    assert "2 skipped, 0 cut" in corpus.summary() and "2 skipped, 0 cut" in stats.brief()
 
 
 def test_long_examples_are_cut(tmp_path, caplog):
@@ -179,7 +197,8 @@ def test_long_examples_are_cut(tmp_path, caplog):
     )
     assert sum(stats.cut_tokens.values()) == len(spelled[0]) - 161
     assert sum(whole.conversations.values()) == 62
-    assert f"cut 1 by {sum(stats.cut_tokens.values()):,} tokens" in corpus.summary()
+    cut_off = f"1 skipped, 1 cut, tokens cut off: {sum(stats.cut_tokens.values()):,}"
+    assert cut_off in corpus.summary()
 
 
 def test_only_examples_that_are_cut_are_called_cut(tmp_path, caplog):
@@ -206,9 +225,12 @@ CALL = {"type": "function", "function": {"name": "sum", "arguments": {}}}
         ({"messages": [{"role": "judge", "content": ""}]}, "has the role 'judge'"),
         (
             {"messages": [user("a"), assistant(None, tool_calls=[CALL]), user("b")]},
-            "calls 1 tools, but 0 results follow",
+            "calls 1 tool, but 0 results follow",
         ),
         ({"messages": [user("Hi"), assistant("a")], "tools": "sum"}, "tools must be a list"),
+        ({"messages": [user("Hi"), assistant("")]}, "message 2, the assistant's, is blank"),
+        ({"messages": [assistant(" \n"), user("Hi"), assistant("a")]}, "message 1, .* is blank"),
+        ({"messages": [user("Hi"), assistant("", tool_calls=[])]}, "message 2, .* is blank"),
     ],
 )  # fmt: skip
 def test_bad_lines(tmp_path, line, message):
@@ -217,12 +239,48 @@ def test_bad_lines(tmp_path, line, message):
 
 
 def test_a_template_that_raises(tmp_path):
-    template = "{% if messages[0].content == 'say 7' %}{{ raise_exception('no 7') }}{% endif %}"
+    template = "{% if messages[0].content == 'say 7' %}{{ raise_exception('no\\n7') }}{% endif %}"
     lines = [{"prompt": f"say {i}", "response": "no"} for i in range(20)]
     with pytest.raises(
         ValueError, match="chats.jsonl, line 8: .* refuses the conversation: .*no 7"
     ):
         chat_corpus(tmp_path, lines, template + CHATML)
+
+
+CALLING = "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+
+
+def test_an_end_with_calls_that_the_template_renders(tmp_path):
+    template = CHATML.replace(
+        "message.content + '<|im_end|>\\n' }}",
+        "(message.content or '') }}" + CALLING + "{{ '<|im_end|>\\n' }}",
+    )
+    ends = {"messages": [user("Hi"), assistant(None, tool_calls=[CALL])]}
+    corpus = chat_corpus(tmp_path, [ends, *pairs(20)], template)
+    assert sum(corpus.stats[0].conversations.values()) == 21
+
+
+@pytest.mark.parametrize("each_turn", ["", "#turns"])
+@pytest.mark.parametrize(
+    ("content", "rendered", "message"),
+    [
+        # None + text
+        (None, "message.content", "refuses the conversation: TypeError: .*"),
+        ("", "message.content", "message 2 calls tools, and .* does not render the calls: take"),
+        (None, "(message.content or '')", "message 2 calls tools, and .* does not render"),
+        (None, "(message.content | string)", "message 2 calls tools, and .* does not render"),
+    ],
+)
+def test_an_end_with_calls_that_the_template_does_not_render(
+    tmp_path, content, rendered, message, each_turn
+):
+    template = CHATML.replace("message.content", rendered)
+    ends = {"messages": [user("Hi"), assistant(content, tool_calls=[CALL])]}
+    spec = write_chats(tmp_path, [*pairs(20), ends], template)
+    settings = dict(seq_len=160, valid_fraction=0.2, cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/chats.jsonl, line 21: .*{message}") as error:
+        build_corpus(spec + each_turn, tokenizer(f"bpe:{tmp_path}/tokenizer.json"), **settings)
+    assert "\n" not in str(error.value)
 
 
 def test_all_or_nothing_supervised(tmp_path):
@@ -271,14 +329,24 @@ def test_bad_sources(tmp_path):
     spec = write_chats(tmp_path, pairs(20))
     bpe = tokenizer(f"bpe:{tmp_path}/tokenizer.json")
     settings = dict(seq_len=160, valid_fraction=0.2, cache_dir=tmp_path / "cache")
-    with pytest.raises(ValueError, match="a run is of one kind"):
+    with pytest.raises(ValueError, match=r"\(chat-chats\) and text \(.*\) do not mix in a run"):
         build_corpus(f"{spec},{write_generated_text(tmp_path)}", bpe, **settings)
     with pytest.raises(ValueError, match="expected chat:GLOB or chat:GLOB#turns, got #turn"):
         build_corpus(f"{spec}#turn", bpe, **settings)
     with pytest.raises(ValueError, match="unknown long_examples 'drop'"):
         build_corpus(spec, bpe, long_examples="drop", **settings)
-    with pytest.raises(ValueError, match="its valid split has none of its 20 conversations"):
+    with pytest.raises(ValueError, match="its valid split has no conversation, of 20 in all"):
         build_corpus(spec, bpe, **(settings | {"valid_fraction": 1e-9}))
+
+
+def test_one_long_example_is_named_in_the_singular(tmp_path):
+    with pytest.raises(ValueError, match=r"^1 of \d+ examples is longer than a row of"):
+        chat_corpus(tmp_path, LONG[:61])
+
+
+def test_an_empty_file(tmp_path):
+    with pytest.raises(ValueError, match="'chat-chats' has no conversations: its files are empty"):
+        chat_corpus(tmp_path, [])
 
 
 def test_no_example_is_left(tmp_path):

@@ -209,7 +209,7 @@ BAD = [
     ([user("a")], "the assistant has no turn"),
     ([user("a"), assistant("b"), user("c")], "the last turn is the user's"),
     ([user("a"), assistant("", tool_calls=[CALL]), user("c"), assistant("d")],
-     "message 2 calls 1 tools, but 0 results follow"),
+     "message 2 calls 1 tool, but 0 results follow"),
     ([user("a"), {"role": "tool", "content": "1"}, assistant("b")],
      "message 2 is a tool's result, but the assistant called no tool"),
     ([{**user("a"), "tool_calls": [CALL]}, assistant("b")], "message 1: tool_calls must be"),

@@ -1,5 +1,6 @@
 """What the console says at the start and at the end of a run."""
 
+import dataclasses
 import math
 
 from configs import base
@@ -25,6 +26,23 @@ def test_without_changes_and_without_defaults(data):
     rows = corpus(run.settings.data, run.settings.record["cache_dir"])
     assert start_lines(run, rows, run.settings.record)[0] == "config     all defaults"
     assert not any(line.startswith("config") for line in start_lines(run, rows, None))
+
+
+def test_the_first_examples_of_conversations(data):
+    run = build(tiny(data))
+    rows = corpus(run.settings.data, run.settings.record["cache_dir"])
+    first = (("a.jsonl, line 1", "Hi\n>>>Hello<<<\n"), ("b.jsonl, line 2", "Why? >>>So.<<<"))
+    lines = start_lines(run, dataclasses.replace(rows, first=first), None)
+    begin = next(i for i, line in enumerate(lines) if line.startswith("examples"))
+    assert lines[begin : begin + 6] == [
+        "examples   the first ones; what is trained stands in >>> and <<<",
+        " " * 11 + "a.jsonl, line 1:",
+        " " * 13 + "Hi",
+        " " * 13 + ">>>Hello<<<",
+        " " * 11 + "b.jsonl, line 2:",
+        " " * 13 + "Why? >>>So.<<<",
+    ]
+    assert lines[begin + 6].startswith("model")
 
 
 def test_the_end_names_the_best_loss_and_the_folder():
