@@ -22,6 +22,7 @@ from configs import base
 from experiments.pipeline import evaluation, making, training
 from experiments.pipeline.chains import BASELINE, Chain, joined, read_chains
 from experiments.pipeline.stages import Stage
+from fp8jax.inference.generate import SEEDS
 from fp8jax.lookup import lookup
 
 TRAINING = ("cpt", "sft_1", "sft_2")
@@ -57,6 +58,8 @@ class Plan:
         seeds = tuple(config.seeds)
         if not seeds or len(set(seeds)) < len(seeds) or not all(type(n) is int for n in seeds):
             raise ValueError(f"seeds={seeds} must be one or more different whole numbers")
+        if not all(0 <= seed < SEEDS for seed in seeds):
+            raise ValueError(f"seeds={seeds} must be at least 0 and less than {SEEDS}")
         chains = read_chains(config.precisions, config.chains)
         plan = cls(config=config, workdir=workdir.resolve(), chains=chains, seeds=seeds)
         for name in TRAINING:

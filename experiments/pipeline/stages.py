@@ -50,18 +50,26 @@ class Stage:
     resumes: bool = False
 
 
+def refuse_other_folder(workdir: Path) -> None:
+    """Raises ValueError if the folder holds something else than a pipeline; it may be missing."""
+    if not workdir.is_dir() or (workdir / MARK).exists():
+        return
+    # A kill may have left the lock, and what `_write` had begun.
+    others = {path.name for path in workdir.iterdir()} - {LOCK, _begun(MARK)}
+    if others:
+        raise ValueError(
+            f"{workdir} is not the workdir of a pipeline: it holds {min(others)}"
+            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; take another --workdir"
+        )
+
+
 def begin(workdir: Path) -> None:
     """Marks a new workdir; its stages may then empty their folders.
 
     Raises ValueError if the folder holds something else.
     """
+    refuse_other_folder(workdir)
     if not (workdir / MARK).exists():
-        # A kill may have left the lock, and what `_write` had begun.
-        others = [path.name for path in workdir.iterdir() if path.name not in (LOCK, _begun(MARK))]
-        if others:
-            raise ValueError(
-                f"{workdir} is not the workdir of a pipeline: it holds {', '.join(sorted(others))}"
-            )
         _write(workdir / MARK, {})
 
 

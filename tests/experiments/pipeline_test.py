@@ -88,8 +88,12 @@ def test_other_folders_are_left_alone(tmp_path):
     assert (new / "pipeline.json").exists()
     shutil.rmtree(new)
     (tmp_path / "thesis").mkdir()
-    with pytest.raises(ValueError, match="is not the workdir of a pipeline: it holds thesis"):
+    with pytest.raises(ValueError, match="a pipeline: it holds thesis; take another --workdir"):
         stages.begin(tmp_path)
+    (tmp_path / "work").mkdir()
+    done = run_command("pipeline", "--config=configs/infir2/small.py", f"--workdir={tmp_path}")
+    assert done.returncode == 1 and "it holds thesis and 1 more; take" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis", "work"}  # and no lock
 
 
 # Plans --------------------------------------------------------------------------------------------
@@ -156,6 +160,8 @@ def test_fine_tuning_has_the_model_and_tokenizer_of_pre_training(tmp_path):
 BAD = [
     (dict(seeds=(1, 1)), r"seeds=\(1, 1\) must be one or more different"),
     (dict(seeds=()), "seeds"),
+    (dict(seeds=(0, -1)), r"seeds=\(0, -1\) must be at least 0"),
+    (dict(precisions=("bf16", 8)), "name policies, and 8 is no name"),
     (dict(precisions=("bf16", "fp8_blok")), "unknown policy 'fp8_blok'; did you mean"),
     (dict(precisions=("bf16", "nvfp4")), "unknown precision with an export format 'nvfp4'"),
     (dict(precisions=("fp8_block",)), "precisions lack bf16"),
@@ -174,7 +180,10 @@ BAD = [
     (dict(problems_2__steps="3"), "problems_2: steps='3' must be A:B"),
     (dict(problems_1__train=0), "problems_1: train=0 must be at least 1"),
     (dict(evaluate__rows=0), "evaluate.rows=0 must be at least 1"),
+    (dict(evaluate__seed=-1), "evaluate.seed=-1 must be at least 0 and less than"),
     (dict(evaluate__problems=("a.jsonl",)), "must be a tuple of NAME=FILE"),
+    (dict(evaluate__problems=("a=b", "a=c")), "problems: the name 'a' must be one of its own"),
+    (dict(evaluate__problems=("a/b=c",)), "the name 'a/b' must be one of its own, without /"),
 ]
 
 
