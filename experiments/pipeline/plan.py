@@ -30,7 +30,8 @@ PROBLEMS = ("problems_1", "problems_2")
 
 _SHARED = ("model", "model_overrides", "tokenizer")  # keys of fine-tuning that are those of cpt
 _STARTS = ("initial_weights", "initial_state")
-_SET_IN_TUNING = ("precision", "seed", *_STARTS, *_SHARED)  # keys that the pipeline sets
+_SET = ("precision", "resume_with_changes")  # keys that the pipeline sets
+_SET_IN_TUNING = (*_SET, "seed", *_STARTS, *_SHARED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,8 +294,9 @@ def _refuse_set(config: ConfigDict, stage: str) -> None:
     default = base.get_config()
     remedies = {"precision": "set precisions or chains", "seed": "set seeds"}
     remedies |= {key: f"set cpt.{key}" for key in _SHARED}
+    remedies["resume_with_changes"] = "a stage that has begun keeps its settings"
     remedies |= dict.fromkeys(_STARTS, "fine-tuning starts from the stage before it")
-    for key in ("precision",) if stage == "cpt" else _SET_IN_TUNING:
+    for key in _SET_IN_TUNING if stage != "cpt" else _SET:
         if key in default and _plain(config[key]) != _plain(default[key]):
             raise ValueError(f"{stage}.{key} is set by the pipeline: {remedies[key]}")
 

@@ -51,7 +51,7 @@ def run(workdir, *whole):
 def test_a_failed_stage_is_made_again_and_the_done_ones_are_not(tmp_path):
     made = []
     first = stage("a", made)
-    for resumes, left in ((False, []), (True, ["half"])):
+    for resumes, left in ((False, []), (True, ["begun.json", "half"])):
         made.clear()
         bad = stage("x/b", made, needs=("a",), fails=True, resumes=resumes)
         with pytest.raises(StageError, match=r"^stage 2 of 2, x/b: no luck\. .* same command goes"):
@@ -77,6 +77,20 @@ def test_a_stage_is_never_taken_for_another(tmp_path):
     (tmp_path / "a/result.json").unlink()
     with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
         run(tmp_path, stage("a", made), stage("b", made, needs=("a",)))
+
+
+def test_a_stage_that_goes_on_is_never_taken_for_another(tmp_path):
+    made = []
+    first = stage("a", made)
+    begun = dict(needs=("a",), fails=True, resumes=True)
+    with pytest.raises(StageError):
+        run(tmp_path, first, stage("b", made, **begun))
+    with pytest.raises(ValueError, match=r"b has begun with other settings: n: \(missing\) -> 3"):
+        run(tmp_path, first, stage("b", made, asked={"n": 3}, **begun))
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
+        run(tmp_path, first, stage("b", made, **begun))
+    assert len(made) == 2
 
 
 def test_other_folders_are_left_alone(tmp_path):
@@ -169,6 +183,7 @@ BAD = [
     (dict(chains=(("bf16", "bf16"),)), "must be three precisions"),
     (dict(chains=(("bf16", "fp7", "bf16"),)), "unknown policy 'fp7'"),
     (dict(cpt__precision="fp8_block"), "cpt.precision is set by the pipeline: set precisions"),
+    (dict(cpt__resume_with_changes=True), "cpt.resume_with_changes .*: a stage that has begun"),
     (dict(sft_1__seed=3), "sft_1.seed is set by the pipeline: set seeds"),
     (dict(sft_2__model="llama_60m"), "sft_2.model is set by the pipeline: set cpt.model"),
     (dict(sft_1__initial_weights="a"), "sft_1.initial_weights .* starts from the stage before"),
