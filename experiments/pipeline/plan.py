@@ -245,7 +245,7 @@ def _train(
     if before is not None:
         asked |= {"seed": seed, **{key: _json(plan.config.cpt)[key] for key in _SHARED}}
     return Stage(
-        name=name, needs=(*_made_for(plan, asked), *([] if before is None else [before])),
+        name=name, needs=(*_made_for(plan, _strings(asked)), *([] if before is None else [before])),
         asked=asked, make=functools.partial(training.train, config), resumes=True,
     )  # fmt: skip
 
@@ -274,15 +274,16 @@ def _evaluate(
         rows=settings.rows, batch_size=settings.batch_size, max_tokens=settings.max_tokens,
         seed=settings.seed,
     )  # fmt: skip
+    problems = () if problems_of is None else _made_for(plan, settings.problems)
     return Stage(
-        name=name, needs=tuple(models.values()), asked=asked,
+        name=name, needs=(*problems, *models.values()), asked=asked,
         make=functools.partial(evaluation.evaluate, task),
     )  # fmt: skip
 
 
-def _made_for(plan: Plan, asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """The shared stages that a training stage reads."""
-    used = {name for spec in _strings(asked) for name in re.findall(r"\{(\w+)\}", spec)}
+def _made_for(plan: Plan, specs: Sequence[str]) -> tuple[str, ...]:
+    """The shared stages whose files some strings of the config name."""
+    used = {name for spec in specs for name in re.findall(r"\{(\w+)\}", spec)}
     return tuple(stage.name for stage in shared(plan) if stage.name in used)
 
 

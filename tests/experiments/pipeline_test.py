@@ -158,6 +158,8 @@ def test_chains_share_what_they_have_in_common(tmp_path):
         "tokenizer", "problems_2", f"{mixed}/seed_3/sft_1"
     )  # fmt: skip
     assert needs[f"{late}/seed_0/export"] == ("fp8_block/seed_0/sft_2",)
+    assert needs["bf16/seed_0/evaluate"][0] == needs["bf16/seed_0/reload"][0] == "problems_2"
+    assert needs["bf16/evaluate_cpt"] == ("bf16/cpt",)  # solves no problems
     for name, needed in needs.items():
         assert all(names.index(each) < names.index(name) for each in needed)
 
