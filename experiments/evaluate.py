@@ -37,6 +37,7 @@ from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import valid_batches
 from fp8jax.data.rows import Rows
+from fp8jax.data.sources import chat_readers, parse_sources
 from fp8jax.device import xla
 from fp8jax.inference.accuracy import share
 from fp8jax.inference.generate import MOST_POSITIONS, SEEDS
@@ -258,11 +259,27 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
         raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
     # Runs that are older than these keys left out no conversations.
     fit = {key: record[key] for key in ("long_examples", "bad_examples") if key in record}
+    chats = chat_readers(parse_sources(record["data"]))
     corpus = build_corpus(
-        record["data"], tokenizer, seq_len=length, valid_fraction=record["valid_fraction"],
-        cache_dir=record["cache_dir"], **fit,
+        record["data"], tokenizer, seq_len=record["seq_len"] if chats else length,
+        valid_fraction=record["valid_fraction"], cache_dir=record["cache_dir"], **fit,
     )  # fmt: skip
-    return corpus.valid
+    if not chats:
+        return corpus.valid
+    return {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
+
+
+def _packed(name: str, rows: Rows, length: int) -> Rows:
+    """Returns a source's rows of conversations, packed again into rows of `length` tokens."""
+    from fp8jax.data.packing import ExampleRows  # imports jinja2 and the package tokenizers
+
+    assert isinstance(rows, ExampleRows)
+    if (most := int(rows.examples.lengths.max()) - 1) > length:
+        raise ValueError(
+            f"--length={length} is less than a held-out conversation of the run's source {name!r}:"
+            f" give --length={most} or more, or leave it out"
+        )
+    return rows if length == rows.seq_len else ExampleRows(rows.examples, seq_len=length)
 
 
 def _perplexities(trained: TrainedModel, tokenizer: Tokenizer, rows: Mapping[str, Rows]) -> Numbers:

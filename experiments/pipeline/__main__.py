@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     workdir = Path(_WORKDIR.value).expanduser()
     made = plan.Plan.from_config(_CONFIG.value, workdir)
     xla.set_compilation_cache()
+    stages.refuse_other_folder(workdir)  # before the lock, whose file would be left
     with lock_workdir(workdir):
         stages.begin(workdir)
         whole = plan.stages(made)

@@ -55,7 +55,9 @@ def read_chains(precisions: Sequence[Any], chains: Sequence[Any]) -> tuple[Chain
             )
         found.append(Chain(**dict(zip(("cpt", "sft", "export"), chain, strict=True))))
     for chain in found:
-        for name in (chain.cpt, chain.sft):
+        for name in (chain.cpt, chain.sft, chain.export):
+            if not isinstance(name, str):
+                raise ValueError(f"precisions and chains name policies, and {name!r} is no name")
             as_policy(name)
         export_format(chain.export)
     names = [chain.name for chain in found]

@@ -25,6 +25,7 @@ from fp8jax.data.rows import Row
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.inference.accuracy import measure_accuracy, share
+from fp8jax.inference.generate import SEEDS
 from fp8jax.inference.paired import Measured, measured
 from fp8jax.inference.perplexity import score_texts
 from fp8jax.inference.problems import Problem, read_problems, shuffled
@@ -76,8 +77,17 @@ def check(config: ConfigDict) -> None:
     for key in ("rows", "batch_size", "max_tokens"):
         if config[key] < 1:
             raise ValueError(f"evaluate.{key}={config[key]} must be at least 1")
-    if isinstance(config.problems, str) or not all("=" in spec for spec in config.problems):
+    if not 0 <= config.seed < SEEDS:
+        raise ValueError(f"evaluate.seed={config.seed} must be at least 0 and less than {SEEDS}")
+    specs = [] if isinstance(config.problems, str) else list(map(str, config.problems))
+    if isinstance(config.problems, str) or not all("=" in spec for spec in specs):
         raise ValueError(f"evaluate.problems={config.problems} must be a tuple of NAME=FILE")
+    names = [spec.partition("=")[0] for spec in specs]
+    for name in names:
+        if not name or names.count(name) > 1 or "/" in name or "|" in name:  # parts of keys
+            raise ValueError(
+                f"evaluate.problems: the name {name!r} must be one of its own, without / and |"
+            )
 
 
 def evaluate(task: Task, folder: Path) -> Mapping[str, Any]:

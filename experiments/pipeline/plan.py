@@ -22,6 +22,7 @@ from configs import base
 from experiments.pipeline import evaluation, making, training
 from experiments.pipeline.chains import BASELINE, Chain, joined, read_chains
 from experiments.pipeline.stages import Stage
+from fp8jax.inference.generate import SEEDS
 from fp8jax.lookup import lookup
 
 TRAINING = ("cpt", "sft_1", "sft_2")
@@ -29,7 +30,8 @@ PROBLEMS = ("problems_1", "problems_2")
 
 _SHARED = ("model", "model_overrides", "tokenizer")  # keys of fine-tuning that are those of cpt
 _STARTS = ("initial_weights", "initial_state")
-_SET_IN_TUNING = ("precision", "seed", *_STARTS, *_SHARED)  # keys that the pipeline sets
+_SET = ("precision", "resume_with_changes")  # keys that the pipeline sets
+_SET_IN_TUNING = (*_SET, "seed", *_STARTS, *_SHARED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Plan:
         seeds = tuple(config.seeds)
         if not seeds or len(set(seeds)) < len(seeds) or not all(type(n) is int for n in seeds):
             raise ValueError(f"seeds={seeds} must be one or more different whole numbers")
+        if not all(0 <= seed < SEEDS for seed in seeds):
+            raise ValueError(f"seeds={seeds} must be at least 0 and less than {SEEDS}")
         chains = read_chains(config.precisions, config.chains)
         plan = cls(config=config, workdir=workdir.resolve(), chains=chains, seeds=seeds)
         for name in TRAINING:
@@ -241,7 +245,7 @@ def _train(
     if before is not None:
         asked |= {"seed": seed, **{key: _json(plan.config.cpt)[key] for key in _SHARED}}
     return Stage(
-        name=name, needs=(*_made_for(plan, asked), *([] if before is None else [before])),
+        name=name, needs=(*_made_for(plan, _strings(asked)), *([] if before is None else [before])),
         asked=asked, make=functools.partial(training.train, config), resumes=True,
     )  # fmt: skip
 
@@ -270,15 +274,16 @@ def _evaluate(
         rows=settings.rows, batch_size=settings.batch_size, max_tokens=settings.max_tokens,
         seed=settings.seed,
     )  # fmt: skip
+    problems = () if problems_of is None else _made_for(plan, settings.problems)
     return Stage(
-        name=name, needs=tuple(models.values()), asked=asked,
+        name=name, needs=(*problems, *models.values()), asked=asked,
         make=functools.partial(evaluation.evaluate, task),
     )  # fmt: skip
 
 
-def _made_for(plan: Plan, asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """The shared stages that a training stage reads."""
-    used = {name for spec in _strings(asked) for name in re.findall(r"\{(\w+)\}", spec)}
+def _made_for(plan: Plan, specs: Sequence[str]) -> tuple[str, ...]:
+    """The shared stages whose files some strings of the config name."""
+    used = {name for spec in specs for name in re.findall(r"\{(\w+)\}", spec)}
     return tuple(stage.name for stage in shared(plan) if stage.name in used)
 
 
@@ -290,8 +295,9 @@ def _refuse_set(config: ConfigDict, stage: str) -> None:
     default = base.get_config()
     remedies = {"precision": "set precisions or chains", "seed": "set seeds"}
     remedies |= {key: f"set cpt.{key}" for key in _SHARED}
+    remedies["resume_with_changes"] = "a stage that has begun keeps its settings"
     remedies |= dict.fromkeys(_STARTS, "fine-tuning starts from the stage before it")
-    for key in ("precision",) if stage == "cpt" else _SET_IN_TUNING:
+    for key in _SET_IN_TUNING if stage != "cpt" else _SET:
         if key in default and _plain(config[key]) != _plain(default[key]):
             raise ValueError(f"{stage}.{key} is set by the pipeline: {remedies[key]}")
 

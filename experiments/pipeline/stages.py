@@ -1,10 +1,12 @@
 """Stages that are run once: each has a folder, and is done when the folder has its result.
 
     WORKDIR/pipeline.json          written first: this folder is a pipeline's
+    WORKDIR/STAGE/begun.json       written first, if a killed stage goes on with what it has left
     WORKDIR/STAGE/result.json      written last, whole or not at all: this stage is done
 
-A result holds what the stage was asked, what it found, and hashes of the results it was made from.
-So a stage is never taken for another one, after a change of the config or of an earlier stage.
+Both hold what the stage was asked, and hashes of the results it is made from; a result has what the
+stage found, too. So a stage is never taken for another one, after a change of the config or of an
+earlier stage.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ from absl import logging
 from fp8jax.records.differences import config_difference, listed
 from fp8jax.records.workdir_lock import LOCK
 
-RESULT, MARK = "result.json", "pipeline.json"
+RESULT, BEGUN, MARK = "result.json", "begun.json", "pipeline.json"
 
 AGAIN = "The stages before it are done: the same command goes on from there"
 
@@ -50,34 +52,45 @@ class Stage:
     resumes: bool = False
 
 
+def refuse_other_folder(workdir: Path) -> None:
+    """Raises ValueError if the folder holds something else than a pipeline; it may be missing."""
+    if not workdir.is_dir() or (workdir / MARK).exists():
+        return
+    # A kill may have left the lock, and what `_write` had begun.
+    others = {path.name for path in workdir.iterdir()} - {LOCK, _begun(MARK)}
+    if others:
+        raise ValueError(
+            f"{workdir} is not the workdir of a pipeline: it holds {min(others)}"
+            f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; take another --workdir"
+        )
+
+
 def begin(workdir: Path) -> None:
     """Marks a new workdir; its stages may then empty their folders.
 
     Raises ValueError if the folder holds something else.
     """
+    refuse_other_folder(workdir)
     if not (workdir / MARK).exists():
-        # A kill may have left the lock, and what `_write` had begun.
-        others = [path.name for path in workdir.iterdir() if path.name not in (LOCK, _begun(MARK))]
-        if others:
-            raise ValueError(
-                f"{workdir} is not the workdir of a pipeline: it holds {', '.join(sorted(others))}"
-            )
         _write(workdir / MARK, {})
 
 
 def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
-    """Raises ValueError if a stage that is done was asked something else, or made from another."""
+    """Raises ValueError if a stage was asked something else, or made from another, when it began.
+
+    Stages that are not done count if they go on with what they have left.
+    """
     for stage in stages:
-        done = read_result(workdir, stage.name)
-        if done is None:
+        was = "is done with"
+        if (before := read_result(workdir, stage.name)) is None and stage.resumes:
+            was, before = "has begun with", _read(workdir, stage.name, BEGUN)
+        if before is None:
             continue
         folder = workdir / stage.name
         remedy = f"take another --workdir, or remove {folder}"
-        if changes := config_difference(done["asked"], stage.asked):
-            raise ValueError(
-                f"{stage.name} is done with other settings: {listed(changes)}; {remedy}"
-            )
-        for need, digest in done["made_from"].items():
+        if changes := config_difference(before["asked"], stage.asked):
+            raise ValueError(f"{stage.name} {was} other settings: {listed(changes)}; {remedy}")
+        for need, digest in before["made_from"].items():
             if _digest(workdir, need) != digest:
                 raise ValueError(f"{stage.name} was made from another {need}: {remedy}")
 
@@ -99,17 +112,17 @@ def run_stages(workdir: Path, stages: Sequence[Stage], whole: Sequence[Stage]) -
         if not stage.resumes:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
+        made_from = {need: _digest(workdir, need) for need in stage.needs}
+        given = {"asked": stage.asked, "made_from": made_from}
+        if stage.resumes:
+            _write(folder / BEGUN, given)
         try:
             found = stage.make(folder)
         except Exception as error:  # of any library: the line says how to go on
             said = " ".join(str(error).split()) or type(error).__name__
             raise StageError(f"{name}: {said}. {AGAIN}") from error
-        result = {
-            "asked": stage.asked, "found": found,
-            "made_from": {need: _digest(workdir, need) for need in stage.needs},
-            "seconds": round(time.monotonic() - started, 1),
-        }  # fmt: skip
-        _write(folder / RESULT, result)
+        seconds = round(time.monotonic() - started, 1)
+        _write(folder / RESULT, given | {"found": found, "seconds": seconds})
 
 
 def count_done(workdir: Path, stages: Sequence[Stage]) -> int:
@@ -121,7 +134,11 @@ def read_result(workdir: Path, name: str) -> dict[str, Any] | None:
 
     Raises ValueError if the file is damaged.
     """
-    path = workdir / name / RESULT
+    return _read(workdir, name, RESULT)
+
+
+def _read(workdir: Path, name: str, file: str) -> dict[str, Any] | None:
+    path = workdir / name / file
     if not path.exists():
         return None
     try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -72,18 +73,29 @@ def problem_files(*, train: int, test: int, difficulty: Difficulty) -> tuple[Pro
     )
 
 
-def write_problems(folder: Path, files: Iterable[ProblemFile], *, seed: int) -> None:
-    """Writes the files into a folder, over files of the same names.
+def write_problems(folder: Path, files: Sequence[ProblemFile], *, seed: int) -> None:
+    """Writes the files into a folder, over files of the same names: whole ones, or none.
 
-    A line is {"prompt": …, "response": …}, in tests with an "answer", too.
+    A line is {"prompt": …, "response": …}, in tests with an "answer", too. A new folder appears in
+    one step, with all files. In one that exists they appear one after the other, each whole.
 
     Raises:
       OSError: the folder cannot be made or written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in files:
-        lines = (_line(made, each.split == TEST) for made in each.problems(seed))
-        (folder / each.name).write_text("".join(lines), encoding="utf-8")
+    is_new = not folder.exists()
+    above = folder.parent if is_new else folder
+    above.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.unfinished-", dir=above) as scratch:
+        made = Path(scratch, "made")
+        made.mkdir()
+        for each in files:
+            lines = (_line(one, each.split == TEST) for one in each.problems(seed))
+            (made / each.name).write_text("".join(lines), encoding="utf-8")
+        if is_new:
+            made.rename(folder)
+            return
+        for each in files:
+            (made / each.name).replace(folder / each.name)
 
 
 def _line(made: Problem, with_answer: bool) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.chat import ChatTemplate
@@ -30,6 +30,7 @@ _SHORTEST = 128  # what shorter prompts are padded to; less would only compile m
 _NORMAL_95 = 1.6448536269514722  # 95% of a normal distribution lie below it
 
 Right = Bool[np.ndarray, " items"]
+Shares = Float[np.ndarray, " items"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,7 +197,10 @@ class PairedDifference:
     upper: float
 
 
-def paired_difference(right_a: Right, right_b: Bool[np.ndarray, " as_many"]) -> PairedDifference:
+def paired_difference(
+    right_a: Right | Shares,
+    right_b: Bool[np.ndarray, " as_many"] | Float[np.ndarray, " as_many"],
+) -> PairedDifference:
     """Returns a's accuracy minus b's on the same items, with one-sided 95% bounds.
 
     The bounds are Tango's (1998), from the score test of paired proportions. Of n items, let b be
@@ -210,21 +214,29 @@ def paired_difference(right_a: Right, right_b: Bool[np.ndarray, " as_many"]) -> 
     the interval of a normal distribution, it has a width even if the models never differ:
     1.645^2 / (n + 1.645^2), which is 0.14 points for 2,000 items.
 
+    Items may also be shares from 0 to 1: of the seeds that have an item right. Seeds share the
+    items, so they are not more items. Let d be the differences of the items. They are treated as
+    if those that are not 0 had one size, s = sum(d^2) / sum(|d|), with their sums of d and d^2
+    unchanged: b and c are the sums of positive and of negative d over s, and D is in units of s.
+    Where all seeds agree, s is 1, and the bounds are those of one of them. The bounds are for these
+    models on other items, not for other seeds.
+
     Raises:
       ValueError: the models did not answer the same number of items, or none.
     """
     if right_a.shape != right_b.shape or not right_a.size:
         raise ValueError(f"accuracies on {right_a.size} and {right_b.size} items cannot be paired")
-    n = right_a.size
-    a_only, b_only = int(np.sum(right_a & ~right_b)), int(np.sum(right_b & ~right_a))
+    n, d = right_a.size, right_a.astype(np.float64) - right_b
+    size = float(np.sum(d**2) / np.sum(np.abs(d))) if d.any() else 1.0
+    a_only, b_only = (float(np.sum(np.maximum(each, 0))) / size for each in (d, -d))
     return PairedDifference(
-        value=(a_only - b_only) / n,
-        lower=-_upper_bound(b_only, a_only, n),
-        upper=_upper_bound(a_only, b_only, n),
+        value=float(np.sum(d)) / n,
+        lower=-size * _upper_bound(b_only, a_only, n),
+        upper=size * _upper_bound(a_only, b_only, n),
     )
 
 
-def _upper_bound(b: int, c: int, n: int) -> float:
+def _upper_bound(b: float, c: float, n: int) -> float:
     """Returns Tango's upper bound; by bisection, since the score falls as D rises."""
     low, high = (b - c) / n, 1.0
     for _ in range(60):
@@ -236,7 +248,7 @@ def _upper_bound(b: int, c: int, n: int) -> float:
     return high
 
 
-def _score(b: int, c: int, n: int, difference: float) -> float:
+def _score(b: float, c: float, n: int, difference: float) -> float:
     """Returns how many standard deviations b - c lies above its mean."""
     linear = (2 * n - b + c) * difference - b - c
     constant = c * difference * (1 - difference)

@@ -23,8 +23,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fp8jax.interop.folders import HUGGING_FACE, small_file
 from fp8jax.interop.initial_weights import refuse_other_shapes
-from fp8jax.interop.trained import read_record, refuse_not_finite, shape_of_workdir
+from fp8jax.interop.trained import (
+    read_record,
+    refuse_not_finite,
+    shape_of_workdir,
+    tokenizer_of_workdir,
+)
 from fp8jax.optim.optimizers import restart_schedule
 from fp8jax.records.checkpoint import Checkpointer, Restored
 from fp8jax.records.differences import listed
@@ -70,7 +76,7 @@ class InitialState:
 
         Raises:
           ValueError: there is no such checkpoint, it is damaged or a conversion, or it has another
-            model or another kind of optimizer.
+            model, another tokenizer or another kind of optimizer.
           DamagedError: all checkpoints of the workdir are damaged.
         """
         with self._checkpointer() as checkpointer:
@@ -126,7 +132,31 @@ class InitialState:
             f"initial_state={self.source} is that of another model",
             shape_of_workdir(Path(self.source), before), run.stages[0].model.config,
         )  # fmt: skip
+        self._refuse_other_tokenizer(before, run)
         return step, meta
 
+    def _refuse_other_tokenizer(self, before: dict[str, Any], run: Run) -> None:
+        """Raises ValueError if the model's ids stood for other tokens; paths do not count."""
+        words = tokenizer_of_workdir(Path(self.source), before)
+        assert words is not None  # a run has one
+        if words.fingerprint != run.tokenizer.fingerprint:
+            raise ValueError(
+                f"initial_state={self.source} was trained with another tokenizer, so that the ids"
+                f" of tokenizer={run.settings.record['tokenizer']} mean other text: set tokenizer="
+                f"{_spec_of_kept(Path(self.source), before)}"
+            )
+
     def _checkpointer(self) -> Checkpointer:
+        if not Path(self.source, "checkpoints").is_dir():
+            what = "has no checkpoints" if Path(self.source).is_dir() else "is not a folder"
+            raise ValueError(
+                f"initial_state: {self.source} {what}: name the workdir of a run as WORKDIR, or as"
+                " WORKDIR@STEP with a number"
+            )
         return Checkpointer(Path(self.source, "checkpoints"), every=1, keep=1, keep_best=0)
+
+
+def _spec_of_kept(workdir: Path, record: dict[str, Any]) -> str:
+    """Returns a spec of the tokenizer with which a run trained; it may be the run's own copy."""
+    kept = small_file(workdir / HUGGING_FACE, "tokenizer.json")
+    return record["tokenizer"] if kept is None or record["tokenizer"] == "bytes" else f"bpe:{kept}"

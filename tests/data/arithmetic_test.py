@@ -2,7 +2,11 @@
 
 import hashlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -17,6 +21,7 @@ from fp8jax.data.arithmetic import (
     problem,
 )
 from fp8jax.data.arithmetic_files import problem_files, write_problems
+from tests.support import ROOT
 from tests.support.commands import command_here
 
 EASY = Difficulty(least_steps=1, most_steps=1, largest=10)
@@ -170,6 +175,40 @@ def test_command(tmp_path, capsys):
         assert said[7] == rows(tmp_path / "new" / "train.jsonl")[0]["prompt"]
         with pytest.raises(SystemExit, match="has a train.jsonl, which is not overwritten"):
             run(*flags)
+
+
+KILLED = """
+import os, signal, sys
+from fp8jax.data import arithmetic_files
+from experiments import arithmetic, command
+
+line, made = arithmetic_files._line, []
+
+def line_or_death(*arguments):
+    made.append(arguments)
+    if len(made) == 35:  # in the second file
+        os.kill(os.getpid(), signal.SIGKILL)
+    return line(*arguments)
+
+arithmetic_files._line = line_or_death
+command.run(arithmetic.main)
+"""
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_killed_while_writing(tmp_path, exists):
+    """Nothing under the names of the files, so the same command starts again."""
+    folder, flags = tmp_path / "new", ["--train=30", "--test=10"]
+    if exists:
+        folder.mkdir()
+        (folder / "notes").touch()
+    arguments = [sys.executable, "-c", KILLED, f"--output={folder}", *flags]
+    done = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == -signal.SIGKILL
+    assert not list(folder.glob("*.jsonl")) and folder.exists() == exists
+    with command_here("arithmetic") as run:
+        run(f"--output={folder}", *flags)
+    assert len(list(folder.glob("*.jsonl"))) == 4
 
 
 @pytest.mark.parametrize(

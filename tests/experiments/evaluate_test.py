@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.data.byte_tokenizer import ByteTokenizer
+from fp8jax.data.tokenizers import tokenizer
 from fp8jax.inference.accuracy import paired_difference
 from fp8jax.inference.generate import Generator
 from fp8jax.inference.paired import measured
@@ -19,6 +20,7 @@ from fp8jax.telemetry import read
 from fp8jax.training.build import build
 from fp8jax.training.resume import checkpoint_items
 from fp8jax.training.validate import validate
+from tests.support.chats import pairs, write_chats
 from tests.support.commands import command_here
 from tests.support.runs import corpus, tiny
 from tests.support.text import write_generated_text, write_jsonl
@@ -102,6 +104,33 @@ def test_other_text(evaluate, trained):
     rows = read(trained[0] / "telemetry" / "bf16.parquet").rows
     assert {(row.cast, row.format) for row in rows} == {(c, None) for c in ("fwd_x", "fwd_w", "")}
     assert all(row.amax > 0 for row in rows)
+
+
+def test_rows_of_conversations_have_room_for_each(tmp_path):
+    """--length packs the held-out conversations again, in full; BF16 twice, to keep it short."""
+    config = tiny((write_chats(tmp_path, pairs(60)), str(tmp_path / "cache")))
+    config.update(tokenizer=f"bpe:{tmp_path}/tokenizer.json", seq_len=160)
+    config.model_overrides.vocab_size = tokenizer(config.tokenizer).vocab_size
+    run = build(config)
+    with jax.set_mesh(run.mesh):
+        items = checkpoint_items(run, run.stages[0].programs.initialize())
+    meta = {"version": CHECKPOINT_VERSION, "config": run.settings.record}
+    with Checkpointer(tmp_path / "run" / "checkpoints", every=1, keep=1, keep_best=0) as saved:
+        saved.save(1, items, meta, None)
+    with command_here("evaluate") as evaluate:
+        flags = [f"--workdir={tmp_path}/run", "--precision=bf16", f"--json={tmp_path}/found.json"]
+        with pytest.raises(SystemExit, match="--length=20 is less than a held-out conv") as said:
+            evaluate(*flags, "--length=20")
+        assert "config" not in str(said.value) and "seq_len" not in str(said.value)
+        least = re.search(r"give (--length=\d+) or more", str(said.value))[1]
+        values, tokens = [], []
+        for length in ([], [least]):
+            evaluate(*flags, *length)
+            row = json.loads((tmp_path / "found.json").read_text())["numbers"][0]
+            values.append(row["value"])
+            tokens.append(sum(row["weights"]))
+    # The same conversations in other rows: float32 sums in another order.
+    assert tokens[0] == tokens[1] and values[0] == pytest.approx(values[1], rel=1e-5)
 
 
 def write_problems(folder, *answers, name="sums"):

@@ -19,7 +19,7 @@ from fp8jax.inference.accuracy import (
     turn_ends,
 )
 from fp8jax.inference.generate import Generator
-from fp8jax.inference.paired import difference
+from fp8jax.inference.paired import difference, measured
 from fp8jax.inference.problems import Problem, shuffled
 from fp8jax.inference.sampling import Sampling
 from tests.support.chat_templates import (
@@ -219,6 +219,22 @@ def test_bounds_agree_with_the_normal_interval_for_many_items():
     found = paired_difference(first, second)
     usual = difference(share(first), share(second))
     assert found.value == pytest.approx(usual.value, abs=1e-12) == 0.01
+    assert abs(found.upper - (usual.value + Z * usual.error)) < 0.05 * usual.error
+    assert abs(found.lower - (usual.value - Z * usual.error)) < 0.05 * usual.error
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_seeds_are_not_more_items(seeds):
+    """Seeds that agree have the bounds of one; others, with many items, a normal interval."""
+    one = flags(3, 1, 20, both=9)
+    same = paired_difference(*(np.mean([each] * seeds, axis=0) for each in one))
+    assert same == paired_difference(*one)
+    draws, n = np.random.default_rng(0), 20_000
+    hard = draws.random(n)  # an item's chance, which all models share
+    a, b = (np.mean(draws.random((seeds, n)) < hard - drop, axis=0) for drop in (0, 0.02))
+    found = paired_difference(a, b)
+    usual = difference(*(measured(each, np.ones(n)) for each in (a, b)))
+    assert found.value == pytest.approx(usual.value, abs=1e-12)
     assert abs(found.upper - (usual.value + Z * usual.error)) < 0.05 * usual.error
     assert abs(found.lower - (usual.value - Z * usual.error)) < 0.05 * usual.error
 

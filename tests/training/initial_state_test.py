@@ -7,8 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from fp8jax.data.bpe import train_bpe
+from fp8jax.data.tokenizers import tokenizer
+from fp8jax.interop.folders import keep_small_files
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.training.build import build
 from fp8jax.training.initial_state import InitialState
 from fp8jax.training.loop import train_and_evaluate
@@ -130,6 +134,50 @@ def test_a_conversion_has_no_state(data, tmp_path):
         checkpointer.save(1, {"params": {"a": np.zeros(1)}}, meta, None)
     with pytest.raises(ValueError, match="converted from qwen, and no optimizer's state: take it"):
         InitialState.parse(str(tmp_path)).check(build(tiny(data)))
+
+
+@pytest.fixture
+def tokenized(data, tmp_path):
+    """A function: the config of a run with the tokenizer of a folder, learned from some text."""
+
+    def make(folder: str, text: str):
+        path = tmp_path / folder / "tokenizer.json"
+        path.parent.mkdir()
+        train_bpe(iter([text] * 9), 260).save(str(path))
+        return tiny(data, tokenizer=f"bpe:{path}", model_overrides__vocab_size=260)
+
+    return make
+
+
+def test_another_tokenizer_is_refused(tokenized, tmp_path):
+    """Of the same size, too; the same content at another path is the same tokenizer."""
+    own, same = build(tokenized("own", "a b a b")), build(tokenized("same", "a b a b"))
+    other = build(tokenized("other", "c d c d"))
+    workdir = tmp_path / "run"
+    with Checkpointer(workdir / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
+        meta = {"version": CHECKPOINT_VERSION, "config": own.settings.record}
+        checkpointer.save(1, {"params": {"a": np.zeros(1)}}, meta, None)
+    keep_small_files(own.settings.record, workdir)
+    shutil.rmtree(tmp_path / "own")  # the workdir has a copy
+    state = InitialState.parse(str(workdir))
+    state.check(same)
+    with pytest.raises(ValueError, match="another tokenizer, .* of tokenizer=bpe:.*other") as said:
+        state.check(other)
+    advice = str(said.value).partition("set tokenizer=")[2]
+    assert tokenizer(advice).fingerprint == own.tokenizer.fingerprint
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("spec, what", [
+    ("none", "none is not a folder"), ("run@", "run@ is not a folder"),
+    ("run@x", "run@x is not a folder"), ("run", "run has no checkpoints"),
+    ("run@3", "run has no checkpoints"),
+])  # fmt: skip
+def test_what_no_workdir_is(data, tmp_path, spec, what):
+    (tmp_path / "run").mkdir()
+    advice = "name the workdir of a run as WORKDIR, or as WORKDIR@STEP with a number"
+    with pytest.raises(ValueError, match=f"^initial_state: {tmp_path}/{what}: {advice}$"):
+        InitialState.parse(f"{tmp_path}/{spec}").check(build(tiny(data)))
 
 
 @pytest.mark.parametrize(
