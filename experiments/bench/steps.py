@@ -434,26 +434,47 @@ def measure_training(
     micro = config.batch_size // config.grad_accum
     attention = config.attention or default_attention()
     floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits, count)
+    limit = {
+        policy: {k: config.grad_accum * v / devices for k, v in floor[_quantizes(policy)].items()}
+        for policy in policies
+    }
     tokens = config.batch_size * config.seq_len
     flops = flops_per_token(training.model, config.seq_len) * tokens / devices
-    rows = []
-    for policy in policies:
-        parts = {k: config.grad_accum * v / devices for k, v in floor[_quantizes(policy)].items()}
-        for part in ("", ", no optimizer"):
-            name, base = f"{policy}{part}", f"bf16{part}"
-            rows.append(
-                Row(case=case, name=name, timing=found[name], work=flops,
-                    limit=sum(parts.values()), parts=parts,
-                    baseline=found[base].seconds if base in found else math.nan,
-                    note="" if part else f"{tokens / found[name].seconds:,.0f} tokens/s")
-            )  # fmt: skip
-    rows.append(Row(case=case, name="optimizer", timing=found["optimizer"]))
+    rows = _training_rows(case, found, limit, tokens, flops)
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
     return Report(
         title=f"Training steps of {case}", rate="TFLOP/s", rows=rows,
         figures=_training_figures(config, policies, found, figure), notes=notes,
         limits=limits.by_name(),
     )  # fmt: skip
+
+
+def _training_rows(
+    case: str,
+    found: Mapping[str, Timing],
+    limit: Mapping[str, Mapping[str, float]],
+    tokens: int,
+    flops: float,
+) -> list[Row]:
+    """Returns the rows of training steps, with and without optimizer, and of the optimizer.
+
+    Args:
+      found: the times of all contestants.
+      limit: the parts of the limit of each policy, in seconds.
+      tokens, flops: of a step; the FLOPs are those of one device.
+    """
+    rows = []
+    for policy, parts in limit.items():
+        for part in ("", ", no optimizer"):
+            name, base = f"{policy}{part}", f"bf16{part}"
+            timing, rated = found[name], not part and found[name].seconds > 0
+            rows.append(
+                Row(case=case, name=name, timing=timing, work=flops,
+                    limit=sum(parts.values()), parts=parts,
+                    baseline=found[base].seconds if base in found else math.nan,
+                    note=f"{tokens / timing.seconds:,.0f} tokens/s" if rated else "")
+            )  # fmt: skip
+    return [*rows, Row(case=case, name="optimizer", timing=found["optimizer"])]
 
 
 def _training_figures(
