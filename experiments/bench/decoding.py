@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from experiments.bench.operators import Limits, policy_and_backend, sizes
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer
-from fp8jax.device import xla
 from fp8jax.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
-from fp8jax.inference.prepare import inference_model, prepare
+from fp8jax.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.inference.sampling import Sampling
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.cache import empty_cache
@@ -174,7 +173,7 @@ class _Contestant:
             return prefill(model, variables, cache, prompts_BP, lengths_B, requests)
 
         arguments = self._variables, prompts, lengths, self._requests()
-        program = jax.jit(run, compiler_options=xla.compiler_options()).lower(*arguments).compile()
+        program = jax.jit(run, compiler_options=compiler_options(model)).lower(*arguments).compile()
         return lambda: program(*arguments)
 
     def prefill(self) -> Program:
@@ -185,7 +184,7 @@ class _Contestant:
         tokens = self.shape.tokens
         arguments = self._variables, self._prefill()(), self._requests(), jnp.int32(tokens)
         loop = functools.partial(decode, self._model, tokens=tokens)
-        jitted = jax.jit(loop, compiler_options=xla.compiler_options())
+        jitted = jax.jit(loop, compiler_options=compiler_options(self._model))
         program = jitted.lower(*arguments).compile()
         return Program(call=lambda: program(*arguments)[1], items=tokens)
 

@@ -112,8 +112,12 @@ def program_bytes(program: Any) -> int:
     return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def compiler_options() -> dict[str, bool | int]:
+def compiler_options(*, weights_only: bool = False) -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
+
+    Args:
+      weights_only: whether the program multiplies weights in a narrow format with activations in
+        bfloat16 (linear/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
 
     On CPUs they make XLA execute every bfloat16 rounding of the program. By default XLA skips the
     roundings between operations that it fuses, and which operations it fuses depends on the number
@@ -131,7 +135,11 @@ def compiler_options() -> dict[str, bool | int]:
     if platform() == "cpu":
         return {"xla_allow_excess_precision": False}
     if platform() == "gpu":
-        return {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_dynamic_slice_fusion": False}
+        options = {
+            "xla_gpu_dot_merger_threshold_mb": 0,
+            "xla_gpu_enable_dynamic_slice_fusion": False,
+        }
+        return options | ({"xla_gpu_enable_triton_gemm": True} if weights_only else {})
     return {}
 
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from fp8jax.device import hardware, xla
+from fp8jax.device import hardware
 from fp8jax.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
 from fp8jax.inference.memory import array_bytes, require_memory
-from fp8jax.inference.prepare import inference_model, prepare
+from fp8jax.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.inference.sampling import Sampling
 from fp8jax.lookup import lookup
 from fp8jax.model.cache import CACHES, empty_cache
@@ -85,7 +85,7 @@ class Generator:
         unrolled = hardware.platform() == "gpu" if unrolled is None else unrolled
         model = inference_model(model)
         self._variables = prepare(model, variables, unrolled=unrolled)
-        options = xla.compiler_options()
+        options = compiler_options(model)
 
         self._empty = functools.partial(empty_cache, model.config, kind=cache, unrolled=unrolled)
 

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fp8jax.device import xla
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.linear.frozen import layer_of
 from fp8jax.model.config import MODULES
@@ -17,6 +18,13 @@ from fp8jax.numerics.policy import Policy
 def inference_model(model: Transformer) -> Transformer:
     """Returns the model without what only training has, and with zeros in padding."""
     return model.clone(remat="none", high=None, zero_padding=True)
+
+
+def compiler_options(model: Transformer) -> dict[str, bool | int]:
+    """Returns the options for `jax.jit(compiler_options=…)` of the model's inference."""
+    recipes = (recipe for _, recipe in as_policy(model.policy).rules)
+    weights_only = any(each.fwd_w is not None and each.fwd_x is None for each in recipes)
+    return xla.compiler_options(weights_only=weights_only)
 
 
 def prepare(model: Transformer, variables: Any, *, unrolled: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ cast, `fwd_w` of the recipe, makes of it: codes and scales, in the layout of the
 whose `kernel` is a `FrozenKernel` quantizes only its activations, by `fwd_x`, and multiplies with
 the stored codes. The results have the bits of the same linear with the float32 kernel. Where a
 recipe leaves activations in high precision (`fp8_block:only=fwd_w`), only the weights are narrow.
-On GPUs, one or two rows are then multiplied by few_rows.py, whose sums have another order.
+On GPUs, weights_only.py then multiplies most of them, whose sums have another order.
 
 Frozen kernels have a forward only: differentiation raises. A cast that rounds weights
 stochastically makes other codes in every call, so it cannot be frozen.
@@ -31,11 +31,11 @@ from fp8jax.linear.amax_history import Histories, to_float32
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.dot import make_context
 from fp8jax.linear.explicit_axes import is_explicit
-from fp8jax.linear.few_rows import contracting_last, has_few_rows, matmul_few_rows
 from fp8jax.linear.manual_axes import pooled_axes
 from fp8jax.linear.operands import QuantizedOperand
 from fp8jax.linear.probe import Probe, as_cotangent, combining, deposit
 from fp8jax.linear.vjp import VjpContext, forward, quantize_operand, shared_amax
+from fp8jax.linear.weights_only import contracting_last, matmul_codes, multiplies_codes
 from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.recipe import Recipe
 
@@ -174,7 +174,7 @@ def freeze_kernels(
 
 
 def _weights_only_on_gpu(recipe: Recipe) -> bool:
-    """Whether one or two rows are multiplied by few_rows.py."""
+    """Whether weights_only.py may multiply."""
     return recipe.fwd_x is None and hardware.device().platform == "gpu"
 
 
@@ -243,10 +243,10 @@ def frozen_dot(
         )
     context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
-    few = all(has_few_rows(rows_MK, operand) for operand in operands)
-    if few and _weights_only_on_gpu(context.recipe):
-        backend_of_few = dataclasses.replace(context.backend, matmul=matmul_few_rows)
-        context = dataclasses.replace(context, backend=backend_of_few)
+    of_codes = all(multiplies_codes(rows_MK, operand) for operand in operands)
+    if of_codes and _weights_only_on_gpu(context.recipe):
+        backend = dataclasses.replace(context.backend, matmul=matmul_codes)
+        context = dataclasses.replace(context, backend=backend)
     arguments = context, rows_MK, operands, tuple(states), tuple(keys)
     if probes is not None and any(probes):
         ys = _measured_matmuls(*arguments, tuple(map(combining, probes)))

@@ -98,19 +98,20 @@ def default(count: int = 1) -> Iterator[tuple[Any, ...]]:
         yield tuple(given)
 
 
-def compiled(f: Any, *shapes: Any) -> Any:
+def compiled(f: Any, *shapes: Any, options: dict[str, Any] | None = None) -> Any:
     """Returns f compiled for one H200, its kernels with the tunings that ship.
 
     Args:
       f: a function of arrays.
       *shapes: trees of shapes and dtypes, one for each argument.
+      options: compiler options.
     """
     sharding = SingleDeviceSharding(devices()[0])
     given = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
     with default():
-        return jax.jit(f).trace(*given).lower().compile()
+        return jax.jit(f, compiler_options=options).trace(*given).lower().compile()
 
 
 def spilled(report: str) -> list[int]:

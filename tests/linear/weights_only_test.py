@@ -1,0 +1,114 @@
+"""Weights-only GEMMs on a GPU: against float64, and what an H200 would read."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.device import hardware, xla
+from fp8jax.linear.frozen import freeze_kernels, frozen_dot
+from fp8jax.numerics.names import as_recipe
+from tests.support import h200
+
+K, N = 512, 384
+H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
+NAMES = ("fp8_block", "fp8_rowwise", "fp8_amax", "mxfp8", "nvfp4")
+
+
+def weights_only(name: str):
+    return as_recipe(f"{name}:only=fwd_w")
+
+
+def kernel(shape=(K, N)):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def multiply(recipe, x, frozen):
+    return frozen_dot(
+        x, [frozen], recipe=recipe, states=[{}], keys=[None], preferred_element_type=jnp.float32
+    )[0]
+
+
+def is_of_codes(recipe, x, frozen):
+    """Whether the codes are multiplied as they are: the emulated backend has barriers."""
+    return "optimization_barrier" not in str(
+        jax.make_jaxpr(multiply, static_argnums=0)(recipe, x, frozen)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_product_is_that_of_the_dequantized_weights(name, rows, monkeypatch):
+    """A float32 sum of K terms, in any order, is off by at most K 2^-24 of the sum of their sizes,
+    and each term by two roundings, of its scale and of what that multiplies."""
+    recipe = weights_only(name)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 1, K)), jnp.bfloat16)
+    (usual,) = freeze_kernels([kernel()], recipe, [{}])
+    assert not is_of_codes(recipe, x, usual)
+    jax.clear_caches()
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    assert is_of_codes(recipe, x, frozen)
+    got = jax.jit(multiply, static_argnums=0)(recipe, x, frozen)
+    assert got.shape == (rows, 1, N) and got.dtype == jnp.float32
+    np.testing.assert_array_equal(frozen.dequantized(), usual.dequantized())
+    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
+    assert (np.abs(got - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+
+
+def test_a_code_that_is_no_number_reaches_its_column_alone(monkeypatch):
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = weights_only("fp8_rowwise")
+    (frozen,) = freeze_kernels([kernel().at[3, 5].set(jnp.nan)], recipe, [{}])
+    y = multiply(recipe, jnp.ones((1, K), jnp.bfloat16), frozen)
+    assert np.flatnonzero(np.isnan(y[0])).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    "name, rows, size, dtype",
+    [
+        ("fp8_block", 65, K, jnp.bfloat16),  # the sums of tiles would take more than the weights
+        ("mxfp8", 17, K, jnp.bfloat16),
+        ("fp8_block", 2, 200, jnp.bfloat16),  # the last tile is not whole
+        ("fp8_rowwise", 2, K, jnp.float32),
+    ],
+)
+def test_the_emulated_backend_multiplies_the_others(name, rows, size, dtype, monkeypatch):
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = weights_only(name)
+    (frozen,) = freeze_kernels([kernel((size, N))], recipe, [{}])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, size)), dtype)
+    assert not is_of_codes(recipe, x, frozen)
+    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
+    got = multiply(recipe, x, frozen)
+    assert (np.abs(got - wide @ w) <= (size + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+
+
+@h200.needs_plugin
+@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block"])
+def test_an_h200_reads_codes_and_writes_no_widened_weights(name, rows, monkeypatch):
+    """Nor does a loop, as decoding is one, widen them before it begins."""
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = weights_only(name)
+    (frozen,) = freeze_kernels([kernel((4096, 4096))], recipe, [{}])
+    leaves, structure = jax.tree.flatten(frozen)
+
+    def products(x, *leaves):
+        def product(_, x):
+            return multiply(recipe, x, structure.unflatten(leaves)).astype(x.dtype)
+
+        return jax.lax.fori_loop(0, 3, product, x)
+
+    with h200.default():
+        options = xla.compiler_options(weights_only=True)
+    x = jnp.ones((rows, 4096), jnp.bfloat16)
+    text = h200.compiled(products, x, *leaves, options=options).as_text()
+    called = re.findall(r"fusion\((.*?)\), kind=kCustom, calls=(%\S+?),.*?__triton", text)
+    assert len(called) == 1, text
+    inside = text[text.index(f"\n{called[0][1]} ") :]
+    assert "f8e4m3fn[" in inside[: inside.index("\n}")], text
+    outside = text.replace(inside[: inside.index("\n}")], "")
+    assert not re.search(r"(?:f32|bf16)\[4096,(?:4096|\d+,\d+)\]", outside), text
