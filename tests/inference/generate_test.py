@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fp8jax.device import xla
 from fp8jax.inference import memory
 from fp8jax.inference.decoding import NO_TOKEN, Requests, complete, prefill
 from fp8jax.inference.generate import Generator, bucket
-from fp8jax.inference.prepare import inference_model, prepare
+from fp8jax.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.inference.sampling import Sampling
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.cache import empty_cache
 from fp8jax.model.freeze import freeze
+from fp8jax.model.models import MODELS
 from fp8jax.model.transformer import Transformer
 from tests.support.tiny_models import WORDS, tiny_model
 
@@ -220,3 +222,12 @@ def test_a_stream_checks_its_pieces(plain):
         next(plain[2].stream(PROMPTS, GREEDY, 4, every=33))
     with pytest.raises(ValueError, match="4 prompts are more than max_requests=2"):
         next(generator(plain[0], plain[1], max_requests=2).stream(PROMPTS, GREEDY, 4))
+
+
+@pytest.mark.parametrize(
+    "policy, triton", [("bf16", False), ("fp8_rowwise", False), ("fp8_rowwise:only=fwd_w", True)]
+)
+def test_programs_of_weights_only_may_widen_codes_inside_gemms(policy, triton, monkeypatch):
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    model = Transformer(MODELS["llama_tiny"], policy)
+    assert ("xla_gpu_enable_triton_gemm" in compiler_options(model)) == triton

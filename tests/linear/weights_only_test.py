@@ -58,6 +58,21 @@ def test_the_product_is_that_of_the_dequantized_weights(name, rows, monkeypatch)
     assert (np.abs(got - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block"])
+def test_a_gpu_multiplies_codes_as_exactly(name, rows):
+    """Its matrix unit may cut off bits of a float32 sum, at most one unit in the last place each
+    time, where a CPU rounds: twice the bound."""
+    recipe = weights_only(name)
+    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, K)), jnp.bfloat16)
+    options = xla.compiler_options(weights_only=True)
+    got = jax.jit(multiply, static_argnums=0, compiler_options=options)(recipe, x, frozen)
+    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
+    assert (np.abs(got - wide @ w) <= (K + 2) * 2.0**-23 * (np.abs(wide) @ np.abs(w))).all()
+
+
 def test_a_code_that_is_no_number_reaches_its_column_alone(monkeypatch):
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only("fp8_rowwise")
