@@ -4,7 +4,8 @@
 Continues the pre-training of a model, fine-tunes it twice, evaluates, exports and reloads it: once
 for each precision, so that they can be compared at every stage. --config.cpt.num_steps=20 changes a
 key. The same command goes on with a pipeline that was stopped or killed, and does only what is
-missing. At the end WORKDIR has report.html, report.md and figures.json (docs/infir2.md).
+missing. Started several times at once, for instance once for each GPU, the programs share the
+stages. At the end WORKDIR has report.html, report.md and figures.json (docs/infir2.md).
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from experiments.config_flag import PIPELINE_KEYS
 from experiments.pipeline import plan, report, stages
 from fp8jax.device import xla
 from fp8jax.records.checkpoint import DamagedError
-from fp8jax.records.workdir_lock import lock_workdir
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A pipeline's file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The pipeline's directory.", required=True)
@@ -35,17 +35,16 @@ def main(arguments: Sequence[str]) -> None:
     workdir = Path(_WORKDIR.value).expanduser()
     made = plan.Plan.from_config(_CONFIG.value, workdir)
     xla.set_compilation_cache()
-    stages.refuse_other_folder(workdir)  # before the lock, whose file would be left
-    with lock_workdir(workdir):
-        stages.begin(workdir)
-        whole = plan.stages(made)
-        stages.require_same(workdir, whole)
-        if done := stages.count_done(workdir, whole):
-            logging.info("%d of %d stages are done", done, len(whole))
-        if done < len(whole):
-            stages.run_stages(workdir, plan.shared(made), whole)
-            plan.check_training(made)
-            stages.run_stages(workdir, whole, whole)
+    stages.begin(workdir)
+    whole = plan.stages(made)
+    stages.require_same(workdir, whole)
+    if done := stages.count_done(workdir, whole):
+        logging.info("%d of %d stages are done", done, len(whole))
+    if done < len(whole):
+        stages.run_stages(workdir, plan.shared(made), whole)
+        plan.check_training(made)
+        stages.run_stages(workdir, whole, whole)
+    with stages.locked(workdir):
         for path in report.write(made):
             logging.info("wrote %s", path)
 

@@ -3,28 +3,35 @@
     WORKDIR/pipeline.json          written first: this folder is a pipeline's
     WORKDIR/STAGE/begun.json       written first, if a killed stage goes on with what it has left
     WORKDIR/STAGE/result.json      written last, whole or not at all: this stage is done
+    WORKDIR/locks/STAGE            the lock of the program that makes it
 
 Both hold what the stage was asked, and hashes of the results it is made from; a result has what the
 stage found, too. So a stage is never taken for another one, after a change of the config or of an
 earlier stage.
+
+Several programs may make one pipeline, such as one for each GPU: each takes the first stage that
+nobody makes and whose needs are done.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
 from fp8jax.records.differences import config_difference, listed
-from fp8jax.records.workdir_lock import LOCK
+from fp8jax.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
 
-RESULT, BEGUN, MARK = "result.json", "begun.json", "pipeline.json"
+RESULT, BEGUN, MARK, LOCKS = "result.json", "begun.json", "pipeline.json", "locks"
+
+_POLL_SECONDS = 1.0
 
 AGAIN = "The stages before it are done: the same command goes on from there"
 
@@ -66,13 +73,22 @@ def refuse_other_folder(workdir: Path) -> None:
 
 
 def begin(workdir: Path) -> None:
-    """Marks a new workdir; its stages may then empty their folders.
+    """Marks a workdir, which is made if missing; its stages may then empty their folders.
 
     Raises ValueError if the folder holds something else.
     """
     refuse_other_folder(workdir)
-    if not (workdir / MARK).exists():
-        _write(workdir / MARK, {})
+    with locked(workdir):
+        if not (workdir / MARK).exists():
+            _write(workdir / MARK, {})
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Holds the lock of a workdir, for which it waits; the folder is made if missing."""
+    make_directory(workdir)
+    with lock_file(workdir / LOCK, wait=True):
+        yield
 
 
 def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
@@ -96,33 +112,59 @@ def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
 
 
 def run_stages(workdir: Path, stages: Sequence[Stage], whole: Sequence[Stage]) -> None:
-    """Makes some stages of a whole pipeline in their order, but not those that are done.
+    """Makes some stages of a whole pipeline, but not those that are done; waits for those that
+    other programs make.
 
     Raises:
       StageError: a stage failed. It names the stage, and says how to go on.
     """
     names = [stage.name for stage in whole]
-    for stage in stages:
-        if read_result(workdir, stage.name) is not None:
+    titles = {n: f"stage {i} of {len(names)}, {n}" for i, n in enumerate(names, start=1)}
+    waits = False
+    while missing := [stage for stage in stages if read_result(workdir, stage.name) is None]:
+        if any(_make_if_free(workdir, stage, titles[stage.name]) for stage in missing):
+            waits = False
             continue
-        name = f"stage {names.index(stage.name) + 1} of {len(names)}, {stage.name}"
-        logging.info("%s", name)
-        started = time.monotonic()
-        folder = workdir / stage.name
-        if not stage.resumes:
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        made_from = {need: _digest(workdir, need) for need in stage.needs}
-        given = {"asked": stage.asked, "made_from": made_from}
-        if stage.resumes:
-            _write(folder / BEGUN, given)
+        if not waits:
+            logging.info("waiting for other programs, which make what the next stages need")
+        waits = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _make_if_free(workdir: Path, stage: Stage, title: str) -> bool:
+    """Makes a stage, unless its needs are not done or another program makes it: then False."""
+    if any(read_result(workdir, need) is None for need in stage.needs):
+        return False
+    lock = workdir / LOCKS / stage.name
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
         try:
-            found = stage.make(folder)
-        except Exception as error:  # of any library: the line says how to go on
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise StageError(f"{name}: {said}. {AGAIN}") from error
-        seconds = round(time.monotonic() - started, 1)
-        _write(folder / RESULT, given | {"found": found, "seconds": seconds})
+            stack.enter_context(lock_file(lock))
+        except HeldError:
+            return False
+        if read_result(workdir, stage.name) is None:  # another program may just have made it
+            _make(workdir, stage, title)
+    return True
+
+
+def _make(workdir: Path, stage: Stage, title: str) -> None:
+    logging.info("%s", title)
+    started = time.monotonic()
+    folder = workdir / stage.name
+    if not stage.resumes:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    made_from = {need: _digest(workdir, need) for need in stage.needs}
+    given = {"asked": stage.asked, "made_from": made_from}
+    if stage.resumes:
+        _write(folder / BEGUN, given)
+    try:
+        found = stage.make(folder)
+    except Exception as error:  # of any library: the line says how to go on
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise StageError(f"{title}: {said}. {AGAIN}") from error
+    seconds = round(time.monotonic() - started, 1)
+    _write(folder / RESULT, given | {"found": found, "seconds": seconds})
 
 
 def count_done(workdir: Path, stages: Sequence[Stage]) -> int:

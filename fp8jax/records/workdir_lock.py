@@ -1,4 +1,5 @@
-"""One program at a time in a workdir: a lock that the system releases when its process dies.
+"""One program at a time in a workdir, or at a piece of work: a lock that the system releases when
+its process dies.
 
 The lock belongs to the open file, not to the file's existence. So a process that was killed, by
 `kill -9` too, leaves no lock behind, although its file stays. The file holds host and process id of
@@ -29,7 +30,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     warning.
 
     Raises:
-      BlockingIOError: another program holds it.
+      BlockingIOError: another program holds it; the message names it.
       NotADirectoryError: the workdir, or a folder of its path, is a file.
       ValueError: the workdir is a URL.
       OSError: the workdir cannot be written.
@@ -41,11 +42,37 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
     if jax.process_index() != 0:
         yield
         return
-    path = _make(Path(workdir)) / LOCK
+    path = make_directory(Path(workdir)) / LOCK
+    try:
+        with lock_file(path):
+            yield
+    except HeldError as error:
+        raise BlockingIOError(
+            f"another program{error} trains in the workdir {workdir}: wait for it or stop it, or "
+            "take another --workdir"
+        ) from error
+
+
+class HeldError(BlockingIOError):
+    """Another program holds a lock. It says which in parentheses, or nothing if that is unknown."""
+
+
+@contextlib.contextmanager
+def lock_file(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Holds the lock of a file, which is created if missing; its folder must exist.
+
+    Args:
+      path: of a file that is nothing but a lock.
+      wait: whether to wait until nobody else holds it.
+
+    Raises:
+      HeldError: another program holds it, and `wait` is False.
+      OSError: the file cannot be written.
+    """
     # Without O_TRUNC: what the holder wrote must stay readable.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _take(descriptor, path)
+        _take(descriptor, path, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             yield
         finally:
@@ -54,7 +81,11 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
         os.close(descriptor)  # releases the lock
 
 
-def _make(directory: Path) -> Path:
+def make_directory(directory: Path) -> Path:
+    """Returns the directory of a workdir, made if missing.
+
+    Raises NotADirectoryError or another OSError that says why it cannot be made.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -66,22 +97,19 @@ def _make(directory: Path) -> Path:
     return directory
 
 
-def _take(descriptor: int, path: Path) -> None:
-    """Takes the lock and writes who holds it; raises BlockingIOError if another program does."""
+def _take(descriptor: int, path: Path, operation: int) -> None:
+    """Takes the lock and writes who holds it; raises HeldError if another program does."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation)
     except BlockingIOError as error:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-        raise BlockingIOError(
-            f"another program{f' ({holder})' if holder else ''} trains in the workdir "
-            f"{path.parent}: wait for it or stop it, or take another --workdir"
-        ) from error
+        raise HeldError(f" ({holder})" if holder else "") from error
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         logging.warning(
             "the file system of %s has no locks (%s): see to it yourself that no second program "
-            "trains in this workdir", path.parent, error.strerror,
+            "works there", path.parent, error.strerror,
         )  # fmt: skip
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,6 +1,8 @@
 """Pipelines: stages that are run once, whatever kills them; plans, figures, and the command."""
 
 import ast
+import concurrent.futures
+import functools
 import importlib
 import json
 import math
@@ -10,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -91,6 +94,52 @@ def test_a_stage_that_goes_on_is_never_taken_for_another(tmp_path):
     with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
         run(tmp_path, first, stage("b", made, **begun))
     assert len(made) == 2
+
+
+def test_programs_share_the_stages_of_a_pipeline(tmp_path, monkeypatch):
+    """Two make `a` and `b` at the same time, then one of them makes `c` while the other waits."""
+    monkeypatch.setattr(stages, "_POLL_SECONDS", 0.01)
+    both, made = threading.Barrier(2), []
+
+    def make(name, folder):
+        if name in "ab":
+            both.wait(60)
+        made.append(name)
+        return {}
+
+    whole = [
+        Stage(name=name, needs=needs, asked={}, make=functools.partial(make, name))
+        for name, needs in (("a", ()), ("b", ()), ("c", ("a", "b")), ("d", ("c",)))
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for program in [pool.submit(run, tmp_path, *whole) for _ in range(2)]:
+            program.result(60)
+    assert sorted(made[:2]) == ["a", "b"] and made[2:] == ["c", "d"]
+    assert stages.count_done(tmp_path, whole) == 4
+
+
+def test_who_waits_for_a_program_that_fails_makes_its_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "_POLL_SECONDS", 0.01)
+    begun, waiting, made = threading.Event(), threading.Event(), []
+
+    def fail(folder):
+        begun.set()
+        assert waiting.wait(60)
+        raise ValueError("no luck")
+
+    def said(text, *_):
+        if text.startswith("waiting for other programs"):
+            waiting.set()
+
+    monkeypatch.setattr(stages.logging, "info", said)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, tmp_path, Stage(name="a", asked={}, make=fail))
+        assert begun.wait(60)
+        second = pool.submit(run, tmp_path, stage("a", made))
+        with pytest.raises(StageError, match="no luck"):
+            first.result(60)
+        second.result(60)
+    assert [name for name, _ in made] == ["a"]
 
 
 def test_other_folders_are_left_alone(tmp_path):
@@ -369,7 +418,9 @@ def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
         assert done.returncode == 1
         assert re.search(f"^error: {message}", done.stderr, re.MULTILINE), done.stderr
         made = {path.name for path in (tmp_path / "run").iterdir()}
-        assert made == {"lock", "pipeline.json", "tokenizer", "problems_1", "problems_2"}
+        assert made == {
+            "lock", "locks", "pipeline.json", "tokenizer", "problems_1", "problems_2"
+        }  # fmt: skip
 
 
 @pytest.mark.slow
