@@ -34,18 +34,19 @@ def get_config() -> ml_collections.ConfigDict:
         stage.b1, stage.b2 = 0.9, 0.95
         stage.final_fraction = 0.1
         stage.valid_batches = 16
-        stage.checkpoint_every = 200
+        stage.checkpoint_every = 400
+        stage.checkpoint_keep = 1  # of 27 runs with 1.3 GB each
     cpt = config.cpt
     cpt.data = "jsonl:text/*.jsonl"  # to be replaced
     cpt.model = "llama_125m"
     cpt.seed = 1236
-    cpt.batch_size = 128
-    cpt.num_steps = 800
+    cpt.batch_size = 64
+    cpt.num_steps = 1600
     cpt.schedule = "wsd"
-    cpt.warmup_steps = 100
+    cpt.warmup_steps = 200
     cpt.decay_fraction = 0.125
     cpt.learning_rate = 1e-3
-    cpt.valid_every = 200
+    cpt.valid_every = 400
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 5
         sft.batch_size = 8  # rows, of about a dozen examples each
