@@ -35,7 +35,7 @@ from fp8jax.linear.manual_axes import pooled_axes
 from fp8jax.linear.operands import QuantizedOperand
 from fp8jax.linear.probe import Probe, as_cotangent, combining, deposit
 from fp8jax.linear.vjp import VjpContext, forward, quantize_operand, shared_amax
-from fp8jax.linear.weights_only import contracting_last, matmul_codes, multiplies_codes
+from fp8jax.linear.weights_only import contracting_last, weights_only_matmul
 from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.recipe import Recipe
 
@@ -243,10 +243,9 @@ def frozen_dot(
         )
     context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
-    of_codes = all(multiplies_codes(rows_MK, operand) for operand in operands)
-    if of_codes and _weights_only_on_gpu(context.recipe):
-        backend = dataclasses.replace(context.backend, matmul=matmul_codes)
-        context = dataclasses.replace(context, backend=backend)
+    if _weights_only_on_gpu(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
+        multiplying = dataclasses.replace(context.backend, matmul=matmul)
+        context = dataclasses.replace(context, backend=multiplying)
     arguments = context, rows_MK, operands, tuple(states), tuple(keys)
     if probes is not None and any(probes):
         ys = _measured_matmuls(*arguments, tuple(map(combining, probes)))

@@ -9,7 +9,10 @@ themselves, which bfloat16 holds exactly, are multiplied, and XLA widens them in
                                          (sum over k in t of x[m, k] * code[n, k]) * scale[n, t]
 
 All sums are float32. Those of tiles are written to memory, 4 M bytes for each tile of a row of
-weights; `multiplies_codes` says for which M that pays.
+weights, which pays for few rows only. Many rows are multiplied with the widened weights. bfloat16
+holds these exactly if scales are powers of two: the emulated backend does that. Others are float32
+numbers, whose 24 bits are three bfloat16 numbers of 8 bits each: three GEMMs, where one of float32
+numbers takes as long as fourteen.
 
 XLA widens inside the GEMM where it may use Triton: in programs compiled with
 `xla.compiler_options(weights_only=True)`. The codes lie with the contracting axis last, as the
@@ -17,24 +20,35 @@ matrix unit reads them.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.linear.operands import Operand, PlainOperand, QuantizedOperand
+from fp8jax.linear.operands import Operand, PlainOperand, QuantizedOperand, plain_matmul
+from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.tiles import spread
 
+Matmul = Callable[[Operand, Operand, jnp.dtype, str], jax.Array]  # as `Backend.matmul`
 
-def multiplies_codes(x: jax.Array, w: QuantizedOperand) -> bool:
-    """Whether `matmul_codes` multiplies x [M, K] with these codes, and pays.
 
-    The sums of tiles may take at most the bytes of widened weights, 2 for each code.
+def weights_only_matmul(x: jax.Array, ws: Sequence[QuantizedOperand]) -> Matmul | None:
+    """Returns what multiplies x [M, K] with each of these codes [N, K], contracted along K.
+
+    None: nothing here does so faster than the emulated backend.
     """
-    size, tile = x.shape[-1], w.q.tile[-1]
-    if x.ndim != 2 or x.dtype != jnp.bfloat16 or w.axis != -1 or w.q.values.shape[-1] != size:
-        return False
-    return tile is None or (size % tile == 0 and 4 * x.shape[0] <= 2 * tile)
+    if x.dtype != jnp.bfloat16 or any(w.q.values.shape[-1] != x.shape[-1] for w in ws):
+        return None
+    if all(_sums_pay(x, w.q.tile[-1]) for w in ws):
+        return matmul_codes
+    return None if all(w.cast.scale.power_of_two for w in ws) else matmul_parts
+
+
+def _sums_pay(x: jax.Array, tile: int | None) -> bool:
+    """Whether the sums of tiles take at most the bytes of widened weights, 2 for each code."""
+    rows, size = x.shape
+    return tile is None or (size % tile == 0 and 4 * rows <= 2 * tile)
 
 
 def contracting_last(operand: QuantizedOperand) -> QuantizedOperand:
@@ -49,7 +63,7 @@ def contracting_last(operand: QuantizedOperand) -> QuantizedOperand:
 
 
 def matmul_codes(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply x [M, K] and codes [N, K] to [M, N], a `Backend.matmul`; see `multiplies_codes`.
+    """Multiply x [M, K] and codes [N, K] to [M, N], with the sums of tiles; a `Matmul`.
 
     `accumulation` changes nothing: sums are in float32.
     """
@@ -64,3 +78,19 @@ def matmul_codes(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
     )
     scale_NT = spread(b.q.float_scale(), (of_rows, 1), (size, K // tile))
     return (sums_TMN * scale_NT.T[:, None]).sum(0).astype(dtype)
+
+
+def matmul_parts(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
+    """Multiply x [M, K] and codes [N, K] to [M, N], as three bfloat16 parts; a `Matmul`.
+
+    `accumulation` changes nothing: sums are in float32.
+    """
+    assert isinstance(a, PlainOperand) and isinstance(b, QuantizedOperand)
+    rest, y_MN = dequantize(b.q, jnp.float32), jnp.zeros((), jnp.float32)
+    for _ in range(3):
+        # Not a conversion there and back, which XLA may leave out.
+        part = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        rest = rest - part
+        narrow = PlainOperand(part.astype(jnp.bfloat16), b.axis)
+        y_MN = y_MN + plain_matmul(a, narrow, jnp.float32)
+    return y_MN.astype(dtype)

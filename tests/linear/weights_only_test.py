@@ -59,7 +59,7 @@ def test_the_product_is_that_of_the_dequantized_weights(name, rows, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("rows", [2, 64, 100])
 @pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block"])
 def test_a_gpu_multiplies_codes_as_exactly(name, rows):
     """Its matrix unit may cut off bits of a float32 sum, at most one unit in the last place each
@@ -82,23 +82,58 @@ def test_a_code_that_is_no_number_reaches_its_column_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, rows, size, dtype",
+    "name, rows, size",
     [
-        ("fp8_block", 65, K, jnp.bfloat16),  # the sums of tiles would take more than the weights
-        ("mxfp8", 17, K, jnp.bfloat16),
-        ("fp8_block", 2, 200, jnp.bfloat16),  # the last tile is not whole
-        ("fp8_rowwise", 2, K, jnp.float32),
+        ("fp8_block", 65, K),  # the sums of tiles would take more than the weights
+        ("fp8_block", 2, 200),  # the last tile is not whole
+        ("nvfp4", 9, K),
     ],
 )
-def test_the_emulated_backend_multiplies_the_others(name, rows, size, dtype, monkeypatch):
+def test_float32_weights_are_three_parts(name, rows, size, monkeypatch):
+    """Their products with x are exact. Each part's sum of K terms, and their two additions, are off
+    by 2^-24 of the sizes of the parts, which are at most 1 + 2 * 2^-8 times those of the weights;
+    those have a rounding more."""
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only(name)
     (frozen,) = freeze_kernels([kernel((size, N))], recipe, [{}])
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, size)), dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, size)), jnp.bfloat16)
+    traced = str(jax.make_jaxpr(multiply, static_argnums=0)(recipe, x, frozen))
+    assert traced.count("dot_general") == 3
+    got = jax.jit(multiply, static_argnums=0)(recipe, x, frozen)
+    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
+    bound = 1.008 * (size + 3) * 2.0**-24 * (np.abs(wide) @ np.abs(w))
+    assert (np.abs(got - wide @ w) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "name, rows, dtype", [("mxfp8", 17, jnp.bfloat16), ("fp8_rowwise", 2, jnp.float32)]
+)
+def test_the_emulated_backend_multiplies_the_others(name, rows, dtype, monkeypatch):
+    """Weights that bfloat16 holds exactly, and activations in float32."""
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = weights_only(name)
+    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, K)), dtype)
     assert not is_of_codes(recipe, x, frozen)
     w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
     got = multiply(recipe, x, frozen)
-    assert (np.abs(got - wide @ w) <= (size + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+    assert (np.abs(got - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+
+
+@h200.needs_plugin
+def test_an_h200_multiplies_parts_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = weights_only("fp8_block")
+    (frozen,) = freeze_kernels([kernel((1024, 1024))], recipe, [{}])
+    leaves, structure = jax.tree.flatten(frozen)
+
+    def product(x, *leaves):
+        return multiply(recipe, x, structure.unflatten(leaves))
+
+    text = h200.compiled(product, jnp.ones((1024, 1024), jnp.bfloat16), *leaves).as_text()
+    dtypes = dict(re.findall(r"(%\S+) = (\w+)\[", text))
+    gemms = re.findall(r"custom-call\((%\S+), (%\S+)\), custom_call_target=\"__cublas", text)
+    assert gemms and {dtypes[name] for gemm in gemms for name in gemm} == {"bf16"}, text
 
 
 @h200.needs_plugin
