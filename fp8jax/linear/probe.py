@@ -26,7 +26,7 @@ Linen models hold probes in the collection `TELEMETRY`, under the name `PROBE`.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -90,15 +90,9 @@ class Probe:
     what_if: Recipe | None = None
 
 
-class _Row(NamedTuple):
-    """The statistics of one cast: float32 [PEAKS], uint32 [COUNTS] and float32 [ENERGIES]."""
-
-    peaks: jax.Array
-    counts: jax.Array
-    energies: jax.Array
-
-
-Rows = dict[str, _Row]  # by the names of `row_names`
+# The statistics of casts, by the names of `row_names`: uint32 [PEAKS, COUNTS, ENERGIES], of float32
+# their bits. One array each, since a loop over layers stores every array in a kernel of its own.
+Rows = dict[str, jax.Array]
 
 
 def row_names(what_if: Recipe | None) -> tuple[str, ...]:
@@ -171,7 +165,7 @@ def measure(
     operands = {name: operands[name] for name in cast_axes}
     if probe.what_if is not None:
         operands |= _what_if(probe.what_if, x, cast_axes, key)
-    measured: list[tuple[Operand, _Row]] = []
+    measured: list[tuple[Operand, jax.Array]] = []
     rows = {}
     for name, operand in operands.items():
         axis = cast_axes[name.rpartition(".")[2]]
@@ -214,7 +208,7 @@ def _what_if(
     return operands | dict(zip(requests, quantized, strict=True))
 
 
-def _row(x: jax.Array, operand: Operand, axis: int) -> _Row:
+def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
     if isinstance(operand, PlainOperand):
         (amax,), (nonzero,), (signal,) = _totals([_magnitude(x)], [x != 0], [_float(x)])
         return _as_row(x, (amax,), (nonzero,), (signal,))
@@ -256,14 +250,14 @@ def _as_given(
     return _float(codes[part]), each[part]
 
 
-def _as_row(x: jax.Array, peaks: Any, counts: Any, energies: Any) -> _Row:
-    """Return the columns that are given, the first ones, and zeros for the others."""
+def _as_row(x: jax.Array, peaks: Any, counts: Any, energies: Any) -> jax.Array:
+    """Return a row of the columns that are given, the first ones, and zeros for the others."""
     counts = [jnp.full_like(counts[0], x.size), *counts]
-    each = ((PEAKS, peaks), (COUNTS, counts), (ENERGIES, energies))
-    return _Row(*(
-        jnp.stack([*given, *[jnp.zeros_like(given[0])] * (len(names) - len(given))])
-        for names, given in each
-    ))  # fmt: skip
+    peaks, energies = [*map(_bits, peaks)], [*map(_bits, energies)]
+    columns: list[jax.Array] = []
+    for names, given in ((PEAKS, peaks), (COUNTS, counts), (ENERGIES, energies)):
+        columns += [*given, *[jnp.zeros((), jnp.uint32)] * (len(names) - len(given))]
+    return jnp.stack(columns)
 
 
 def _float(x: jax.Array) -> jax.Array:
@@ -272,7 +266,15 @@ def _float(x: jax.Array) -> jax.Array:
 
 def _magnitude(x: jax.Array) -> jax.Array:
     """Return the bits of |x| in float32, which sort as numerics/tiles.py says."""
-    return lax.bitcast_convert_type(_float(x), jnp.uint32) & 0x7FFFFFFF
+    return _bits(_float(x)) & 0x7FFFFFFF
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _totals(
@@ -297,8 +299,18 @@ def _totals(
         lambda a, b: [combined(*pair) for combined, *pair in zip(kinds, a, b, strict=True)],
         tuple(range(rows[0].ndim)),
     )  # fmt: skip
-    largest = [lax.bitcast_convert_type(bits, jnp.float32) for bits in totals[:peaks]]
-    return largest, totals[peaks:counts], totals[counts:]
+    return [_from_bits(bits) for bits in totals[:peaks]], totals[peaks:counts], totals[counts:]
+
+
+def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
+    """Return the rows of dgrad_w that are those of fwd_w: where both casts give the same codes."""
+    found = {}
+    for prefix, one in (("", recipe), ("what_if.", what_if)):
+        if one is None or one.fwd_w != one.dgrad_w:
+            continue
+        if one.fwd_w is None or one.fwd_w.any_axis:
+            found[f"{prefix}dgrad_w"] = rows[f"{prefix}fwd_w"]
+    return found
 
 
 # Returned -----------------------------------------------------------------------------------------
@@ -308,14 +320,16 @@ def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
     """Return the cotangent of a probe: its rows, zeros where a cast was not measured."""
     if probe is None:
         return None
-    zeros = jax.tree.map(jnp.zeros_like, next(iter(rows.values())))
-    each = [rows[name] if name in rows else zeros for name in row_names(probe.what_if)]
-    peaks, counts, energies = (
-        jnp.stack([combined(row[i], varying(leaf)) for row in each])
-        for i, (combined, leaf) in enumerate(
-            ((largest_like, probe.peaks), (summed_like, probe.sums), (summed_like, probe.sums))
-        )
-    )
+    zeros = jnp.zeros_like(next(iter(rows.values())))
+    table = [rows[name] if name in rows else zeros for name in row_names(probe.what_if)]
+    ends = len(PEAKS), len(PEAKS) + len(COUNTS)
+    # Combined row by row: inside of `shard_map`, rows may vary over different axes.
+    peaks = jnp.stack([
+        largest_like(_from_bits(row[: ends[0]]), varying(probe.peaks)) for row in table
+    ])  # fmt: skip
+    axes = varying(probe.sums)
+    counts = jnp.stack([summed_like(row[ends[0] : ends[1]], axes) for row in table])
+    energies = jnp.stack([summed_like(_from_bits(row[ends[1] :]), axes) for row in table])
     high_low = jnp.stack([counts >> _LOW_BITS, counts & (2**_LOW_BITS - 1)], axis=-1)
     high_low = high_low.reshape(*counts.shape[:-1], -1).astype(jnp.float32)
     sums = jnp.concatenate([high_low, energies], axis=-1)
