@@ -220,15 +220,18 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
     codes, scale = _as_given(operand, tiles, axis, x.shape)
     # Multiplied by the reciprocal, as quantize_unchecked does: counts are those of the very cast.
     beyond = jnp.abs(x * (1.0 / scale)) > np.float32(cast.format.max * BEYOND)
-    if tiles.size == 1 and x.size:
-        scales, only = [], tiles.reshape(())
-    else:  # the scale of a tile without a nonzero element is 1, and says nothing
-        scales, only = [jnp.where(x != 0, each, 0) for each in (scale, 1.0 / scale)], None
+    scales: Sequence[jax.Array] = ()
+    if tiles.size > 1 or not x.size:
+        # The scale of a tile without a nonzero element is 1, and says nothing. Not `jnp.where`: its
+        # zeros would be an array that JAX hands to a loop over layers.
+        scales = [_magnitude(each) * (x != 0) for each in (scale, 1.0 / scale)]
     (amax, *largest), counts, energies = _totals(
-        [_magnitude(each) for each in (given, *scales)],
+        [_magnitude(given), *scales],
         [x != 0, (x != 0) & (codes == 0), beyond], [x, x - codes * scale],
     )  # fmt: skip
-    largest = largest if only is None else [only, 1.0 / only]
+    if not scales:
+        only = tiles.reshape(())
+        largest = [only, 1.0 / only]
     current = [_float(cast.scale(amax, cast.format)[0])] if cast.timing == "delayed" else []
     return _as_row(x, (amax, *largest, *current), counts, energies)
 
@@ -303,13 +306,16 @@ def _totals(
 
 
 def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
-    """Return the rows of dgrad_w that are those of fwd_w: where both casts give the same codes."""
+    """Return the rows of fwd_w that are those of dgrad_w: where both casts give the same codes.
+
+    Not the other way round: kernels write the codes of fwd_w transposed.
+    """
     found = {}
     for prefix, one in (("", recipe), ("what_if.", what_if)):
-        if one is None or one.fwd_w != one.dgrad_w:
+        if one is None or one.dgrad_w != one.fwd_w:
             continue
-        if one.fwd_w is None or one.fwd_w.any_axis:
-            found[f"{prefix}dgrad_w"] = rows[f"{prefix}fwd_w"]
+        if one.dgrad_w is None or one.dgrad_w.any_axis:
+            found[f"{prefix}fwd_w"] = rows[f"{prefix}dgrad_w"]
     return found
 
 
