@@ -6,11 +6,14 @@ they must: no validation but the last, no checkpoint but the last. A short run b
 the text and loads the libraries of the device, which the first run of a process would pay for. Runs
 without telemetry, with it, with it and without it follow each other, so that a machine that becomes
 faster or slower favors neither.
+
+Compilation, validation and checkpoints scatter more than telemetry costs. So the table says where
+the time of each run went, from the files that the run wrote.
 """
 
 import contextlib
 import copy
-import math
+import dataclasses
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -31,10 +34,12 @@ _FIRST = 3  # steps whose times also hold compilation and the first reads
 def measure_telemetry(config: ConfigDict) -> Report:
     """Train `config` without telemetry and with it; return times, and the cost as figures.
 
-    Figures: telemetry_cost, the share by which the run's time grows; telemetry_sample, what a
-    sampled step takes beyond a step, in steps.
+    Figures: telemetry_cost, the share by which the run's time grows; telemetry_cost_steps, the same
+    of the time of its steps alone; telemetry_sample, what a sampled step takes beyond a step, in
+    steps.
 
-    Raises ValueError for a config without `telemetry_every`, or too short for two samples.
+    Raises ValueError for a config without `telemetry_every`, or too short for two samples;
+    RuntimeError if a run stops before its last step, after SIGTERM for instance.
     """
     every, num_steps = config.telemetry_every, config.num_steps
     if every is None:
@@ -48,59 +53,122 @@ def measure_telemetry(config: ConfigDict) -> Report:
     first = copy.deepcopy(off)
     first.update(num_steps=_FIRST, valid_every=_FIRST, checkpoint_every=_FIRST)
     with tempfile.TemporaryDirectory() as folder, _no_compilation_cache():
-        train_and_evaluate(first, str(Path(folder, "first")))
+        _train(first, Path(folder, "first"))
         runs = [
-            (one, *_run(on if one else off, Path(folder, str(number)), every if one else None))
+            (one, _train(on if one else off, Path(folder, str(number))))
             for number, one in enumerate([False, True, True, False])
         ]
-    without, step = _mean([run[1:] for run in runs if not run[0]])
-    whole, sampled = _mean([run[1:] for run in runs if run[0]])
-    cost, extra = whole.seconds / without.seconds - 1, sampled.seconds / step.seconds - 1
-    case = f"{config.model}, {num_steps} steps"
-    rows = [
-        Row(case=case, name="run without telemetry", timing=without),
-        Row(case=case, name=f"run with telemetry every {every} steps",
-            timing=whole, note=f"{cost:+.1%}"),
-        Row(case="one step", name="not sampled", timing=step),
-        Row(case="one step", name="sampled", timing=sampled, note=f"{extra:+.2f} steps"),
-    ]  # fmt: skip
-    figures = {"telemetry_cost": cost, "telemetry_sample": extra}
-    return Report(title="Telemetry", rate="TFLOP/s", rows=rows, figures=figures)
+    return _report(
+        f"{config.model}, {num_steps} steps", every,
+        [run for one, run in runs if not one], [run for one, run in runs if one],
+    )  # fmt: skip
 
 
-def _run(config: ConfigDict, workdir: Path, every: int | None) -> tuple[float, Timing]:
-    """Train; return the run's seconds, and the time of a sampled step (of any, for None)."""
-    train_and_evaluate(config, str(workdir))
-    events = read_jsonl(workdir / "events.jsonl")
-    (seconds,) = [event["seconds"] for event in events if event["kind"] == Event.END]
-    # The loop reads a step while the next one runs, so that a sample shows in either of the two.
-    times = {
-        line["step"]: line["step_s"]
-        for line in read_jsonl(workdir / "metrics.jsonl")
-        if _FIRST < line["step"] < config.num_steps
-    }
-    if every is None:
-        chosen = list(times.values())
-    else:
-        usual = statistics.median(times.values())
-        chosen = [
-            usual + sum(times[near] - usual for near in (step - 1, step) if near in times)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What a run wrote of its time, in seconds.
+
+    Attributes:
+      whole: from its begin to its end.
+      compiling: until its steps were compiled.
+      telemetry: of compiling telemetry, in a thread beside all else; 0 without telemetry.
+      steps: step -> its time, without the first few and the last.
+    """
+
+    whole: float
+    compiling: float
+    telemetry: float
+    steps: dict[int, float]
+
+    @property
+    def stepping(self) -> float:
+        return sum(self.steps.values())
+
+    @property
+    def rest(self) -> float:
+        return self.whole - self.compiling - self.stepping
+
+    def sampled(self, every: int) -> list[float]:
+        """The times of sampled steps, with what their neighbors take beyond a step.
+
+        The loop reads a step while the next one runs: what the host does for a sample lengthens the
+        step, and shortens the next one by what the device has done meanwhile.
+        """
+        usual, times = statistics.median(self.steps.values()), self.steps
+        return [
+            usual + sum(times[near] - usual for near in (step - 1, step, step + 1) if near in times)
             for step in times
             if step % every == 0
         ]
-    middle = statistics.median(chosen) if chosen else math.nan
-    return seconds, Timing(seconds=middle, spread=(max(chosen) - min(chosen)) / middle)
 
 
-def _mean(runs: list[tuple[float, Timing]]) -> tuple[Timing, Timing]:
-    """Returns the mean time of runs with their spread, and the mean of their steps' medians."""
-    wholes, steps = [run[0] for run in runs], [run[1] for run in runs]
-    whole, step = statistics.mean(wholes), statistics.mean(one.seconds for one in steps)
-    spread = (max(wholes) - min(wholes)) / whole
-    return (
-        Timing(seconds=whole, spread=spread),
-        Timing(seconds=step, spread=max(one.spread for one in steps)),
+def _train(config: ConfigDict, workdir: Path) -> _Run:
+    train_and_evaluate(config, str(workdir))
+    events = read_jsonl(workdir / "events.jsonl")
+    (end,) = [event for event in events if event["kind"] == Event.END]
+    if end["reason"] != "finished":
+        raise RuntimeError(
+            f"a run ended at step {end['step']} of {config.num_steps}, reason {end['reason']!r}:"
+            " nothing is measured"
+        )
+    compiled = {e["step"]: e["compile_s"] for e in events if e["kind"] == Event.STAGE}
+    return _Run(
+        whole=end["seconds"],
+        compiling=sum(compiled.values()),  # stages that compile together have one time
+        telemetry=sum(e["compile_s"] for e in events if e["kind"] == Event.TELEMETRY),
+        steps={
+            line["step"]: line["step_s"]
+            for line in read_jsonl(workdir / "metrics.jsonl")
+            if _FIRST < line["step"] < config.num_steps
+        },
     )
+
+
+def _report(case: str, every: int, off: list[_Run], on: list[_Run]) -> Report:
+    """The table of the runs without telemetry and with it, and its figures."""
+
+    def mean(runs: list[_Run], name: str) -> Timing:
+        return _mean([getattr(run, name) for run in runs])
+
+    without, whole = mean(off, "whole"), mean(on, "whole")
+    step = _mean([statistics.median(run.steps.values()) for run in off])
+    samples = [time for run in on for time in run.sampled(every)]
+    sample = Timing(
+        seconds=statistics.median(samples),
+        spread=(max(samples) - min(samples)) / statistics.median(samples),
+    )
+    figures = {
+        "telemetry_cost": whole.seconds / without.seconds - 1,
+        "telemetry_cost_steps": (mean(on, "stepping").seconds - mean(off, "stepping").seconds)
+        / without.seconds,
+        "telemetry_sample": sample.seconds / step.seconds - 1,
+    }
+    rows = [
+        Row(case=case, name="run without telemetry", timing=without),
+        Row(case=case, name=f"run with telemetry every {every} steps",
+            timing=whole, note=f"{figures['telemetry_cost']:+.1%}"),
+    ]  # fmt: skip
+    for kind, runs in (("without telemetry", off), ("with telemetry", on)):
+        parts = {
+            "compiling the step": "compiling", "the steps": "stepping",
+            "the rest": "rest",
+        }  # fmt: skip
+        rows += [Row(case=kind, name=name, timing=mean(runs, part)) for name, part in parts.items()]
+    rows += [
+        Row(case="with telemetry", name="compiling telemetry",
+            timing=mean(on, "telemetry"), note="in a thread beside all else"),
+        Row(case="one step", name="not sampled", timing=step),
+        Row(case="one step", name="sampled",
+            timing=sample, note=f"{figures['telemetry_sample']:+.2f} steps"),
+    ]  # fmt: skip
+    return Report(title="Telemetry", rate="TFLOP/s", rows=rows, figures=figures)
+
+
+def _mean(seconds: list[float]) -> Timing:
+    """The mean of times, with their spread."""
+    mean = statistics.mean(seconds)
+    spread = (max(seconds) - min(seconds)) / mean if mean else 0.0
+    return Timing(seconds=mean, spread=spread)
 
 
 @contextlib.contextmanager

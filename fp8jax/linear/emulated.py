@@ -25,7 +25,6 @@ from fp8jax.linear.operands import (
 )
 from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.quantization import dequantize, quantize_unchecked
-from fp8jax.numerics.tiles import TENSOR
 
 
 def quantize_each(
@@ -58,9 +57,7 @@ def _quantize_one(x: jax.Array, request: CastRequest) -> QuantizedOperand:
 
 def _same_values(one: CastRequest, other: CastRequest) -> bool:
     """Whether two casts of one array, with different contracting axes, give the same values."""
-    cast = one.cast
-    any_axis = cast.tile == TENSOR and cast.rounding == "nearest" and cast.hadamard == 1
-    return any_axis and cast == other.cast
+    return one.cast.any_axis and one.cast == other.cast
 
 
 def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:

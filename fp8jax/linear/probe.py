@@ -25,8 +25,8 @@ Linen models hold probes in the collection `TELEMETRY`, under the name `PROBE`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -90,15 +90,9 @@ class Probe:
     what_if: Recipe | None = None
 
 
-class _Row(NamedTuple):
-    """The statistics of one cast: float32 [PEAKS], uint32 [COUNTS] and float32 [ENERGIES]."""
-
-    peaks: jax.Array
-    counts: jax.Array
-    energies: jax.Array
-
-
-Rows = dict[str, _Row]  # by the names of `row_names`
+# The statistics of casts, by the names of `row_names`: uint32 [PEAKS, COUNTS, ENERGIES], of float32
+# their bits. One array each, since a loop over layers stores every array in a kernel of its own.
+Rows = dict[str, jax.Array]
 
 
 def row_names(what_if: Recipe | None) -> tuple[str, ...]:
@@ -171,36 +165,26 @@ def measure(
     operands = {name: operands[name] for name in cast_axes}
     if probe.what_if is not None:
         operands |= _what_if(probe.what_if, x, cast_axes, key)
-    source = _source(x)
-    measured: list[tuple[Operand, _Row]] = []
+    measured: list[tuple[Operand, jax.Array]] = []
     rows = {}
     for name, operand in operands.items():
         axis = cast_axes[name.rpartition(".")[2]]
         row = next((row for other, row in measured if _same(other, operand)), None)
-        rows[name] = _row(source, operand, axis) if row is None else row
+        rows[name] = _row(x, operand, axis) if row is None else row
         measured.append((operand, rows[name]))
     return rows
 
 
-class _Source(NamedTuple):
-    """An array before a cast: in float32, and scalars of it."""
-
-    x: jax.Array
-    amax: jax.Array
-    nonzero: jax.Array
-    signal: jax.Array
-
-
-def _source(x: jax.Array, amax: jax.Array | None = None) -> _Source:
-    amax, x = tensor_amax(x) if amax is None else amax, x.astype(jnp.float32)
-    return _Source(x, amax, _count(x != 0), _energy(x))
-
-
 def _same(one: Operand, other: Operand) -> bool:
-    """Whether two operands of one array hold the same codes, maybe for different GEMMs."""
+    """Whether two operands of one array hold the same codes, maybe for different GEMMs.
+
+    Kernels write such codes in two layouts, of which the first is measured.
+    """
     if isinstance(one, PlainOperand) or isinstance(other, PlainOperand):
         return isinstance(one, PlainOperand) and isinstance(other, PlainOperand)
-    return one.q.values is other.q.values and one.cast == other.cast
+    if one.cast != other.cast:
+        return False
+    return one.q.values is other.q.values or (one.cast.any_axis and one.q.scale is other.q.scale)
 
 
 def _what_if(
@@ -224,23 +208,32 @@ def _what_if(
     return operands | dict(zip(requests, quantized, strict=True))
 
 
-def _row(source: _Source, operand: Operand, axis: int) -> _Row:
-    none, nothing = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.uint32)
+def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
     if isinstance(operand, PlainOperand):
-        counts = source.nonzero, nothing, nothing
-        return _as_row(source, (none, none, none), counts, none)
+        (amax,), (nonzero,), (signal,) = _totals([_magnitude(x)], [x != 0], [_float(x)])
+        return _as_row(x, (amax,), (nonzero,), (signal,))
     cast = operand.cast
+    given, x = x, _float(x)
     if cast.hadamard > 1:
-        source = _source(hadamard(source.x, cast.hadamard, axis=axis), source.amax)
+        x = hadamard(x, cast.hadamard, axis=axis)
     tiles = operand.q.float_scale()
-    codes, scale = _as_given(operand, tiles, axis, source.x.shape)
+    codes, scale = _as_given(operand, tiles, axis, x.shape)
     # Multiplied by the reciprocal, as quantize_unchecked does: counts are those of the very cast.
-    beyond = jnp.abs(source.x * (1.0 / scale)) > np.float32(cast.format.max * BEYOND)
-    counts = source.nonzero, _count((source.x != 0) & (codes == 0)), _count(beyond)
-    current = cast.scale(source.amax, cast.format)[0] if cast.timing == "delayed" else none
-    largest, inverse = (_largest(each, source.x, tiles) for each in (scale, 1.0 / scale))
-    noise = _energy(source.x - codes * scale)
-    return _as_row(source, (largest, inverse, current), counts, noise)
+    beyond = jnp.abs(x * (1.0 / scale)) > np.float32(cast.format.max * BEYOND)
+    scales: Sequence[jax.Array] = ()
+    if tiles.size > 1 or not x.size:
+        # The scale of a tile without a nonzero element is 1, and says nothing. Not `jnp.where`: its
+        # zeros would be an array that JAX hands to a loop over layers.
+        scales = [_magnitude(each) * (x != 0) for each in (scale, 1.0 / scale)]
+    (amax, *largest), counts, energies = _totals(
+        [_magnitude(given), *scales],
+        [x != 0, (x != 0) & (codes == 0), beyond], [x, x - codes * scale],
+    )  # fmt: skip
+    if not scales:
+        only = tiles.reshape(())
+        largest = [only, 1.0 / only]
+    current = [_float(cast.scale(amax, cast.format)[0])] if cast.timing == "delayed" else []
+    return _as_row(x, (amax, *largest, *current), counts, energies)
 
 
 def _as_given(
@@ -250,40 +243,80 @@ def _as_given(
 
     Kernels write codes with the contracting axis last, padded to whole blocks.
     """
-    values = operand.q.values
-    codes = lax.optimization_barrier(values).astype(jnp.float32)
-    each = jnp.broadcast_to(spread(tiles, operand.q.tile, values.shape), values.shape)
+    codes = operand.q.values
+    each = jnp.broadcast_to(spread(tiles, operand.q.tile, codes.shape), codes.shape)
     if operand.axis != axis:
         codes, each = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(each, -1, -2)
+    # Keeps XLA from skipping the rounding to codes, and from transposing them in float32.
+    codes = lax.optimization_barrier(codes)
     part = tuple(slice(size) for size in shape)
-    return codes[part], each[part]
+    return _float(codes[part]), each[part]
 
 
-def _as_row(source: _Source, scales: Any, counts: Any, noise: jax.Array) -> _Row:
-    elements = jnp.full_like(source.nonzero, source.x.size)
-    return _Row(
-        jnp.stack([source.amax, *(jnp.asarray(scale, jnp.float32) for scale in scales)]),
-        jnp.stack([elements, *counts]), jnp.stack([source.signal, noise]),
-    )  # fmt: skip
+def _as_row(x: jax.Array, peaks: Any, counts: Any, energies: Any) -> jax.Array:
+    """Return a row of the columns that are given, the first ones, and zeros for the others."""
+    counts = [jnp.full_like(counts[0], x.size), *counts]
+    peaks, energies = [*map(_bits, peaks)], [*map(_bits, energies)]
+    columns: list[jax.Array] = []
+    for names, given in ((PEAKS, peaks), (COUNTS, counts), (ENERGIES, energies)):
+        columns += [*given, *[jnp.zeros((), jnp.uint32)] * (len(names) - len(given))]
+    return jnp.stack(columns)
 
 
-def _largest(each: jax.Array, x: jax.Array, tiles: jax.Array) -> jax.Array:
-    """Return the largest of `each` over tiles with a nonzero element: others have the scale 1."""
-    if tiles.size == 1 and x.size:
-        return each[(0,) * x.ndim]
-    return jnp.max(jnp.where(x != 0, each, 0), initial=0)
+def _float(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
-def _count(mask: jax.Array) -> jax.Array:
-    return jnp.sum(mask, dtype=jnp.uint32)
+def _magnitude(x: jax.Array) -> jax.Array:
+    """Return the bits of |x| in float32, which sort as numerics/tiles.py says."""
+    return _bits(_float(x)) & 0x7FFFFFFF
 
 
-def _energy(x: jax.Array) -> jax.Array:
-    """Return the sum of squares, of each row first: XLA's sums on CPUs add one by one.
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
-    The barrier keeps XLA from making one long sum of both.
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _totals(
+    magnitudes: Sequence[jax.Array], masks: Sequence[jax.Array], xs: Sequence[jax.Array]
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
+    """Return the largest magnitudes in float32, the counts of True in uint32, and the energies.
+
+    The arrays have one shape. A GPU reads them once for all results: reductions of equal shape
+    become one kernel. Rows come first, because XLA's sums on CPUs add one by one; the barrier keeps
+    XLA from making one long sum of both.
     """
-    return jnp.sum(lax.optimization_barrier(jnp.sum(x * x, axis=-1)))
+    rows = [
+        *(jnp.max(bits, axis=-1, initial=0) for bits in magnitudes),
+        *(jnp.sum(mask, axis=-1, dtype=jnp.uint32) for mask in masks),
+        *(jnp.sum(x * x, axis=-1) for x in xs),
+    ]
+    rows = lax.optimization_barrier(rows)
+    peaks, counts = len(magnitudes), len(magnitudes) + len(masks)
+    kinds = [jnp.maximum] * peaks + [jnp.add] * (len(rows) - peaks)
+    totals = lax.reduce(
+        rows, [np.zeros((), x.dtype) for x in rows],
+        lambda a, b: [combined(*pair) for combined, *pair in zip(kinds, a, b, strict=True)],
+        tuple(range(rows[0].ndim)),
+    )  # fmt: skip
+    return [_from_bits(bits) for bits in totals[:peaks]], totals[peaks:counts], totals[counts:]
+
+
+def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
+    """Return the rows of fwd_w that are those of dgrad_w: where both casts give the same codes.
+
+    Not the other way round: kernels write the codes of fwd_w transposed.
+    """
+    found = {}
+    for prefix, one in (("", recipe), ("what_if.", what_if)):
+        if one is None or one.dgrad_w != one.fwd_w:
+            continue
+        if one.dgrad_w is None or one.dgrad_w.any_axis:
+            found[f"{prefix}fwd_w"] = rows[f"{prefix}dgrad_w"]
+    return found
 
 
 # Returned -----------------------------------------------------------------------------------------
@@ -293,14 +326,16 @@ def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
     """Return the cotangent of a probe: its rows, zeros where a cast was not measured."""
     if probe is None:
         return None
-    zeros = jax.tree.map(jnp.zeros_like, next(iter(rows.values())))
-    each = [rows[name] if name in rows else zeros for name in row_names(probe.what_if)]
-    peaks, counts, energies = (
-        jnp.stack([combined(row[i], varying(leaf)) for row in each])
-        for i, (combined, leaf) in enumerate(
-            ((largest_like, probe.peaks), (summed_like, probe.sums), (summed_like, probe.sums))
-        )
-    )
+    zeros = jnp.zeros_like(next(iter(rows.values())))
+    table = [rows[name] if name in rows else zeros for name in row_names(probe.what_if)]
+    ends = len(PEAKS), len(PEAKS) + len(COUNTS)
+    # Combined row by row: inside of `shard_map`, rows may vary over different axes.
+    peaks = jnp.stack([
+        largest_like(_from_bits(row[: ends[0]]), varying(probe.peaks)) for row in table
+    ])  # fmt: skip
+    axes = varying(probe.sums)
+    counts = jnp.stack([summed_like(row[ends[0] : ends[1]], axes) for row in table])
+    energies = jnp.stack([summed_like(_from_bits(row[ends[1] :]), axes) for row in table])
     high_low = jnp.stack([counts >> _LOW_BITS, counts & (2**_LOW_BITS - 1)], axis=-1)
     high_low = high_low.reshape(*counts.shape[:-1], -1).astype(jnp.float32)
     sums = jnp.concatenate([high_low, energies], axis=-1)

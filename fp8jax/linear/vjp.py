@@ -62,7 +62,7 @@ from fp8jax.linear.operands import (
     QuantizedOperand,
     plain_matmul,
 )
-from fp8jax.linear.probe import Probe, Rows, measure
+from fp8jax.linear.probe import Probe, Rows, measure, repeated
 from fp8jax.linear.probe import as_cotangent as probe_cotangent
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
@@ -401,6 +401,8 @@ def backward(
     qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key, joint.g)
     dx, qw = input_gradient(context, scope, w, histories, key, qg, joint.w)
     rows = rows | measure(probe, w, qw, W_CASTS, key) | measure(probe, g, qg, G_CASTS, key)
+    if probe is not None:  # XLA drops what was measured for nothing
+        rows |= repeated(context.recipe, probe.what_if, rows)
     dw = weight_gradient(context, x, scope, w, qg)
     of_g = record(to_float32(histories), "g", g, amax)
     following = {

@@ -158,6 +158,11 @@ class Cast:
         """
         return self.tile.contract is None and not isinstance(self.scale, NvFp4)
 
+    @property
+    def any_axis(self) -> bool:
+        """Whether the codes are the same, whichever axis is the contracting one."""
+        return self.tile == TENSOR and self.rounding == "nearest" and self.hadamard == 1
+
     def seeding(self) -> "Cast":
         """Return the cast with timing "seeding" if it is delayed, else unchanged."""
         return dataclasses.replace(self, timing="seeding") if self.delayed else self

@@ -508,6 +508,7 @@ class _Loop:
         return {**scalars, **{f"rows/{name}": count for name, count in counts.items()}}
 
     def _save(self, step: int, valid_loss: float | None) -> None:
+        self.telemetry.finish()  # a run that resumes here does not sample earlier steps again
         data_position: DataPosition = self.data_position.advanced(self._rows_read(step))
         meta = {
             "version": CHECKPOINT_VERSION, "config": self.settings.record,

@@ -2,14 +2,17 @@
 
 A program of its own measures the state and the batch of a step before that step trains on them, so
 the step's own program is the same with telemetry and without. The program compiles in a thread
-beside the step's. Its results stay on the device until the loop reads the step's metrics.
+beside the step's. Its results stay on the device until the loop reads the step's metrics. Another
+thread makes their rows and the file, while the loop waits for the next step.
 """
 
+import importlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+from absl import logging
 
 from fp8jax.data.loader import Batch
 from fp8jax.records.events import Event
@@ -33,13 +36,17 @@ class Telemetry:
         A run without `telemetry_every` does neither, and samples nothing.
         """
         self._run, self._metrics, self._every = run, metrics, run.settings.telemetry_every
-        self._thread = ThreadPoolExecutor(1, "telemetry")
+        self._compiler = ThreadPoolExecutor(1, "telemetry-compiler")
+        self._writer = ThreadPoolExecutor(1, "telemetry-writer")
+        self._writing: tuple[int, Future] | None = None  # the step, and its scalars
         self._programs: dict[_Key, Future] = {}
         self._told: list[Future] = []  # of whose compilation there is an event
         if self._every is None:
             return
         if jax.process_index() == 0:
             self._files = StepFiles(workdir, start_step)
+            # The first import takes longer than a step, and the first write would wait for it.
+            self._writer.submit(importlib.import_module, "pyarrow.parquet")
         first = (start_step // self._every + 1) * self._every
         if first <= run.settings.num_steps:
             stage = run.at(first)
@@ -48,13 +55,21 @@ class Telemetry:
     def __enter__(self) -> "Telemetry":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish()
+        except Exception as error:
+            if kind is None:
+                raise
+            logging.warning("the last telemetry is not written: %s", error)  # `kind` is raised
+        finally:
+            self._writer.shutdown()
+            self._compiler.shutdown(cancel_futures=True)
 
     def _compile(self, stage: Stage, *, seeding: bool) -> Future:
         key = stage.begins, seeding
         if key not in self._programs:
-            self._programs[key] = self._thread.submit(_compiled, self._run, stage, seeding)
+            self._programs[key] = self._compiler.submit(_compiled, self._run, stage, seeding)
         return self._programs[key]
 
     def dispatch(self, step: int, position: Position, batch: Batch) -> Any:
@@ -72,14 +87,27 @@ class Telemetry:
         return program(position.state, {name: batch[name] for name in names}), position.stage
 
     def write(self, step: int, dispatched: Any) -> None:
-        """Write what `dispatch` has returned, in the first process only."""
-        if dispatched is None or jax.process_index() != 0:
-            return
-        measured, stage = dispatched
+        """Begin to write what `dispatch` has returned, in the first process only.
+
+        First ends what an earlier call has begun: call it for every step, before the step's metrics
+        are written, so that curves are written in the order of steps.
+        """
+        self.finish()
+        if dispatched is not None and jax.process_index() == 0:
+            self._writing = step, self._writer.submit(self._write_file, step, *dispatched)
+
+    def finish(self) -> None:
+        """Return when all that `write` has begun is written; raises its error."""
+        if self._writing is not None:
+            (step, scalars), self._writing = self._writing, None
+            self._metrics.curves(step, scalars.result())
+
+    def _write_file(self, step: int, measured: Any, stage: Stage) -> dict[str, float]:
+        """Write the rows of a step, in the writer's thread; returns its scalars."""
         statistics, promoted = jax.device_get(measured)
         rows = transformer_rows(stage.model, statistics, step=step, promoted=promoted)
         self._files.write(step, rows)
-        self._metrics.curves(step, summary(rows))
+        return summary(rows)
 
 
 def _compiled(run: Run, stage: Stage, seeding: bool) -> tuple[Any, list[str], float]:

@@ -39,7 +39,9 @@ from fp8jax.kernels.block_gemm import TuningConfig
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.linear.xla import matmul_xla
 from fp8jax.model.transformer import Transformer, count_params
+from fp8jax.stability.faults import Faults
 from fp8jax.training.build import build
+from fp8jax.training.loop import train_and_evaluate
 from tests.support.commands import run_command
 from tests.support.runs import tiny
 
@@ -657,11 +659,35 @@ def test_cost_of_telemetry(data):
     assert [row.name for row in made.rows][:2] == [
         "run without telemetry", "run with telemetry every 4 steps",
     ]  # fmt: skip
-    without, with_telemetry, step, sampled = (row.timing.seconds for row in made.rows)
+    seconds = [row.timing.seconds for row in made.rows]
+    without, with_telemetry = seconds[:2]
+    parts_off, parts_on, (compiling, step, sampled) = seconds[2:5], seconds[5:8], seconds[8:]
+    assert sum(parts_off) == pytest.approx(without)
+    assert sum(parts_on) == pytest.approx(with_telemetry)
+    assert min(*parts_off, *parts_on, compiling, step, sampled) > 0
     assert made.known == {
-        "telemetry_cost": with_telemetry / without - 1, "telemetry_sample": sampled / step - 1
-    }  # fmt: skip
+        "telemetry_cost": with_telemetry / without - 1,
+        "telemetry_cost_steps": (parts_on[1] - parts_off[1]) / without,
+        "telemetry_sample": sampled / step - 1,
+    }
     assert "run with telemetry" in made.section("python -m experiments.bench telemetry")
+
+
+def test_a_run_that_was_stopped_says_nothing_of_the_cost(data, monkeypatch):
+    stopped = functools.partial(train_and_evaluate, faults=Faults.parse("sigterm@1"))
+    monkeypatch.setattr(telemetry, "train_and_evaluate", stopped)
+    config = tiny(data, num_steps=8, telemetry_every=4, unroll=1, batch_size=8)
+    config.model_overrides.update(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64)
+    with pytest.raises(RuntimeError, match="ended at step 2 of 3, reason 'SIGTERM': nothing is"):
+        telemetry.measure_telemetry(config)
+
+
+def test_what_a_sampled_step_takes_beyond_a_step():
+    """Of 3 s on the device: the host is busy for 1 s, which the device has worked ahead."""
+    times = dict.fromkeys(range(4, 12), 2.0) | {8: 2.0 + 3 + 1, 9: 2.0 - 1}
+    run = telemetry._Run(whole=40.0, compiling=9.0, telemetry=3.0, steps=times)
+    assert run.sampled(4) == [2.0, 5.0]
+    assert (run.stepping, run.rest) == (19.0, 12.0)
 
 
 def test_cost_of_telemetry_needs_two_samples(data):

@@ -1,6 +1,7 @@
 """Statistics of casts against NumPy on the same tensors, and how those of several parts combine."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from fp8jax.linear.probe import (
 from fp8jax.linear.promotable import promotable_dot
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import CASTS
-from tests.support import reference
+from tests.support import h200, reference
 
 P = PartitionSpec
 MATMUL = (((1,), (0,)), ((), ()))
@@ -143,6 +144,35 @@ def test_no_probe_leaves_no_trace():
         return jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
 
     assert program() == program(probe=None)
+
+
+@h200.needs_plugin
+@pytest.mark.slow
+def test_a_gpu_reads_each_array_once_for_its_statistics():
+    """Besides the kernels that cast it. Nothing of an array's size is written but codes, which are
+    read in the layout of their array."""
+    sizes = (512, 1024), (1024, 768), (512, 768)
+    x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in sizes)
+    recipe = as_recipe("fp8_delayed")
+
+    def statistics(x, w, g):
+        def loss(probe):
+            y = dot_general(
+                x, w, MATMUL, recipe=recipe, state=init_state(recipe), seeded=True, probe=probe
+            )
+            return jnp.vdot(y, g)
+
+        return jax.grad(loss)(empty_probe())
+
+    text = h200.compiled(statistics, x, w, g).as_text()
+    main = text[text.index("\nENTRY") :].splitlines()
+    fusions = [line for line in main if " fusion(" in line]
+    assert fusions
+    for name, shape in zip("xwg", sizes, strict=True):
+        readers = [line for line in fusions if re.search(rf"[( ]%{name}\b", line)]
+        assert len(readers) == 1, readers
+        for dims in (shape, shape[::-1]):
+            assert not re.search(r"\[{},{}\].* fusion\(".format(*dims), "\n".join(fusions))
 
 
 # Several parts ------------------------------------------------------------------------------------

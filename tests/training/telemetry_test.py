@@ -1,6 +1,8 @@
 """Telemetry of training: the run stays the same, and its numbers do not depend on how it runs."""
 
 import re
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +10,17 @@ import numpy as np
 import pytest
 
 from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.records.metrics import Metrics
 from fp8jax.telemetry import read, write
-from fp8jax.telemetry.transformer import transformer_rows
+from fp8jax.telemetry.files import StepFiles
+from fp8jax.telemetry.transformer import transformer_probes, transformer_rows
 from fp8jax.training import build as build_module
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.programs import lower_program
+from fp8jax.training.telemetry import Telemetry
 from tests.support.runs import corpus, tiny
 
 SMALL = dict(
@@ -33,7 +39,7 @@ def test_the_training_programs_stay_byte_identical(data):
 
 
 @pytest.mark.slow
-def test_a_run_is_sampled(data, tmp_path):
+def test_a_run_is_sampled(data, tmp_path, monkeypatch):
     config = tiny(
         data, precision="fp8_delayed:history=4", telemetry_every=2, num_steps=4, valid_every=4,
         checkpoint_every=2, warmup_steps=0, model_overrides__n_layers=1,
@@ -41,7 +47,22 @@ def test_a_run_is_sampled(data, tmp_path):
     )  # fmt: skip
     # What a killed run without a checkpoint has left: this run begins at step 0.
     write(tmp_path / "telemetry" / "step_000000009.parquet", [])
+    present, write_file, save = {}, StepFiles.write, Checkpointer.save
+
+    def write_slowly(self, step, rows):
+        time.sleep(1)
+        write_file(self, step, rows)
+
+    def save_and_look(self, step, *arguments):
+        present[step] = sorted(path.name for path in (tmp_path / "telemetry").glob("step_*"))
+        save(self, step, *arguments)
+
+    monkeypatch.setattr(StepFiles, "write", write_slowly)
+    monkeypatch.setattr(Checkpointer, "save", save_and_look)
     train_and_evaluate(config, str(tmp_path))
+    # A checkpoint has the telemetry of all steps before it: a run that resumes samples none again.
+    files = ["step_000000002.parquet", "step_000000004.parquet"]
+    assert present == {2: files[:1], 4: files}
     events = [e["kind"] for e in read_jsonl(tmp_path / "events.jsonl")]
     assert events.count("telemetry") == 1
 
@@ -53,6 +74,75 @@ def test_a_run_is_sampled(data, tmp_path):
     curves = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events*"))
     assert b"telemetry/layers_0/x/underflow" in curves
 
+
+# Writing in a thread ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer(data, tmp_path):
+    """Yields the telemetry of a run at its last step, what it measured, and its curves."""
+    config = tiny(data, telemetry_every=2, **SMALL)
+    run = build(config, jax.devices()[:1])
+    (stage,) = run.stages
+    measured = jax.tree.map(jnp.ones_like, transformer_probes(stage.model)), None
+    curves = []
+    with Metrics(tmp_path, num_steps=config.num_steps) as metrics:
+        metrics.curves = lambda step, scalars: curves.append((step, len(scalars) > 0))
+        telemetry = Telemetry(str(tmp_path), run, metrics, config.num_steps)
+        yield telemetry, (measured, stage), curves
+
+
+def fails(self, step, rows):
+    raise OSError(f"no space for step {step}")
+
+
+def test_the_loop_does_not_wait_for_a_file_until_the_next_step(writer, tmp_path, monkeypatch):
+    telemetry, measured, curves = writer
+    go_on, write_file = threading.Event(), StepFiles.write
+
+    def write_later(self, step, rows):
+        assert go_on.wait(60)
+        write_file(self, step, rows)
+
+    monkeypatch.setattr(StepFiles, "write", write_later)
+    with telemetry:
+        telemetry.write(2, measured)
+        assert not list((tmp_path / "telemetry").glob("step_*")) and not curves
+        go_on.set()
+        telemetry.write(3, None)
+        assert [row.step for row in read(tmp_path).rows[:1]] == [2] and curves == [(2, True)]
+        telemetry.write(4, measured)
+    assert {row.step for row in read(tmp_path).rows} == {2, 4}
+    assert curves == [(2, True), (4, True)]
+
+
+def test_an_error_of_writing_is_raised_at_the_next_step_once(writer, monkeypatch):
+    telemetry, measured, curves = writer
+    monkeypatch.setattr(StepFiles, "write", fails)
+    with telemetry:
+        telemetry.write(2, measured)
+        with pytest.raises(OSError, match="no space for step 2"):
+            telemetry.write(3, None)
+    assert not curves
+
+
+def test_an_error_of_writing_is_raised_at_the_end(writer, monkeypatch):
+    telemetry, measured, _ = writer
+    monkeypatch.setattr(StepFiles, "write", fails)
+    with pytest.raises(OSError, match="no space for step 4"), telemetry:
+        telemetry.write(4, measured)
+
+
+def test_an_error_of_writing_does_not_hide_what_ended_the_run(writer, monkeypatch, caplog):
+    telemetry, measured, _ = writer
+    monkeypatch.setattr(StepFiles, "write", fails)
+    with pytest.raises(KeyError, match="of the run"), telemetry:
+        telemetry.write(4, measured)
+        raise KeyError("of the run")
+    assert "the last telemetry is not written: no space for step 4" in caplog.text
+
+
+# The same numbers ---------------------------------------------------------------------------------
 
 # FP8 moments have groups of 32 along axes that a mesh shards.
 HEADS = dict(model_overrides__n_heads=4, model_overrides__n_kv_heads=4)
