@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
         """Returns the ids of a text, without special ids."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Returns the ids of each text, as `encode` does."""
+        ...
+
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " length"]) -> str:
         """Returns the text of ids; special ids are dropped."""
         ...
@@ -76,6 +80,10 @@ class ByteTokenizer:
           UnicodeEncodeError (a ValueError): a lone surrogate, which UTF-8 cannot encode.
         """
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Returns the bytes of each text, as `encode` does."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " length"]) -> str:
         """Returns the text of `ids`, without special ids; bytes that are not UTF-8 become U+FFFD.

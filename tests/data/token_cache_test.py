@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8jax.data import token_cache
+from fp8jax.data.bpe import load_bpe, train_bpe
 from fp8jax.data.byte_tokenizer import ByteTokenizer
 from fp8jax.data.documents import HELD_OUT, MIN_DOCUMENT_BYTES, cut, training_documents
 from fp8jax.data.sources import SOURCES, parse_sources
@@ -143,6 +145,18 @@ def rebuilds(data: str, cache: Path, **options) -> bool:
     assert_same(corpus, build(data, fresh, **options))
     shutil.rmtree(fresh)
     return counting.calls > 0
+
+
+def test_the_size_of_batches_changes_nothing(tmp_path, monkeypatch):
+    """Of a byte-pair encoding, which encodes a batch on all cores."""
+    spec = write_generated_text(tmp_path)
+    train_bpe(iter(generated_text(documents=40)), 300).save(str(tmp_path / "bpe.json"))
+    words = load_bpe(tmp_path / "bpe.json")
+    monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", 1)  # one document
+    single = build(spec, tmp_path / "single", tokenizer=words)
+    for characters in (300, 2**22):
+        monkeypatch.setattr(token_cache, "_BATCH_CHARACTERS", characters)
+        assert_same(build(spec, tmp_path / str(characters), tokenizer=words), single)
 
 
 def test_cache_is_used(tmp_path):
