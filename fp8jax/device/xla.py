@@ -115,10 +115,6 @@ def program_bytes(program: Any) -> int:
 def compiler_options(*, weights_only: bool = False) -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
 
-    Args:
-      weights_only: whether the program multiplies weights in a narrow format with activations in
-        bfloat16 (linear/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
-
     On CPUs they make XLA execute every bfloat16 rounding of the program. By default XLA skips the
     roundings between operations that it fuses, and which operations it fuses depends on the number
     of devices: with it, the first loss of a per-tensor recipe changed by 2e-5, through one bit of
@@ -131,6 +127,10 @@ def compiler_options(*, weights_only: bool = False) -> dict[str, bool | int]:
       the merged FP8 GEMM, but rounded to bfloat16.
     - In a loop over layers it fuses a GEMM with the write of its result to where the backward reads
       it, and runs the GEMM a second time for its other users.
+
+    Args:
+      weights_only: whether the program multiplies weights in a narrow format with activations in
+        bfloat16 (linear/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
     """
     if platform() == "cpu":
         return {"xla_allow_excess_precision": False}

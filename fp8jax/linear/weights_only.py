@@ -36,9 +36,10 @@ Matmul = Callable[[Operand, Operand, jnp.dtype, str], jax.Array]  # as `Backend.
 def weights_only_matmul(x: jax.Array, ws: Sequence[QuantizedOperand]) -> Matmul | None:
     """Returns what multiplies x [M, K] with each of these codes [N, K], contracted along K.
 
-    None: nothing here does so faster than the emulated backend.
+    None: nothing here does so faster than the emulated backend, or at all for other layouts.
     """
-    if x.dtype != jnp.bfloat16 or any(w.q.values.shape[-1] != x.shape[-1] for w in ws):
+    in_layout = all(w.axis == -1 and w.q.values.shape[-1] == x.shape[-1] for w in ws)
+    if x.dtype != jnp.bfloat16 or not in_layout:
         return None
     if all(_sums_pay(x, w.q.tile[-1]) for w in ws):
         return matmul_codes

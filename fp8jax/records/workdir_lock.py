@@ -1,5 +1,4 @@
-"""One program at a time in a workdir, or at a piece of work: a lock that the system releases when
-its process dies.
+"""One program at a time in a workdir: a lock that the system releases when its process dies.
 
 The lock belongs to the open file, not to the file's existence. So a process that was killed, by
 `kill -9` too, leaves no lock behind, although its file stays. The file holds host and process id of
@@ -43,14 +42,15 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
         yield
         return
     path = make_directory(Path(workdir)) / LOCK
-    try:
-        with lock_file(path):
-            yield
-    except HeldError as error:
-        raise BlockingIOError(
-            f"another program{error} trains in the workdir {workdir}: wait for it or stop it, or "
-            "take another --workdir"
-        ) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_file(path))
+        except HeldError as error:
+            raise BlockingIOError(
+                f"another program{error} trains in the workdir {path.parent}: wait for it or stop "
+                "it, or take another --workdir"
+            ) from error
+        yield
 
 
 class HeldError(BlockingIOError):

@@ -73,6 +73,18 @@ def test_a_gpu_multiplies_codes_as_exactly(name, rows):
     assert (np.abs(got - wide @ w) <= (K + 2) * 2.0**-23 * (np.abs(wide) @ np.abs(w))).all()
 
 
+def test_codes_in_another_layout_are_left_to_the_emulated_backend(monkeypatch):
+    """Such as those of a square kernel that was frozen where there was no GPU."""
+    recipe = weights_only("fp8_rowwise")
+    (frozen,) = freeze_kernels([kernel((K, K))], recipe, [{}])
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, K)), jnp.bfloat16)
+    expected = multiply(recipe, x, frozen)
+    jax.clear_caches()
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    assert not is_of_codes(recipe, x, frozen)
+    np.testing.assert_array_equal(multiply(recipe, x, frozen), expected)
+
+
 def test_a_code_that_is_no_number_reaches_its_column_alone(monkeypatch):
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only("fp8_rowwise")
