@@ -113,9 +113,8 @@ def _forward(recipe: Recipe, positions: int, x_BLD, w_DV, targets_BL, weights_BL
 
     def chunk(dw, scanned):
         x_BCD, targets_BC, scale_BC = scanned
-        logits_BCV = _logits(recipe, x_BCD, w)
-        nll_BC, pull = jax.vjp(lambda logits: token_losses(logits, targets_BC), logits_BCV)
-        g_BCV = constrain(pull(scale_BC)[0], "batch", "length", "vocab").astype(x_BCD.dtype)
+        nll_BC, g_BCV = _loss_and_gradient(_logits(recipe, x_BCD, w), targets_BC, scale_BC)
+        g_BCV = constrain(g_BCV, "batch", "length", "vocab").astype(x_BCD.dtype)
         dx_BCD = _input_gradient(recipe, g_BCV, w)
         return dw + _weight_gradient(recipe, x_BCD, g_BCV), (nll_BC, dx_BCD)
 
@@ -130,6 +129,20 @@ def _forward(recipe: Recipe, positions: int, x_BLD, w_DV, targets_BL, weights_BL
     dw_DV = constrain(jnp.sum(dw, axis=0), "embed", "vocab").astype(w_DV.dtype)
     loss = jnp.sum(nll_BL * weights_BL) / total
     return loss, (dx_BLD, dw_DV, nll_BL, loss, total)
+
+
+def _loss_and_gradient(logits_BCV, targets_BC, scale_BC) -> tuple[Array, Array]:
+    """Returns `token_losses` and their gradient times `scale_BC`, with the bits of JAX's own.
+
+    JAX subtracts the scale at the target by a scatter, between two passes over the logits. A
+    comparison with the target is fused into one pass, which also rounds the gradient.
+    """
+    targets_BC1, scale_BC1 = targets_BC[..., None], scale_BC[..., None]
+    logsumexp_BC, pull = jax.vjp(lambda x: jax.nn.logsumexp(x, axis=-1), logits_BCV)
+    nll_BC = logsumexp_BC - jnp.take_along_axis(logits_BCV, targets_BC1, axis=-1)[..., 0]
+    g_BCV = pull(scale_BC)[0]
+    is_target = lax.broadcasted_iota(targets_BC.dtype, g_BCV.shape, 2) == targets_BC1
+    return nll_BC, jnp.where(is_target, g_BCV - scale_BC1, g_BCV)
 
 
 def _backward(recipe: Recipe, positions: int, saved, cotangent):
