@@ -10,10 +10,12 @@
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
-policy besides bf16 NAME_time and NAME_memory instead of train_time/MODEL/POLICY and
-train_memory/MODEL/POLICY. With --figure=infir2, for example, --policies=bf16,fp8_block,fp8_delayed
+policy besides bf16 NAME_time, NAME_memory and NAME_tokens_per_s instead of train_time/MODEL/POLICY
+and so on. With --figure=infir2, for example, --policies=bf16,fp8_block,fp8_delayed
 gives infir2_time of fp8_block, and train_time/MODEL/fp8_delayed. --devices=2 trains on two devices
 of this process, as --config.mesh says, and --documents=8 packs eight documents into each row.
+--settings='defaults;unroll=28;unroll=28,remat=dots' times each policy with the config as it is and
+with other values of its keys; ratios are then between the best settings of both sides.
 
 With --output, a command replaces its section of DIR/DEVICE_YEAR_MONTH.md, and merges its figures
 into the .json file beside it. `gains` also writes DIR/DEVICE_gains.json, a table for the size gate.
@@ -80,6 +82,12 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.",
 _FIGURE = flags.DEFINE_string(
     "figure", "", "step --config: name of the figures of the first policy besides bf16."
 )
+
+
+_SETTINGS = flags.DEFINE_string(
+    "settings", "", "step --config: KEY=VALUE,KEY=VALUE;… to time each policy with; defaults for "
+    "the config as it is.",
+)  # fmt: skip
 
 
 _KV_CACHE = flags.DEFINE_enum("kv_cache", "bf16", ["bf16", "fp8"], "decode: what it stores.")
@@ -159,14 +167,14 @@ def _decode(shapes: Sequence[str], timed: Timer) -> Report:
 def _training(shapes: Sequence[str], timed: Timer) -> Report:
     del shapes  # the config has them
     policies, figure = _policies(), _FIGURE.value
-    if figure and ("bf16" not in policies or len(set(policies)) == 1):
-        raise ValueError(f"--figure={figure} compares a policy with bf16: add both to --policies")
+    if figure and set(policies) == {"bf16"}:
+        raise ValueError(f"--figure={figure} names the figures of a policy besides bf16: add one")
     count, *more = [int(count) for count in _DOCUMENTS.value or ["1"]]
     if more:
         raise ValueError(f"--documents={count},{','.join(map(str, more))}: step takes one")
     return steps.measure_training(
         _CONFIG.value, policies, timed, _limits(timed), figure=figure, devices=_DEVICES.value,
-        count=count,
+        count=count, settings=[one.strip() for one in _SETTINGS.value.split(";") if one.strip()],
     )  # fmt: skip
 
 
@@ -235,7 +243,7 @@ _COMMANDS = (
 # `step` runs this one if --config is given.
 _TRAINING = _Benchmark(
     name="training", measure=_training,
-    takes=["policies", "config", "figure", "devices", "documents"],
+    takes=["policies", "config", "figure", "devices", "documents", "settings"],
     threads=1,  # all programs share one state
 )  # fmt: skip
 

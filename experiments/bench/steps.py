@@ -15,20 +15,25 @@ The figures of `measure_step` are for the shape d4096 unless their name has anot
     step_memory/POLICY     temporaries of a step over bf16's, with the same rematerialization
     bf16_vs_torch          speed of our bf16 step over that of torch.compile
 
-The figures of `measure_training`. With --figure=NAME, the first two have the names NAME_time and
-NAME_memory for the first policy besides bf16:
+The figures of `measure_training`. With --figure=NAME, the first three have the names NAME_time,
+NAME_memory and NAME_tokens_per_s for the first policy besides bf16. With settings, each policy
+counts with the best of them, time and memory by themselves:
 
-    train_time/MODEL/POLICY      time of a training step over bf16's
-    train_memory/MODEL/POLICY    all memory that XLA allocates for the step, over bf16's
-    train_vs_bench               speed of the training step over that of its parts, the benchmark's
-                                 step followed by the optimizer; the lowest of all policies
+    train_time/MODEL/POLICY          time of a training step over bf16's
+    train_memory/MODEL/POLICY        all memory that XLA allocates for the step, over bf16's
+    train_tokens_per_s/MODEL/POLICY  tokens in a second, of all devices
+    defaults_vs_best/MODEL/POLICY    time with the config as it is, over that of the best setting
+    train_vs_bench                   speed of the training step over that of its parts, the
+                                     benchmark's step followed by the optimizer; the lowest of all
+                                     policies
 """
 
+import ast
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as linen
 import jax
@@ -63,6 +68,8 @@ from fp8jax.training.build import build
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.run import Run
 from fp8jax.training.step import TrainState, accumulate
+
+DEFAULTS = "defaults"  # the setting that changes nothing in a config
 
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):
@@ -258,32 +265,71 @@ def _step_figures(
 # Whole training steps -----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A contestant: a policy, and what differs from the config, "" for nothing."""
+
+    policy: str
+    setting: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}, {self.setting}" if self.setting else self.policy
+
+    def config(self, config: ConfigDict) -> ConfigDict:
+        """Returns the config of this contestant."""
+        one = config.copy_and_resolve_references()
+        (one.precision, one.backend), one.precision_schedule = policy_and_backend(self.policy), ()
+        if self.setting not in ("", DEFAULTS):
+            for assignment in self.setting.split(","):
+                _assign(one, assignment)
+        return one
+
+
+def _assign(config: ConfigDict, assignment: str) -> None:
+    """Sets a key, such as "unroll=28" or "mesh_axes.fsdp=2"; its value keeps its type."""
+    key, equals, value = assignment.strip().partition("=")
+    *parents, last = key.split(".")
+    node = functools.reduce(lambda node, name: node[name], parents, config)
+    if not equals or last not in node:
+        raise ValueError(f"--settings: {assignment!r} is not KEY=VALUE of a key of the config")
+    try:
+        node[last] = ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        node[last] = value
+
+
 class _Training:
-    """The runs of a config under several policies, which share one state.
+    """The runs of a config, one for each case, which share one state.
 
     The state holds parameters and moments. Every call consumes it, as donated buffers, and returns
     the next one. Each policy has its own amax histories.
     """
 
-    def __init__(self, config: ConfigDict, policies: Sequence[str], devices: int, count: int):
+    def __init__(self, config: ConfigDict, cases: Sequence[_Case], devices: int, count: int):
         """`devices` of this process train, as the config's mesh says, on `count` documents a row.
 
-        Raises ValueError if there are not so many devices.
+        Raises ValueError if there are not so many devices, or for a setting of an unknown key.
         """
         given = jax.local_devices()
         if devices > len(given):
             raise ValueError(f"--devices={devices}: this process has {len(given)}")
-        self.config, self.runs = config, {}
-        for policy in policies:
-            one = config.copy_and_resolve_references()
-            (one.precision, one.backend), one.precision_schedule = policy_and_backend(policy), ()
-            self.runs[policy] = build(one, given[:devices])
+        self.configs: dict[_Case, ConfigDict] = {}
+        self.runs: dict[_Case, Run] = {}
+        for case in cases:
+            self.configs[case] = case.config(config)
+            self.runs[case] = build(self.configs[case], given[:devices])
         self.first: Run = next(iter(self.runs.values()))
         self.model = self.first.stages[0].model.config
-        self.batch = _random_batch(self.model, config.batch_size, config.seq_len, count)
+        self._count = count
         self._state: TrainState | None = None
         self._histories: dict[str, Any] = {}
         self._seeded: set[str] = set()
+
+    def batch(self, case: _Case) -> dict[str, np.ndarray]:
+        """Returns random rows of the case's size."""
+        config = self.configs[case]
+        return _random_batch(self.model, config.batch_size, config.seq_len, self._count)
 
     def state(self, policy: str) -> TrainState:
         """Returns the state with the policy's histories, for a call that it is donated to.
@@ -302,9 +348,9 @@ class _Training:
         self._histories[policy] = state.histories
         self._state = dataclasses.replace(state, histories={})
 
-    def prepare(self, policy: str, inner: Callable[["_Training", str], Program]) -> Program:
+    def prepare(self, case: _Case, inner: Callable[["_Training", _Case], Program]) -> Program:
         """Returns the program of `inner`, prepared and called on the run's mesh, after seeding."""
-        run = self.runs[policy]
+        run, policy = self.runs[case], case.policy
         with jax.set_mesh(run.mesh):
             if policy not in self._seeded:
                 self._seeded.add(policy)
@@ -312,10 +358,10 @@ class _Training:
                 (stage,) = run.stages
                 state = enter_policy(self.state(policy), stage.state, frozenset())
                 if stage.seeds:
-                    batch = to_devices(self.batch, run.batch_sharding)
+                    batch = to_devices(self.batch(case), run.batch_sharding)
                     state, _ = stage.programs.seed_step(state, batch)
                 self.keep(policy, state)
-            program = inner(self, policy)
+            program = inner(self, case)
 
         def call() -> Any:
             with jax.set_mesh(run.mesh):
@@ -324,23 +370,24 @@ class _Training:
         return dataclasses.replace(program, call=call)
 
 
-def _train(training: _Training, policy: str) -> Program:
+def _train(training: _Training, case: _Case) -> Program:
     """Prepares what training/loop.py does in a step.
 
     It copies the rows to the device, dispatches the step, and reads the metrics of the step before.
     """
-    run = training.runs[policy]
-    batch = to_devices(training.batch, run.batch_sharding)
+    run, rows = training.runs[case], training.batch(case)
     (stage,) = run.stages
     # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
-    lowered = stage.programs.step.lower(stage.state, batch)  # type: ignore[attr-defined]
+    lowered = stage.programs.step.lower(  # type: ignore[attr-defined]
+        stage.state, to_devices(rows, run.batch_sharding)
+    )
     size = xla.program_bytes(lowered.compile())
     last: list[Any] = []
 
     def call() -> Any:
-        rows = to_devices(training.batch, run.batch_sharding)
-        state, metrics = stage.programs.step(training.state(policy), rows)
-        training.keep(policy, state)
+        batch = to_devices(rows, run.batch_sharding)
+        state, metrics = stage.programs.step(training.state(case.policy), batch)
+        training.keep(case.policy, state)
         jax.device_get(last)
         last[:] = [metrics]
         return metrics
@@ -348,26 +395,26 @@ def _train(training: _Training, policy: str) -> Program:
     return Program(call=call, bytes=size)
 
 
-def _without_optimizer(training: _Training, policy: str) -> Program:
+def _without_optimizer(training: _Training, case: _Case) -> Program:
     """Prepares the step that `measure_step` times, with the config's model and the shared state."""
-    run = training.runs[policy]
-    batch, model = to_devices(training.batch, run.batch_sharding), run.stages[0].model
+    run, microbatches = training.runs[case], training.configs[case].grad_accum
+    batch, model = to_devices(training.batch(case), run.batch_sharding), run.stages[0].model
     program = jax.jit(
-        lambda state, batch: accumulate(model, state, batch, training.config.grad_accum),
+        lambda state, batch: accumulate(model, state, batch, microbatches),
         compiler_options=xla.compiler_options(),
     )
 
     def call() -> Any:
-        state = training.state(policy)
-        training.keep(policy, state)
+        state = training.state(case.policy)
+        training.keep(case.policy, state)
         return program(state, batch)
 
     return Program(call=call)
 
 
-def _optimizer(training: _Training, policy: str) -> Program:
+def _optimizer(training: _Training, case: _Case) -> Program:
     """Prepares everything that a step does after it has computed the gradients."""
-    optimizer, _ = make_optimizer(OptimizerConfig.from_config(training.config))
+    optimizer, _ = make_optimizer(OptimizerConfig.from_config(training.configs[case]))
 
     def update(state: TrainState, grads: Any) -> TrainState:
         norm = optax.tree.norm(grads)
@@ -382,8 +429,8 @@ def _optimizer(training: _Training, policy: str) -> Program:
     grads = jax.jit(random, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))()
 
     def call() -> Any:
-        state = program(training.state(policy), grads)
-        training.keep(policy, state)
+        state = program(training.state(case.policy), grads)
+        training.keep(case.policy, state)
         return state.step
 
     return Program(call=call)
@@ -398,10 +445,11 @@ def measure_training(
     figure: str = "",
     devices: int = 1,
     count: int = 1,
+    settings: Sequence[str] = (),
 ) -> Report:
     """Measures whole training steps of a config on random tokens.
 
-    The benchmark's own step and the optimizer alone are measured, too, for comparison.
+    Without `settings`, the benchmark's own step and the optimizer alone are measured, too.
 
     Args:
       config: its precision and backend are replaced.
@@ -411,92 +459,138 @@ def measure_training(
       figure: names the figures of the first policy besides bf16, unless it is empty.
       devices: how many of this process train, as the config's mesh says.
       count: documents in a row, of random lengths.
+      settings: KEY=VALUE,… for the config; each policy runs with each of them, and figures compare
+        the best of each policy. `DEFAULTS` changes nothing.
 
     Returns:
       The report. FLOPs, limits and the memory of a row are those of each device; the memory is all
       that XLA allocates for the training step.
 
     Raises:
-      ValueError: this process has fewer devices, or they do not divide the rows.
+      ValueError: this process has fewer devices, or they do not divide the rows; a setting is not
+        KEY=VALUE, or not of a key of the config.
+      TypeError: a setting's value is not of the key's type.
     """
-    training = _Training(config, policies, devices, count)
+    cases = [_Case(policy, setting) for policy in policies for setting in settings or ("",)]
+    training = _Training(config, cases, devices, count)
     contestants = {}
-    for policy in policies:
-        contestants[policy] = functools.partial(training.prepare, policy, _train)
-        contestants[f"{policy}, no optimizer"] = functools.partial(
-            training.prepare, policy, _without_optimizer
-        )
-    contestants["optimizer"] = functools.partial(training.prepare, policies[0], _optimizer)
+    for case in cases:
+        contestants[case.name] = functools.partial(training.prepare, case, _train)
+        if not settings:
+            contestants[f"{case.name}, no optimizer"] = functools.partial(
+                training.prepare, case, _without_optimizer
+            )
+    if not settings:
+        contestants["optimizer"] = functools.partial(training.prepare, cases[0], _optimizer)
     found = timed(contestants)
-    case = f"{config.model} {config.batch_size}x{config.seq_len}"
-    case += f", {count} documents a row" if count > 1 else ""
-    case += f", {devices} devices" if devices > 1 else ""
-    micro = config.batch_size // config.grad_accum
-    attention = config.attention or default_attention()
-    floor = step_floor(training.model, micro, config.seq_len, attention, timed, limits, count)
-    limit = {
-        policy: {k: config.grad_accum * v / devices for k, v in floor[_quantizes(policy)].items()}
-        for policy in policies
-    }
-    tokens = config.batch_size * config.seq_len
-    flops = flops_per_token(training.model, config.seq_len) * tokens / devices
-    rows = _training_rows(case, found, limit, tokens, flops)
+    title = f"{config.model} {config.batch_size}x{config.seq_len}"
+    title += f", {count} documents a row" if count > 1 else ""
+    title += f", {devices} devices" if devices > 1 else ""
+    floor = functools.cache(functools.partial(step_floor, timed=timed, limits=limits, count=count))
+    work = {case: _work(training, case, floor, devices) for case in cases}
+    rows = _training_rows(title, found, work)
+    figures = _training_figures(config.model, found, work, figure)
+    if not settings:
+        rows.append(Row(case=title, name="optimizer", timing=found["optimizer"]))
+        figures["train_vs_bench"] = _against_parts(policies, found)
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
     return Report(
-        title=f"Training steps of {case}", rate="TFLOP/s", rows=rows,
-        figures=_training_figures(config, policies, found, figure), notes=notes,
-        limits=limits.by_name(),
+        title=f"Training steps of {title}", rate="TFLOP/s", rows=rows, figures=figures,
+        notes=notes, limits=limits.by_name(),
     )  # fmt: skip
 
 
-def _training_rows(
-    case: str,
-    found: Mapping[str, Timing],
-    limit: Mapping[str, Mapping[str, float]],
-    tokens: int,
-    flops: float,
-) -> list[Row]:
-    """Returns the rows of training steps, with and without optimizer, and of the optimizer.
+class _Work(NamedTuple):
+    """What a step of a case has to do.
 
-    Args:
-      found: the times of all contestants.
-      limit: the parts of the limit of each policy, in seconds.
-      tokens, flops: of a step; the FLOPs are those of one device.
+    Attributes:
+      tokens: of all devices.
+      flops: of one device.
+      limit: its parts, in seconds.
     """
+
+    tokens: int
+    flops: float
+    limit: dict[str, float]
+
+
+def _work(training: _Training, case: _Case, floor: Callable[..., Any], devices: int) -> _Work:
+    config = training.configs[case]
+    micro = config.batch_size // config.grad_accum
+    attention = config.attention or default_attention()
+    parts = floor(training.model, micro, config.seq_len, attention)[_quantizes(case.policy)]
+    tokens = config.batch_size * config.seq_len
+    return _Work(
+        tokens=tokens,
+        flops=flops_per_token(training.model, config.seq_len) * tokens / devices,
+        limit={k: config.grad_accum * v / devices for k, v in parts.items()},
+    )
+
+
+def _training_rows(
+    title: str, found: Mapping[str, Timing], work: Mapping[_Case, _Work]
+) -> list[Row]:
+    """Returns the rows of training steps, and of those without optimizer that were timed."""
     rows = []
-    for policy, parts in limit.items():
+    for case, (tokens, flops, parts) in work.items():
         for part in ("", ", no optimizer"):
-            name, base = f"{policy}{part}", f"bf16{part}"
+            if (name := f"{case.name}{part}") not in found:
+                continue
             timing, rated = found[name], not part and found[name].seconds > 0
+            base = [
+                found[f"{other.name}{part}"].seconds
+                for other in work
+                if other.policy == "bf16" and work[other].tokens == tokens
+            ]
             rows.append(
-                Row(case=case, name=name, timing=timing, work=flops,
-                    limit=sum(parts.values()), parts=parts,
-                    baseline=found[base].seconds if base in found else math.nan,
+                Row(case=title, name=name, timing=timing, work=flops, limit=sum(parts.values()),
+                    parts=parts, baseline=_least(base),
                     note=f"{tokens / timing.seconds:,.0f} tokens/s" if rated else "")
             )  # fmt: skip
-    return [*rows, Row(case=case, name="optimizer", timing=found["optimizer"])]
+    return rows
 
 
-def _training_figures(
-    config: ConfigDict, policies: Sequence[str], found: Mapping[str, Timing], figure: str = ""
-) -> dict[str, float]:
-    """Returns the figures of training steps: against those in bf16, and against their parts."""
+def _least(numbers: Iterable[float]) -> float:
+    """Returns the least of those that are not NaN; NaN for none."""
+    return min((number for number in numbers if not math.isnan(number)), default=math.nan)
+
+
+def _against_parts(policies: Sequence[str], found: Mapping[str, Timing]) -> float:
+    """Returns the lowest speed of a training step over that of its parts."""
     speeds = []
     for policy in policies:
         parts = found[f"{policy}, no optimizer"].seconds + found["optimizer"].seconds
         speeds.append(parts / found[policy].seconds)
-    figures = {"train_vs_bench": min((s for s in speeds if s > 0), default=math.nan)}
-    if "bf16" not in policies:
-        return figures
-    base = found["bf16"]
-    others = [policy for policy in policies if policy != "bf16"]
-    for policy in others:
-        place = f"/{config.model}/{policy}"
-        time, memory = f"train_time{place}", f"train_memory{place}"
-        if figure and policy == others[0]:
-            time, memory = f"{figure}_time", f"{figure}_memory"
-        figures[time] = found[policy].seconds / base.seconds
-        figures[memory] = _ratio(found[policy].bytes, base.bytes)
+    return min((s for s in speeds if s > 0), default=math.nan)
+
+
+def _training_figures(
+    model: str, found: Mapping[str, Timing], work: Mapping[_Case, _Work], figure: str = ""
+) -> dict[str, float]:
+    """Returns the figures of training steps, each policy with the best of its settings.
+
+    Time is that of a token, so that settings may differ in the size of the batch.
+    """
+    times: dict[str, float] = {}
+    memories: dict[str, float] = {}
+    figures = {}
+    for policy in dict.fromkeys(case.policy for case in work):
+        own = {case: found[case.name] for case in work if case.policy == policy}
+        of_token = {case.setting: t.seconds / work[case].tokens for case, t in own.items()}
+        times[policy] = _least(of_token.values())
+        memories[policy] = _least(t.bytes for t in own.values() if t.bytes is not None)
+        if DEFAULTS in of_token:
+            figures[f"defaults_vs_best/{model}/{policy}"] = of_token[DEFAULTS] / times[policy]
+    named = next((policy for policy in times if policy != "bf16"), None) if figure else None
+    for policy, time in times.items():
+        place = f"/{model}/{policy}"
+        names = {kind: f"train_{kind}{place}" for kind in ("time", "memory", "tokens_per_s")}
+        if policy == named:
+            names = {kind: f"{figure}_{kind}" for kind in names}
+        figures[names["tokens_per_s"]] = 1 / time if time > 0 else math.nan
+        if "bf16" in times and policy != "bf16":
+            figures[names["time"]] = time / times["bf16"]
+            figures[names["memory"]] = memories[policy] / memories["bf16"]
     return figures
 
 

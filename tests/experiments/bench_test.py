@@ -468,13 +468,16 @@ def test_training(monkeypatch, hasty):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16, mlp="gelu_tanh"
     )
     config.update(seq_len=32, batch_size=4, grad_accum=1)
-    monkeypatch.setattr(steps, "step_floor", lambda *_: {True: {"matmuls": 0.001}})
+    monkeypatch.setattr(steps, "step_floor", lambda *_, **__: {True: {"matmuls": 0.001}})
     llama_tiny = build(config, jax.devices()[:1]).stages[0].model.config
     made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
     found = by_name(made)
     assert ran(made) == set(found) == {"fp8_delayed", "fp8_delayed, no optimizer", "optimizer"}
     whole, step, optimizer = (t.seconds for t in found.values())
-    assert made.known == {"train_vs_bench": (step + optimizer) / whole}
+    assert made.known == {
+        "train_tokens_per_s/llama_tiny/fp8_delayed": pytest.approx(4 * 32 / whole),
+        "train_vs_bench": (step + optimizer) / whole,
+    }
     assert found["fp8_delayed"].bytes > 3 * 4 * count_params(llama_tiny)
     assert made.rows[0].note.endswith(" tokens/s") and not made.rows[1].note
 
@@ -489,8 +492,9 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     config.update(seq_len=32, batch_size=4, mesh="fsdp")
     asked = []
     monkeypatch.setattr(
-        steps, "step_floor", lambda *a: asked.append(a) or {False: {"matmuls": 0.001}}
-    )
+        steps, "step_floor",
+        lambda *a, count, **_: asked.append((a[1], count)) or {False: {"matmuls": 0.001}},
+    )  # fmt: skip
     made = {
         n: steps.measure_training(config, ["bf16"], QUICK, LIMITS, devices=n, count=3)
         for n in (1, 2)
@@ -499,7 +503,7 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     assert made[2].rows[0].case == "llama_tiny 4x32, 3 documents a row, 2 devices"
     assert made[2].rows[0].work == made[1].rows[0].work / 2
     assert 0.4 < by_name(made[2])["bf16"].bytes / by_name(made[1])["bf16"].bytes < 0.75
-    assert [(a[1], a[-1]) for a in asked] == [(4, 3), (4, 3)]
+    assert asked == [(4, 3), (4, 3)]
     assert made[2].rows[0].limit == made[1].rows[0].limit / 2
 
 
@@ -517,15 +521,66 @@ def test_packed_rows_of_steps():
         np.testing.assert_array_equal(positions, np.concatenate(expected))
 
 
-def test_figures_of_training_steps_take_the_name_of_the_command():
+@pytest.mark.slow
+def test_settings_are_values_of_the_config(monkeypatch, hasty):
+    """Each policy runs with each of them: with twice the rows a step holds more."""
     config = base.get_config()
-    config.update(model="qwen2.5_1.5b", seq_len=8192, batch_size=4, grad_accum=2)
-    times = {"bf16": 4.0, "bf16, no optimizer": 3.0, "fp8_block": 3.0, "optimizer": 0.5,
-             "fp8_block, no optimizer": 2.0}  # fmt: skip
+    config.model_overrides.update(
+        d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16
+    )
+    config.update(seq_len=32, batch_size=2)
+    monkeypatch.setattr(steps, "step_floor", lambda *_, **__: dict.fromkeys([False, True], {}))
+    settings = ["defaults", "batch_size=8,remat=full"]
+    made = steps.measure_training(config, ["bf16", "fp8_current"], QUICK, LIMITS, settings=settings)
+    names = [f"{policy}, {setting}" for policy in ("bf16", "fp8_current") for setting in settings]
+    assert [row.name for row in made.rows] == names and ran(made) == set(names)
+    assert [row.work / made.rows[0].work for row in made.rows] == [1, 4, 1, 4]
+    assert all(by_name(made)[f"{p}, {settings[1]}"].bytes > by_name(made)[f"{p}, defaults"].bytes
+               for p in ("bf16", "fp8_current"))  # fmt: skip
+    assert made.figures["defaults_vs_best/llama_tiny/fp8_current"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ("unroll", ValueError, "'unroll' is not KEY=VALUE"),
+        ("unrol=2", ValueError, "'unrol=2' is not KEY=VALUE of a key"),
+        ("unroll=two", TypeError, "unroll"),
+    ],
+)
+def test_a_wrong_setting_is_refused(setting, error, message):
+    with pytest.raises(error, match=message):
+        steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, settings=[setting])
+
+
+def _work(tokens: int) -> steps._Work:
+    return steps._Work(tokens=tokens, flops=1.0, limit={})
+
+
+def test_figures_of_training_steps_take_the_name_of_the_command():
+    times = {"bf16": 4.0, "fp8_block": 3.0}
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
-    figures = steps._training_figures(config, ["bf16", "fp8_block"], found, "infir2")
-    assert figures == {
-        "infir2_time": 0.75, "infir2_memory": 0.75, "train_vs_bench": pytest.approx(2.5 / 3.0),
+    work = {steps._Case(name): _work(6) for name in times}
+    assert steps._training_figures("qwen2.5_1.5b", found, work, "infir2") == {
+        "train_tokens_per_s/qwen2.5_1.5b/bf16": 1.5, "infir2_tokens_per_s": 2.0,
+        "infir2_time": 0.75, "infir2_memory": 0.75,
+    }  # fmt: skip
+    parts = {"bf16, no optimizer": 3.0, "fp8_block, no optimizer": 2.0, "optimizer": 0.5}
+    found |= {name: Timing(seconds=t) for name, t in parts.items()}
+    assert steps._against_parts(list(times), found) == pytest.approx(2.5 / 3.0)
+
+
+def test_figures_of_training_steps_take_the_best_setting_of_each_side():
+    """Times of a token, so that 8 tokens in 5 s are better than 4 in 3; memory by itself."""
+    rows = {("bf16", "defaults"): (3.0, 4, 10), ("bf16", "b=8"): (5.0, 8, 30),
+            ("fp8", "defaults"): (2.0, 4, 5), ("fp8", "b=8"): (math.nan, 8, None)}  # fmt: skip
+    cases = {steps._Case(*key): value for key, value in rows.items()}
+    found = {case.name: Timing(seconds=s, bytes=size) for case, (s, _, size) in cases.items()}
+    work = {case: _work(tokens) for case, (_, tokens, _) in cases.items()}
+    assert steps._training_figures("m", found, work) == {
+        "train_tokens_per_s/m/bf16": 1.6, "train_tokens_per_s/m/fp8": 2.0,
+        "train_time/m/fp8": pytest.approx(0.8), "train_memory/m/fp8": 0.5,
+        "defaults_vs_best/m/bf16": pytest.approx(1.2), "defaults_vs_best/m/fp8": 1.0,
     }  # fmt: skip
 
 
