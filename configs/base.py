@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.learned_positions = placeholder(int)  # rows of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
     config.model_overrides.rope_scaling = placeholder(str)  # a key of ROPE_SCALINGS (model/rope.py)
-    config.unroll = 1  # layers in one iteration of the layer loop; n_layers: no loop
+    config.unroll = placeholder(int)  # layers in an iteration of their loop; n_layers: no loop
 
     # Devices
     config.mesh = "data"  # the axis of all devices: data, fsdp or tensor; mesh_axes sets several

@@ -71,7 +71,8 @@ def smoke_size(config, folder: Path):
     tiny = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
     config.model_overrides.update(tiny)
     config.update(num_steps=8, warmup_steps=1, seq_len=32)
-    config.unroll = min(config.unroll, tiny["n_layers"])
+    if config.unroll is not None:
+        config.unroll = min(config.unroll, tiny["n_layers"])
     config.batch_size = 8 * config.grad_accum
     config.update(data=write_generated_text(folder), cache_dir=str(folder / "cache"))
     return config
@@ -113,7 +114,7 @@ def test_config_resolves_as_it_is(name, size):
     config = load(name, size)
     run = build(config)  # full size: nothing is allocated
     assert not config.size_gate  # a policy of a published config is all of it
-    assert config.unroll in (1, run.stages[0].model.config.n_layers)
+    assert config.unroll in (None, run.stages[0].model.config.n_layers)
     if config.num_epochs is None:
         parse_sources(config.data)
         return

@@ -7,6 +7,7 @@
     python -m experiments.bench decode --policies=bf16,fp8_current,fp8_rowwise:only=fwd_w
     python -m experiments.bench telemetry --config=configs/lm_125m.py --config.num_steps=1000 \\
         --config.telemetry_every=50
+    python -m experiments.bench start --config=configs/lm_125m.py --policies=bf16,fp8_delayed
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
@@ -38,6 +39,7 @@ from experiments.bench import (
     decoding,
     operators,
     size_gains,
+    starts,
     steps,
     telemetry,
     timing,
@@ -183,6 +185,12 @@ def _telemetry(shapes: Sequence[str], timed: Timer) -> Report:
     return telemetry.measure_telemetry(_CONFIG.value)
 
 
+def _start(shapes: Sequence[str], timed: Timer) -> Report:
+    del shapes, timed  # the config has them, and whole processes are timed
+    arguments = [word for word in sys.argv[1:] if word.lstrip("-").startswith("config")]
+    return starts.measure_starts(_CONFIG.value, arguments, _policies())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Benchmark(command.Command):
     """A command and what it measures.
@@ -225,6 +233,7 @@ _COMMANDS = (
         shapes=["d4096"], tiny_shapes=["tiny"],
         threads=4,  # a step fills much of the memory
     ),
+    _Benchmark(name="start", measure=_start, needs=["config"], takes=["policies"]),
     _Benchmark(name="telemetry", measure=_telemetry, needs=["config"]),
     _Benchmark(
         name="decode", measure=_decode, takes=["shapes", "policies", "kv_cache"],

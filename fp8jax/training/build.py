@@ -22,7 +22,7 @@ from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import Batch
 from fp8jax.data.tokenizers import tokenizer
-from fp8jax.device import xla
+from fp8jax.device import hardware, xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.inference.decoding import Requests, complete
 from fp8jax.inference.sampling import Sampling
@@ -32,7 +32,7 @@ from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import choose_attention
 from fp8jax.model.config import ModelConfig
-from fp8jax.model.transformer import Transformer
+from fp8jax.model.transformer import Transformer, is_exact
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
@@ -59,6 +59,7 @@ from fp8jax.training.step import (
 
 # Layers in one iteration of the seeding step's loop (docs/results/steps_and_memory.md).
 _SEEDING_UNROLL = 2
+_MOST_UNROLLED = 12  # FP8 layers that a run unrolls without being told to
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +283,7 @@ def _model(
     rows = check_batch(config.batch_size, config.grad_accum, mesh)
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
-    if config.unroll > shape.n_layers:
+    if config.unroll is not None and config.unroll > shape.n_layers:
         raise ValueError(f"unroll={config.unroll} is more than the model's {shape.n_layers} layers")
     if shape.vocab_size < words:
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {words}")
@@ -295,8 +296,23 @@ def _model(
         policy, shape, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
         backend=config.backend, leave=config.size_gate,
     )  # fmt: skip
-    model = Transformer(shape, gated.policy, config.backend, attention, config.remat, config.unroll)
+    unroll = config.unroll
+    if unroll is None:
+        unroll = _default_unroll(shape, gated.policy, config.remat, mesh)
+    model = Transformer(shape, gated.policy, config.backend, attention, config.remat, unroll)
     return model, gated
+
+
+def _default_unroll(shape: ModelConfig, policy: Policy, remat: str, mesh: Mesh) -> int:
+    """Layers in an iteration of their loop: all of them where that is worth its compile time.
+
+    On a GPU a loop costs a tenth of a step: it copies what the backward reads into arrays of all
+    layers, and out of them. With remat=full that is next to nothing. Unrolled, a layer takes less
+    than a second to compile in BF16, and three in FP8 (docs/results/steps_and_memory.md).
+    """
+    compiles_fast = is_exact(policy) or shape.n_layers <= _MOST_UNROLLED
+    pays = hardware.platform() == "gpu" and mesh.size == 1 and remat != "full"
+    return shape.n_layers if pays and compiles_fast else 1
 
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:

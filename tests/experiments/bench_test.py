@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
+from configs import base, smoke
 from experiments import markdown
 from experiments.bench import (
     accumulation,
     decoding,
     operators,
     size_gains,
+    starts,
     steps,
     telemetry,
     timing,
@@ -750,3 +751,29 @@ def test_cost_of_telemetry_needs_two_samples(data):
         telemetry.measure_telemetry(tiny(data))
     with pytest.raises(ValueError, match="num_steps=7 has fewer than two samples"):
         telemetry.measure_telemetry(tiny(data, num_steps=7, telemetry_every=4))
+
+
+@pytest.mark.slow
+def test_a_cached_start_compiles_less(data):
+    """Two processes of a run with one layer, which end at their third step."""
+    arguments = [
+        "--config=configs/smoke.py", "--config.model_overrides.n_layers=1",
+        "--config.num_steps=1000000", f"--config.data={data[0]}", f"--config.cache_dir={data[1]}",
+    ]  # fmt: skip
+    config = smoke.get_config()
+    config.data, config.cache_dir = data
+    made = starts.measure_starts(config, arguments, ["bf16"])
+    assert [row.name for row in made.rows] == ["bf16, cold", "bf16, cached"]
+    cold, cached = (row.timing.seconds for row in made.rows)
+    assert made.figures == {
+        "start_cold/llama_tiny/bf16": cold, "start_cached/llama_tiny/bf16": cached,
+    }  # fmt: skip
+    compiling = [float(row.note.split()[3]) for row in made.rows]
+    assert compiling[1] < compiling[0] < cold
+
+
+def test_a_start_that_fails_says_why(data):
+    config = smoke.get_config()
+    config.data, config.cache_dir = data
+    with pytest.raises(RuntimeError, match=r"before step 3: (?s:.)*no file 'configs/none.py'"):
+        starts.measure_starts(config, ["--config=configs/none.py"], ["bf16"])
