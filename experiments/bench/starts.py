@@ -20,7 +20,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.bench.report import Report, Row
-from experiments.bench.timing import Timing
+from experiments.bench.timing import Timing, say
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.records.events import Event
@@ -53,6 +53,7 @@ def measure_starts(config: ConfigDict, arguments: Sequence[str], policies: Seque
                 seconds, note = _start(
                     [*arguments, f"--config.precision={policy}"], cache, Path(folder, kind)
                 )
+                say(f"{policy}, {kind}: {seconds:.1f} s, {note}")
                 figures[f"start_{kind}/{config.model}/{policy}"] = seconds
                 rows.append(
                     Row(case=f"{config.model} {config.batch_size}x{config.seq_len}",

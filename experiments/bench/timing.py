@@ -103,7 +103,7 @@ def time_in_turns(
             racers[name] = _Racer(pool.submit(prepare), clock)
     for name, racer in racers.items():
         racer.attempt(functools.partial(racer.warm_up, seconds))
-        _say(f"{name}: ready after {time.perf_counter() - begin:.1f} s")
+        say(f"{name}: ready after {time.perf_counter() - begin:.1f} s")
     for _ in range(rounds):
         for racer in racers.values():
             racer.attempt(racer.time_batch)
@@ -111,11 +111,12 @@ def time_in_turns(
     for racer in racers.values():
         racer.close()
     for name, timing in timings.items():
-        _say(f"{name}: {timing.reason or f'{1e3 * timing.seconds:.4f} ms'}")
+        say(f"{name}: {timing.reason or f'{1e3 * timing.seconds:.4f} ms'}")
     return timings
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Writes a result to stderr as soon as it is known."""
     print(text, file=sys.stderr, flush=True)
 
 
