@@ -62,11 +62,19 @@ def share_device() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
-def compiled(f: Callable[..., Any], *arrays: Any, items: int = 1) -> Callable[[], Program]:
-    """Returns a function that compiles `f` for these arrays; its row shows the temporaries."""
+def compiled(
+    f: Callable[..., Any], *arrays: Any, items: int = 1, layer_loop: bool = True
+) -> Callable[[], Program]:
+    """Returns a function that compiles `f` for these arrays; its row shows the temporaries.
+
+    Args:
+      items: how often `f` does what is timed.
+      layer_loop: as in `xla.compiler_options`.
+    """
+    options = xla.compiler_options(layer_loop=layer_loop)
 
     def prepare() -> Program:
-        program = jax.jit(f, compiler_options=xla.compiler_options()).lower(*arrays).compile()
+        program = jax.jit(f, compiler_options=options).lower(*arrays).compile()
         memory = program.memory_analysis()
         size = None if memory is None else memory.temp_size_in_bytes
         return Program(call=lambda: program(*arrays), items=items, bytes=size)

@@ -151,7 +151,8 @@ def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program
 
     def prepare() -> Program:
         state = _seeded(model, params, batch)
-        return compiled(lambda s, b: accumulate(model, s, b, 1), state, batch)()
+        step = lambda s, b: accumulate(model, s, b, 1)  # noqa: E731
+        return compiled(step, state, batch, layer_loop=model.has_layer_loop)()
 
     return prepare
 
@@ -401,7 +402,7 @@ def _without_optimizer(training: _Training, case: _Case) -> Program:
     batch, model = to_devices(training.batch(case), run.batch_sharding), run.stages[0].model
     program = jax.jit(
         lambda state, batch: accumulate(model, state, batch, microbatches),
-        compiler_options=xla.compiler_options(),
+        compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
     )
 
     def call() -> Any:
@@ -473,16 +474,7 @@ def measure_training(
     """
     cases = [_Case(policy, setting) for policy in policies for setting in settings or ("",)]
     training = _Training(config, cases, devices, count)
-    contestants = {}
-    for case in cases:
-        contestants[case.name] = functools.partial(training.prepare, case, _train)
-        if not settings:
-            contestants[f"{case.name}, no optimizer"] = functools.partial(
-                training.prepare, case, _without_optimizer
-            )
-    if not settings:
-        contestants["optimizer"] = functools.partial(training.prepare, cases[0], _optimizer)
-    found = timed(contestants)
+    found = timed(_training_contestants(training, cases, parts=not settings))
     title = f"{config.model} {config.batch_size}x{config.seq_len}"
     title += f", {count} documents a row" if count > 1 else ""
     title += f", {devices} devices" if devices > 1 else ""
@@ -498,6 +490,22 @@ def measure_training(
         title=f"Training steps of {title}", rate="TFLOP/s", rows=rows, figures=figures,
         notes=notes, limits=limits.by_name(),
     )  # fmt: skip
+
+
+def _training_contestants(
+    training: _Training, cases: Sequence[_Case], *, parts: bool
+) -> dict[str, Callable[[], Program]]:
+    """Returns the training step of each case; with `parts`, also the parts that it consists of."""
+    contestants: dict[str, Callable[[], Program]] = {}
+    for case in cases:
+        contestants[case.name] = functools.partial(training.prepare, case, _train)
+        if parts:
+            contestants[f"{case.name}, no optimizer"] = functools.partial(
+                training.prepare, case, _without_optimizer
+            )
+    if parts:
+        contestants["optimizer"] = functools.partial(training.prepare, cases[0], _optimizer)
+    return contestants
 
 
 class _Work(NamedTuple):

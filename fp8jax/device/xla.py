@@ -112,7 +112,9 @@ def program_bytes(program: Any) -> int:
     return allocated + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-def compiler_options(*, weights_only: bool = False) -> dict[str, bool | int]:
+def compiler_options(
+    *, weights_only: bool = False, layer_loop: bool = True
+) -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the library's own programs.
 
     On CPUs they make XLA execute every bfloat16 rounding of the program. By default XLA skips the
@@ -126,18 +128,20 @@ def compiler_options(*, weights_only: bool = False) -> dict[str, bool | int]:
     - It merges small GEMMs with a common operand. Their scales differ, so they are not folded into
       the merged FP8 GEMM, but rounded to bfloat16.
     - In a loop over layers it fuses a GEMM with the write of its result to where the backward reads
-      it, and runs the GEMM a second time for its other users.
+      it, and runs the GEMM a second time for its other users. Without a loop the same optimization
+      ("dynamic slice fusion") lets a GEMM write its result to where it is needed, and stays on.
 
     Args:
       weights_only: whether the program multiplies weights in a narrow format with activations in
         bfloat16 (linear/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
+      layer_loop: whether the program may contain a loop over layers.
     """
     if platform() == "cpu":
         return {"xla_allow_excess_precision": False}
     if platform() == "gpu":
         options = {
             "xla_gpu_dot_merger_threshold_mb": 0,
-            "xla_gpu_enable_dynamic_slice_fusion": False,
+            "xla_gpu_enable_dynamic_slice_fusion": not layer_loop,
         }
         return options | ({"xla_gpu_enable_triton_gemm": True} if weights_only else {})
     return {}

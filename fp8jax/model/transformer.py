@@ -99,6 +99,11 @@ class Transformer(nn.Module):
     high: str | Policy | None = None
     zero_padding: bool = False
 
+    @property
+    def has_layer_loop(self) -> bool:
+        """Whether the compiled program has a loop over layers."""
+        return self.unroll < self.config.n_layers
+
     @nn.compact
     def __call__(
         self,

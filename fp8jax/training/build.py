@@ -166,8 +166,6 @@ def _programs(
     state: TrainState,
     shardings: Any,
 ) -> Programs:
-    options = xla.compiler_options()
-
     def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
         def step(state, batch):
             return kind(
@@ -177,8 +175,9 @@ def _programs(
             )  # fmt: skip
 
         return jax.jit(
-            step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options
-        )
+            step, donate_argnums=0, out_shardings=(shardings, None),
+            compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
+        )  # fmt: skip
 
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
@@ -196,7 +195,7 @@ def _programs(
         repeat_step=compiled(repeating, repeat_step),
         eval_step=jax.jit(
             lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
-            compiler_options=options,
+            compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
         ),
         telemetry=_telemetry(config, shared, measured),
         seed_telemetry=_telemetry(config, shared, measured_seeding),

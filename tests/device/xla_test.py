@@ -159,5 +159,8 @@ def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
     assert xla.compiler_options() == {"xla_allow_excess_precision": False}
     monkeypatch.setattr(xla, "platform", lambda: "gpu")
     assert xla.folds_scales() and "xla_allow_excess_precision" not in xla.compiler_options()
+    for layer_loop in (True, False):
+        options = xla.compiler_options(layer_loop=layer_loop)
+        assert options["xla_gpu_enable_dynamic_slice_fusion"] is not layer_loop
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
     assert not xla.folds_scales()

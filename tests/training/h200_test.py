@@ -17,15 +17,16 @@ pytestmark = [h200.needs_plugin, pytest.mark.slow]
 LAYERS = 3
 
 
+@pytest.mark.parametrize("unroll", [1, LAYERS])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block"])
-def test_a_layer_loop_runs_each_gemm_once_and_scaled(data, name):
-    """Layers so small that XLA would merge their GEMMs, in a loop whose results the backward reads:
-    with fp8_block it would run GEMMs twice, with fp8_current round scales."""
+def test_layers_run_each_gemm_once_and_scaled(data, name, unroll):
+    """Layers so small that XLA would merge their GEMMs, with and without a loop. In a loop, whose
+    results the backward reads, fp8_block would run GEMMs twice, and fp8_current round scales."""
     sizes = dict(
         model_overrides__d_model=256, model_overrides__d_ff=512, model_overrides__n_layers=LAYERS
     )
     with h200.default() as devices:
-        run = build(tiny(data, precision=name, unroll=1, **sizes), list(devices))
+        run = build(tiny(data, precision=name, unroll=unroll, **sizes), list(devices))
         stage = run.stages[0]
         text = lower_program(run, stage, "step").compile().as_text()
         gemms = find_gemms(text, stage.policy, stage.model.config.linears)
