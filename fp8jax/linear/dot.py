@@ -128,6 +128,7 @@ def dot_general_shared(
     out_sharding: Any = None,
     scopes: Sequence[str] | None = None,
     seeded: bool = False,
+    requantize: bool = False,
     probes: Sequence[Probe | None] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
     """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
@@ -142,6 +143,7 @@ def dot_general_shared(
         first key.
       probes: one entry per weight, or None for no probes.
       scopes: the names of the weights' modules, for the compiled program.
+      requantize: as in `fp8jax.nn.Dense`.
 
     Returns:
       One result per weight. Other arguments and errors are those of `dot_general`.
@@ -155,7 +157,9 @@ def dot_general_shared(
         preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
     )  # fmt: skip
     check_manual(context.recipe)
-    context = dataclasses.replace(context, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs))
+    context = dataclasses.replace(
+        context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs)
+    )
     probes = (None,) * len(rhs) if probes is None else tuple(map(combining, probes))
     for leaf in jax.tree.leaves((states, probes)):
         check_vmap(lhs, leaf)

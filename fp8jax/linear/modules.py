@@ -160,6 +160,9 @@ class Dense(nn.Module):
       kernel_init: initializer of the float32 kernel.
       kernel_axes: logical axis names of the kernel, for sharding; () for none.
       preferred_element_type: dtype of y; None for x's.
+      requantize: whether the backward quantizes x again, to the same codes, instead of keeping them
+        since the forward. That needs less memory if x is kept anyway, for the backward of what
+        made it; else it needs more.
 
     Example:
       >>> x = jnp.ones((2, 8), jnp.bfloat16)
@@ -179,6 +182,7 @@ class Dense(nn.Module):
     kernel_axes: tuple[str | None, ...] = ()
     preferred_element_type: Any = None
     seeded: bool = False
+    requantize: bool = False
 
     @nn.compact
     def variables_for(self, size: int) -> tuple[Any, Any, Histories]:
@@ -276,7 +280,8 @@ def together(
 
 def _settings(layer: Dense) -> tuple[Any, ...]:
     """Return the settings that must be equal for layers to share a quantized x."""
-    return as_recipe(layer.recipe), layer.backend, layer.preferred_element_type, layer.seeded
+    recipe, dtype = as_recipe(layer.recipe), layer.preferred_element_type
+    return recipe, layer.backend, dtype, layer.seeded, layer.requantize
 
 
 def apply_together(
@@ -311,7 +316,7 @@ def apply_together(
     ys = dot_general_shared(
         x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=histories,
         keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
-        scopes=scopes, seeded=first.seeded, probes=probes,
+        scopes=scopes, seeded=first.seeded, requantize=first.requantize, probes=probes,
     )  # fmt: skip
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 

@@ -8,7 +8,9 @@ Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant al
 axis multiply the result, others multiply block by block. Saved for the backward are
 
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
-         wgrad_x in high precision, x itself.
+         wgrad_x in high precision, x itself. Also with `requantize`, for an x that is kept anyway,
+         because the backward of what made it reads it: it is quantized in the backward, to the same
+         codes.
     w    the operand as given, in practice the float32 parameter, which exists anyway. The backward
          quantizes it again, so no gathered or cast weight is saved under any rematerialization
          policy.
@@ -89,6 +91,7 @@ class VjpContext:
       out_dtype: of y.
       scopes: the name of each weight's module in the compiled program; "" adds no name.
       seeded: whether no history is empty; if False, empty ones seed themselves (amax_history.py).
+      requantize: whether x is saved for the backward and quantized there, instead of its codes.
       x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
       pooled: mesh axes whose devices share the scale of an operand.
     """
@@ -99,6 +102,7 @@ class VjpContext:
     out_dtype: jnp.dtype
     scopes: tuple[str, ...]
     seeded: bool
+    requantize: bool = False
     x_axes: Axes = frozenset()
     pooled: PooledAxes = PooledAxes()
 
@@ -106,7 +110,7 @@ class VjpContext:
 class _Residuals(NamedTuple):
     """What the forward saves for the backward. Tuples have one entry per weight."""
 
-    x: Operand  # as wgrad reads it
+    x: Operand  # as wgrad reads it, or as `_wgrad_x` quantizes it
     ws: tuple[jax.Array, ...]
     histories: tuple[Histories, ...]
     new_histories: tuple[Histories, ...]  # of x and w; the backward adds g's
@@ -273,8 +277,7 @@ def forward(
       y for each weight, the operands of `x_casts`, the new histories of x and each w, and the
       statistics of these casts, {} without a probe.
     """
-    of_x = tuple({k: v for k, v in one.items() if k == "x"} for one in histories)
-    qx, amax_x = quantize_operand(context, x, x_casts, largest_of(of_x), keys[0])
+    qx, amax_x = quantize_operand(context, x, x_casts, _histories_of_x(histories), keys[0])
     joint = shared_amax(context, ("fwd_w",), [w for w in ws if isinstance(w, jax.Array)])
     ys, new_histories, rows = [], [], []
     rows_x: dict[Any, Rows] = {}  # by what-if recipe
@@ -292,6 +295,11 @@ def forward(
             rows_x[what_if] = measure(probe, x, qx, x_casts, key)
         rows.append(rows_x[what_if] | rows_w)
     return tuple(ys), qx, tuple(new_histories), tuple(rows)
+
+
+def _histories_of_x(histories: Sequence[Histories]) -> Histories:
+    """Return the history of x, if the recipe has one, from those of the weights that share it."""
+    return largest_of(tuple({k: v for k, v in one.items() if k == "x"} for one in histories))
 
 
 def forward_matmul(
@@ -341,12 +349,32 @@ def _refuse_second_derivative(primals, tangents):
 
 def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
     in_float32 = tuple(map(to_float32, histories))
-    ys, qx, new_histories, rows = forward(context, x, ws, in_float32, keys, X_CASTS, probes)
-    x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
-    return ys, _Residuals(x, ws, histories, new_histories, keys, probes, rows)
+    casts = {"fwd_x": -1} if _requantizes(context, probes) else X_CASTS
+    ys, qx, new_histories, rows = forward(context, x, ws, in_float32, keys, casts, probes)
+    if _requantizes(context, probes):
+        kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
+    else:
+        kept = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
+    return ys, _Residuals(kept, ws, histories, new_histories, keys, probes, rows)
+
+
+def _requantizes(context: VjpContext, probes: Sequence[Probe | None]) -> bool:
+    """Whether the backward quantizes x. Probes measure both of its casts in the forward."""
+    return context.requantize and all(probe is None for probe in probes)
+
+
+def _wgrad_x(context: VjpContext, saved: _Residuals) -> Operand:
+    """Return the operand x of wgrad, quantized now if the forward has saved x itself."""
+    if not _requantizes(context, saved.probes):
+        return saved.x
+    assert isinstance(saved.x, PlainOperand)
+    histories = _histories_of_x(tuple(map(to_float32, saved.histories)))
+    casts = {"wgrad_x": X_CASTS["wgrad_x"]}
+    return quantize_operand(context, saved.x.x, casts, histories, saved.keys[0])[0]["wgrad_x"]
 
 
 def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
+    x = _wgrad_x(context, saved)
     dxs, dws, histories, statistics = [], [], [], []
     joint = JointAmax(
         w=shared_amax(context, ("dgrad_w",), saved.ws),
@@ -357,7 +385,7 @@ def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ..
         saved.probes, saved.rows, strict=True,
     ):  # fmt: skip
         dx, dw, cotangent, measured = backward(
-            context, saved.x, scope, w, old, new, key, g, joint, probe, rows
+            context, x, scope, w, old, new, key, g, joint, probe, rows
         )
         dxs.append(dx)
         dws.append(dw)

@@ -56,10 +56,12 @@ class Implementation:
     Attributes:
       attend: (q_BTNH, k_BTKH, v_BTKH, segments_BT) -> output [B, T, N, H].
       refuses: queries -> the reason why it cannot run them on this device, or None if it can.
+      saves_output: whether its backward reads its output, which so is kept since the forward.
     """
 
     attend: Callable[..., Array]
     refuses: Callable[[Array | jax.ShapeDtypeStruct], str | None]
+    saves_output: bool = False
 
 
 def dot_product_attention(
@@ -194,11 +196,11 @@ def reference(
 ) -> Implementation:
     """Returns the blockwise implementation; see `Blockwise` for the arguments."""
     attend = Blockwise(row_max=row_max, rounded=rounded)
-    return Implementation(attend=attend, refuses=_refuses_nothing)
+    return Implementation(attend=attend, refuses=_refuses_nothing, saves_output=True)
 
 
 ATTENTIONS: dict[str, Implementation] = {
-    "flash": Implementation(attend=_flash, refuses=_flash_refuses),
+    "flash": Implementation(attend=_flash, refuses=_flash_refuses, saves_output=True),
     "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=_refuses_nothing),
     "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
     "cudnn_causal": Implementation(attend=_cudnn_causal, refuses=_cudnn_refuses),

@@ -21,7 +21,7 @@ from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.linear.modules import Dense, add_bias, together
 from fp8jax.linear.probe import TELEMETRY, module_probe, watched
 from fp8jax.linear.promotable import promotable_dot
-from fp8jax.model.attention import Implementation, dot_product_attention
+from fp8jax.model.attention import Implementation, choose_attention
 from fp8jax.model.cache import KVCache, attend_cached, written
 from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.model.norms import RMSNorm, norm_layer
@@ -37,11 +37,18 @@ HIDDEN = "hidden"
 
 
 class LinearSpec(NamedTuple):
-    """A linear of a layer: its name, its output features, and the logical axes of its kernel."""
+    """A linear of a layer.
+
+    Attributes:
+      name, features: of the linear and its output.
+      axes: logical axes of its kernel.
+      requantize: as in `Dense`.
+    """
 
     name: str
     features: int
     axes: tuple[str, str]
+    requantize: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Linears:
             linear.features, self.policy.recipe(path), self.backend,
             path in BIASES[self.config.biases],
             kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=linear.axes,
-            seeded=True, name=linear.name,
+            seeded=True, requantize=linear.requantize, name=linear.name,
         )  # fmt: skip
 
     def keys(self, names: Iterable[str]) -> list[Any]:
@@ -195,17 +202,18 @@ class Attention(nn.Module):
             q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
             k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
         v_BLKH = split_heads(v, c.n_kv_heads)
-        updated = None
+        updated, keeps_y = None, False
         if cache is not None:
             updated = written(cache, k_BLKH, v_BLKH, positions_BL, segments_BL > 0)
         if updated is None or cache.fresh:
-            y_BLNH = dot_product_attention(
-                q_BLNH, k_BLKH, v_BLKH, segments_BL, implementation=self.implementation
-            )
+            chosen = choose_attention(self.implementation, q_BLNH)
+            y_BLNH = chosen.attend(q_BLNH, k_BLKH, v_BLKH, segments_BL)
+            keeps_y = chosen.saves_output
         else:
             y_BLNH = attend_cached(q_BLNH, updated, positions_BL)
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        y = self.linears(y, LinearSpec("o", c.d_model, ("heads", "embed")))[0]
+        o = LinearSpec("o", c.d_model, ("heads", "embed"), requantize=keeps_y)
+        y = self.linears(y, o)[0]
         return y if cache is None else (y, updated)
 
 
