@@ -173,8 +173,7 @@ class _Contestant:
             return prefill(model, variables, cache, prompts_BP, lengths_B, requests)
 
         arguments = self._variables, prompts, lengths, self._requests()
-        program = jax.jit(run, compiler_options=compiler_options(model)).lower(*arguments).compile()
-        return lambda: program(*arguments)
+        return _called(jax.jit(run, compiler_options=compiler_options(model)), *arguments)
 
     def prefill(self) -> Program:
         return Program(call=self._prefill())
@@ -185,8 +184,18 @@ class _Contestant:
         arguments = self._variables, self._prefill()(), self._requests(), jnp.int32(tokens)
         loop = functools.partial(decode, self._model, tokens=tokens)
         jitted = jax.jit(loop, compiler_options=compiler_options(self._model))
-        program = jitted.lower(*arguments).compile()
-        return Program(call=lambda: program(*arguments)[1], items=tokens)
+        call = _called(jitted, *arguments)
+        return Program(call=lambda: call()[1], items=tokens)
+
+
+def _called(jitted: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Returns a call of a function that has compiled it already, by calling it once.
+
+    `jitted.lower` would fill the trees of arguments with descriptions of arrays, and frozen kernels
+    check what they are made of where types are checked.
+    """
+    jax.block_until_ready(jitted(*arguments))
+    return functools.partial(jitted, *arguments)
 
 
 def random_params(config: ModelConfig) -> Any:

@@ -29,6 +29,7 @@ counts with the best of them, time and memory by themselves:
 """
 
 import ast
+import copy
 import dataclasses
 import functools
 import math
@@ -279,12 +280,12 @@ class _Case:
 
     def config(self, config: ConfigDict) -> ConfigDict:
         """Returns the config of this contestant."""
-        one = config.copy_and_resolve_references()
+        one = copy.deepcopy(config)
         (one.precision, one.backend), one.precision_schedule = policy_and_backend(self.policy), ()
         if self.setting not in ("", DEFAULTS):
             for assignment in self.setting.split(","):
                 _assign(one, assignment)
-        return one
+        return one.copy_and_resolve_references()  # not before: keys without a value have types
 
 
 def _assign(config: ConfigDict, assignment: str) -> None:
