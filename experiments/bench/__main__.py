@@ -174,9 +174,11 @@ def _training(shapes: Sequence[str], timed: Timer) -> Report:
     count, *more = [int(count) for count in _DOCUMENTS.value or ["1"]]
     if more:
         raise ValueError(f"--documents={count},{','.join(map(str, more))}: step takes one")
+    settings = [one.strip() for one in _SETTINGS.value.split(";") if one.strip()]
+    steps.check_settings(_CONFIG.value, settings)  # before the limits, which take a while
     return steps.measure_training(
         _CONFIG.value, policies, timed, _limits(timed), figure=figure, devices=_DEVICES.value,
-        count=count, settings=[one.strip() for one in _SETTINGS.value.split(";") if one.strip()],
+        count=count, settings=settings,
     )  # fmt: skip
 
 

@@ -288,17 +288,29 @@ class _Case:
         return one.copy_and_resolve_references()  # not before: keys without a value have types
 
 
+def check_settings(config: ConfigDict, settings: Iterable[str]) -> None:
+    """Raises ValueError for a setting that `measure_training` would refuse."""
+    for setting in settings:
+        _Case("bf16", setting).config(config)
+
+
 def _assign(config: ConfigDict, assignment: str) -> None:
     """Sets a key, such as "unroll=28" or "mesh_axes.fsdp=2"; its value keeps its type."""
     key, equals, value = assignment.strip().partition("=")
     *parents, last = key.split(".")
-    node = functools.reduce(lambda node, name: node[name], parents, config)
-    if not equals or last not in node:
+    node: Any = config
+    for name in parents:
+        node = node[name] if isinstance(node, ConfigDict) and name in node else None
+    if not equals or not isinstance(node, ConfigDict) or last not in node:
         raise ValueError(f"--settings: {assignment!r} is not KEY=VALUE of a key of the config")
     try:
-        node[last] = ast.literal_eval(value)
+        value = ast.literal_eval(value)
     except (SyntaxError, ValueError):
+        pass  # a string without quotes
+    try:
         node[last] = value
+    except TypeError as error:
+        raise ValueError(f"--settings: {assignment!r}: {error}") from None
 
 
 class _Training:
@@ -470,8 +482,7 @@ def measure_training(
 
     Raises:
       ValueError: this process has fewer devices, or they do not divide the rows; a setting is not
-        KEY=VALUE, or not of a key of the config.
-      TypeError: a setting's value is not of the key's type.
+        KEY=VALUE, or not of a key of the config and its type.
     """
     cases = [_Case(policy, setting) for policy in policies for setting in settings or ("",)]
     training = _Training(config, cases, devices, count)

@@ -542,15 +542,17 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
 
 
 @pytest.mark.parametrize(
-    ("setting", "error", "message"),
+    ("setting", "message"),
     [
-        ("unroll", ValueError, "'unroll' is not KEY=VALUE"),
-        ("unrol=2", ValueError, "'unrol=2' is not KEY=VALUE of a key"),
-        ("unroll=two", TypeError, "unroll"),
+        ("unroll", "'unroll' is not KEY=VALUE"),
+        ("unrol=2", "'unrol=2' is not KEY=VALUE of a key"),
+        ("mesh_axis.fsdp=2", "is not KEY=VALUE of a key"),
+        ("unroll.fsdp=2", "is not KEY=VALUE of a key"),
+        ("unroll=two", "'unroll=two': .*int"),
     ],
 )
-def test_a_wrong_setting_is_refused(setting, error, message):
-    with pytest.raises(error, match=message):
+def test_a_wrong_setting_is_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
         steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, settings=[setting])
 
 
