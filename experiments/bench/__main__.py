@@ -43,6 +43,7 @@ from experiments.bench import (
     steps,
     telemetry,
     timing,
+    training_steps,
 )
 from experiments.bench.report import Report, write
 from experiments.bench.timing import Timer
@@ -175,8 +176,8 @@ def _training(shapes: Sequence[str], timed: Timer) -> Report:
     if more:
         raise ValueError(f"--documents={count},{','.join(map(str, more))}: step takes one")
     settings = [one.strip() for one in _SETTINGS.value.split(";") if one.strip()]
-    steps.check_settings(_CONFIG.value, settings)  # before the limits, which take a while
-    return steps.measure_training(
+    training_steps.check_settings(_CONFIG.value, settings)  # before the limits, which take a while
+    return training_steps.measure_training(
         _CONFIG.value, policies, timed, _limits(timed), figure=figure, devices=_DEVICES.value,
         count=count, settings=settings,
     )  # fmt: skip

@@ -1,76 +1,47 @@
-"""Benchmarks of training steps, beside BF16, the device's measured limits, and torch.
+"""Benchmarks of steps of layers, beside BF16, the device's measured limits, and torch.
 
-    measure_step        layers of a model, forward and backward, without an optimizer
-    measure_training    whole steps of a config, with the program that training runs
+The layers of a model run forward and backward, without an optimizer: `accumulate` of
+training/step.py on our own Transformer, which quantizes float32 weights in every step. A delayed
+policy starts from the amax histories that its seeding step leaves: with empty histories, gradients
+would be flushed to zeros, which draw less power. The limit of a row is the time of the step's
+matmuls at the measured rate of their precision, plus the measured time of attention.
+experiments/bench/training_steps.py measures whole training steps.
 
-Both run what training runs: `accumulate` of training/step.py on our own Transformer, which
-quantizes float32 weights in every step, and `build` of training/build.py. A delayed policy starts
-from the amax histories that its seeding step leaves: with empty histories, gradients would be
-flushed to zeros, which draw less power. The limit of a row is the time of the step's matmuls at the
-measured rate of their precision, plus the measured time of attention.
-
-The figures of `measure_step` are for the shape d4096 unless their name has another shape:
+The figures are for the shape d4096 unless their name has another shape:
 
     step_speedup/POLICY    speed of a step over bf16's
     step_memory/POLICY     temporaries of a step over bf16's, with the same rematerialization
     bf16_vs_torch          speed of our bf16 step over that of torch.compile
-
-The figures of `measure_training`. With --figure=NAME, the first three have the names NAME_time,
-NAME_memory and NAME_tokens_per_s for the first policy besides bf16. With settings, each policy
-counts with the best of them, time and memory by themselves:
-
-    train_time/MODEL/POLICY          time of a training step over bf16's
-    train_memory/MODEL/POLICY        all memory that XLA allocates for the step, over bf16's
-    train_tokens_per_s/MODEL/POLICY  tokens in a second, of all devices
-    defaults_vs_best/MODEL/POLICY    time with the config as it is, over that of the best setting
-    train_vs_bench                   speed of the training step over that of its parts, the
-                                     benchmark's step followed by the optimizer; the lowest of all
-                                     policies
 """
 
-import ast
-import copy
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from ml_collections import ConfigDict
 
 from experiments.bench import torch_peers
 from experiments.bench.operators import (
     Limits,
     attend,
     compiled,
-    default_attention,
     documents,
-    normal,
     policy_and_backend,
     sizes,
 )
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer, Timing
-from fp8jax.data.loader import Batch, to_devices
+from fp8jax.data.loader import Batch
 from fp8jax.device import xla
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.config import ModelConfig, flops_per_token
 from fp8jax.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.names import as_policy
-from fp8jax.optim.config import OptimizerConfig
-from fp8jax.optim.optimizers import make_optimizer
-from fp8jax.stability.bad_steps import is_finite, select_if
-from fp8jax.training.build import build
-from fp8jax.training.policy_switch import enter_policy
-from fp8jax.training.run import Run
 from fp8jax.training.step import TrainState, accumulate
-
-DEFAULTS = "defaults"  # the setting that changes nothing in a config
 
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):
@@ -108,7 +79,7 @@ def step_shape(name: str) -> tuple[ModelConfig, int, int]:
     return model, rows, length
 
 
-def _random_batch(
+def random_batch(
     dims: ModelConfig, rows: int, length: int, count: int = 1
 ) -> dict[str, np.ndarray]:
     """Returns rows of random tokens, in `count` documents of random lengths each."""
@@ -176,7 +147,7 @@ def step_floor(
     }
 
 
-def _quantizes(policy: str) -> bool:
+def quantizes(policy: str) -> bool:
     return any(recipe.casts for _, recipe in as_policy(policy_and_backend(policy)[0]).rules)
 
 
@@ -205,7 +176,7 @@ def measure_step(
     """
     rows: list[Row] = []
     figures: dict[str, float] = {}
-    quantized = {policy for policy in policies if _quantizes(policy)}
+    quantized = {policy for policy in policies if quantizes(policy)}
     quantized |= {f"torchao {recipe}" for recipe in torch_peers.TORCHAO}
     for shape in shapes:
         dims, size, length = step_shape(shape)
@@ -238,7 +209,7 @@ def _step_contestants(
     """Returns the step under each policy; all have the same parameters and batch."""
     dims, size, length = step_shape(shape)
     params = _init_params(dims)
-    batch = jax.tree.map(jnp.asarray, _random_batch(dims, size, length))
+    batch = jax.tree.map(jnp.asarray, random_batch(dims, size, length))
     contestants = {}
     for policy in policies:
         name, backend = policy_and_backend(policy)
@@ -260,360 +231,10 @@ def _step_figures(
     for policy in policies:
         if policy != "bf16":
             figures[f"step_speedup{suffix}/{policy}"] = base.seconds / found[policy].seconds
-            figures[f"step_memory{suffix}/{policy}"] = _ratio(found[policy].bytes, base.bytes)
+            figures[f"step_memory{suffix}/{policy}"] = ratio(found[policy].bytes, base.bytes)
     return figures
 
 
-# Whole training steps -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Case:
-    """A contestant: a policy, and what differs from the config, "" for nothing."""
-
-    policy: str
-    setting: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy}, {self.setting}" if self.setting else self.policy
-
-    def config(self, config: ConfigDict) -> ConfigDict:
-        """Returns the config of this contestant."""
-        one = copy.deepcopy(config)
-        (one.precision, one.backend), one.precision_schedule = policy_and_backend(self.policy), ()
-        if self.setting not in ("", DEFAULTS):
-            for assignment in self.setting.split(","):
-                _assign(one, assignment)
-        return one.copy_and_resolve_references()  # not before: keys without a value have types
-
-
-def check_settings(config: ConfigDict, settings: Iterable[str]) -> None:
-    """Raises ValueError for a setting that `measure_training` would refuse."""
-    for setting in settings:
-        _Case("bf16", setting).config(config)
-
-
-def _assign(config: ConfigDict, assignment: str) -> None:
-    """Sets a key, such as "unroll=28" or "mesh_axes.fsdp=2"; its value keeps its type."""
-    key, equals, value = assignment.strip().partition("=")
-    *parents, last = key.split(".")
-    node: Any = config
-    for name in parents:
-        node = node[name] if isinstance(node, ConfigDict) and name in node else None
-    if not equals or not isinstance(node, ConfigDict) or last not in node:
-        raise ValueError(f"--settings: {assignment!r} is not KEY=VALUE of a key of the config")
-    try:
-        value = ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        pass  # a string without quotes
-    try:
-        node[last] = value
-    except TypeError as error:
-        raise ValueError(f"--settings: {assignment!r}: {error}") from None
-
-
-class _Training:
-    """The runs of a config, one for each case, which share one state.
-
-    The state holds parameters and moments. Every call consumes it, as donated buffers, and returns
-    the next one. Each policy has its own amax histories.
-    """
-
-    def __init__(self, config: ConfigDict, cases: Sequence[_Case], devices: int, count: int):
-        """`devices` of this process train, as the config's mesh says, on `count` documents a row.
-
-        Raises ValueError if there are not so many devices, or for a setting of an unknown key.
-        """
-        given = jax.local_devices()
-        if devices > len(given):
-            raise ValueError(f"--devices={devices}: this process has {len(given)}")
-        self.configs: dict[_Case, ConfigDict] = {}
-        self.runs: dict[_Case, Run] = {}
-        for case in cases:
-            self.configs[case] = case.config(config)
-            self.runs[case] = build(self.configs[case], given[:devices])
-        self.first: Run = next(iter(self.runs.values()))
-        self.model = self.first.stages[0].model.config
-        self._count = count
-        self._state: TrainState | None = None
-        self._histories: dict[str, Any] = {}
-        self._seeded: set[str] = set()
-
-    def batch(self, case: _Case) -> dict[str, np.ndarray]:
-        """Returns random rows of the case's size."""
-        config = self.configs[case]
-        return _random_batch(self.model, config.batch_size, config.seq_len, self._count)
-
-    def state(self, policy: str) -> TrainState:
-        """Returns the state with the policy's histories, for a call that it is donated to.
-
-        The shared part is initialized again if a failed call has lost it.
-        """
-        if policy not in self._histories:
-            raise RuntimeError("a call that failed has lost the histories of this policy")
-        state, self._state = self._state, None
-        if state is None:
-            state = self.first.stages[0].programs.initialize()
-        return dataclasses.replace(state, histories=self._histories.pop(policy))
-
-    def keep(self, policy: str, state: TrainState) -> None:
-        """Stores the state that a call has returned."""
-        self._histories[policy] = state.histories
-        self._state = dataclasses.replace(state, histories={})
-
-    def prepare(self, case: _Case, inner: Callable[["_Training", _Case], Program]) -> Program:
-        """Returns the program of `inner`, prepared and called on the run's mesh, after seeding."""
-        run, policy = self.runs[case], case.policy
-        with jax.set_mesh(run.mesh):
-            if policy not in self._seeded:
-                self._seeded.add(policy)
-                self._histories[policy] = {}
-                (stage,) = run.stages
-                state = enter_policy(self.state(policy), stage.state, frozenset())
-                if stage.seeds:
-                    batch = to_devices(self.batch(case), run.batch_sharding)
-                    state, _ = stage.programs.seed_step(state, batch)
-                self.keep(policy, state)
-            program = inner(self, case)
-
-        def call() -> Any:
-            with jax.set_mesh(run.mesh):
-                return program.call()
-
-        return dataclasses.replace(program, call=call)
-
-
-def _train(training: _Training, case: _Case) -> Program:
-    """Prepares what training/loop.py does in a step.
-
-    It copies the rows to the device, dispatches the step, and reads the metrics of the step before.
-    """
-    run, rows = training.runs[case], training.batch(case)
-    (stage,) = run.stages
-    # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
-    lowered = stage.programs.step.lower(  # type: ignore[attr-defined]
-        stage.state, to_devices(rows, run.batch_sharding)
-    )
-    size = xla.program_bytes(lowered.compile())
-    last: list[Any] = []
-
-    def call() -> Any:
-        batch = to_devices(rows, run.batch_sharding)
-        state, metrics = stage.programs.step(training.state(case.policy), batch)
-        training.keep(case.policy, state)
-        jax.device_get(last)
-        last[:] = [metrics]
-        return metrics
-
-    return Program(call=call, bytes=size)
-
-
-def _without_optimizer(training: _Training, case: _Case) -> Program:
-    """Prepares the step that `measure_step` times, with the config's model and the shared state."""
-    run, microbatches = training.runs[case], training.configs[case].grad_accum
-    batch, model = to_devices(training.batch(case), run.batch_sharding), run.stages[0].model
-    program = jax.jit(
-        lambda state, batch: accumulate(model, state, batch, microbatches),
-        compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
-    )
-
-    def call() -> Any:
-        state = training.state(case.policy)
-        training.keep(case.policy, state)
-        return program(state, batch)
-
-    return Program(call=call)
-
-
-def _optimizer(training: _Training, case: _Case) -> Program:
-    """Prepares everything that a step does after it has computed the gradients."""
-    optimizer, _ = make_optimizer(OptimizerConfig.from_config(training.configs[case]))
-
-    def update(state: TrainState, grads: Any) -> TrainState:
-        norm = optax.tree.norm(grads)
-        updates, moments = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=moments)
-        return select_if(is_finite(norm, norm), new, state)
-
-    program = jax.jit(update, donate_argnums=0, compiler_options=xla.compiler_options())
-    params = training.first.stages[0].state.params
-    random = lambda: jax.tree.map(lambda leaf: normal(0, leaf.shape, jnp.float32), params)  # noqa: E731
-    grads = jax.jit(random, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))()
-
-    def call() -> Any:
-        state = program(training.state(case.policy), grads)
-        training.keep(case.policy, state)
-        return state.step
-
-    return Program(call=call)
-
-
-def measure_training(
-    config: ConfigDict,
-    policies: Sequence[str],
-    timed: Timer,
-    limits: Limits,
-    *,
-    figure: str = "",
-    devices: int = 1,
-    count: int = 1,
-    settings: Sequence[str] = (),
-) -> Report:
-    """Measures whole training steps of a config on random tokens.
-
-    Without `settings`, the benchmark's own step and the optimizer alone are measured, too.
-
-    Args:
-      config: its precision and backend are replaced.
-      policies: POLICY or POLICY@BACKEND.
-      timed: times contestants.
-      limits: the device's.
-      figure: names the figures of the first policy besides bf16, unless it is empty.
-      devices: how many of this process train, as the config's mesh says.
-      count: documents in a row, of random lengths.
-      settings: KEY=VALUE,… for the config; each policy runs with each of them, and figures compare
-        the best of each policy. `DEFAULTS` changes nothing.
-
-    Returns:
-      The report. FLOPs, limits and the memory of a row are those of each device; the memory is all
-      that XLA allocates for the training step.
-
-    Raises:
-      ValueError: this process has fewer devices, or they do not divide the rows; a setting is not
-        KEY=VALUE, or not of a key of the config and its type.
-    """
-    cases = [_Case(policy, setting) for policy in policies for setting in settings or ("",)]
-    training = _Training(config, cases, devices, count)
-    found = timed(_training_contestants(training, cases, parts=not settings))
-    title = f"{config.model} {config.batch_size}x{config.seq_len}"
-    title += f", {count} documents a row" if count > 1 else ""
-    title += f", {devices} devices" if devices > 1 else ""
-    floor = functools.cache(functools.partial(step_floor, timed=timed, limits=limits, count=count))
-    work = {case: _work(training, case, floor, devices) for case in cases}
-    rows = _training_rows(title, found, work)
-    figures = _training_figures(config.model, found, work, figure)
-    if not settings:
-        rows.append(Row(case=title, name="optimizer", timing=found["optimizer"]))
-        figures["train_vs_bench"] = _against_parts(policies, found)
-    notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
-    return Report(
-        title=f"Training steps of {title}", rate="TFLOP/s", rows=rows, figures=figures,
-        notes=notes, limits=limits.by_name(),
-    )  # fmt: skip
-
-
-def _training_contestants(
-    training: _Training, cases: Sequence[_Case], *, parts: bool
-) -> dict[str, Callable[[], Program]]:
-    """Returns the training step of each case; with `parts`, also the parts that it consists of."""
-    contestants: dict[str, Callable[[], Program]] = {}
-    for case in cases:
-        contestants[case.name] = functools.partial(training.prepare, case, _train)
-        if parts:
-            contestants[f"{case.name}, no optimizer"] = functools.partial(
-                training.prepare, case, _without_optimizer
-            )
-    if parts:
-        contestants["optimizer"] = functools.partial(training.prepare, cases[0], _optimizer)
-    return contestants
-
-
-class _Work(NamedTuple):
-    """What a step of a case has to do.
-
-    Attributes:
-      tokens: of all devices.
-      flops: of one device.
-      limit: its parts, in seconds.
-    """
-
-    tokens: int
-    flops: float
-    limit: dict[str, float]
-
-
-def _work(training: _Training, case: _Case, floor: Callable[..., Any], devices: int) -> _Work:
-    config = training.configs[case]
-    micro = config.batch_size // config.grad_accum
-    attention = config.attention or default_attention()
-    parts = floor(training.model, micro, config.seq_len, attention)[_quantizes(case.policy)]
-    tokens = config.batch_size * config.seq_len
-    return _Work(
-        tokens=tokens,
-        flops=flops_per_token(training.model, config.seq_len) * tokens / devices,
-        limit={k: config.grad_accum * v / devices for k, v in parts.items()},
-    )
-
-
-def _training_rows(
-    title: str, found: Mapping[str, Timing], work: Mapping[_Case, _Work]
-) -> list[Row]:
-    """Returns the rows of training steps, and of those without optimizer that were timed."""
-    rows = []
-    for case, (tokens, flops, parts) in work.items():
-        for part in ("", ", no optimizer"):
-            if (name := f"{case.name}{part}") not in found:
-                continue
-            timing, rated = found[name], not part and found[name].seconds > 0
-            base = [
-                found[f"{other.name}{part}"].seconds
-                for other in work
-                if other.policy == "bf16" and work[other].tokens == tokens
-            ]
-            rows.append(
-                Row(case=title, name=name, timing=timing, work=flops, limit=sum(parts.values()),
-                    parts=parts, baseline=_least(base),
-                    note=f"{tokens / timing.seconds:,.0f} tokens/s" if rated else "")
-            )  # fmt: skip
-    return rows
-
-
-def _least(numbers: Iterable[float]) -> float:
-    """Returns the least of those that are not NaN; NaN for none."""
-    return min((number for number in numbers if not math.isnan(number)), default=math.nan)
-
-
-def _against_parts(policies: Sequence[str], found: Mapping[str, Timing]) -> float:
-    """Returns the lowest speed of a training step over that of its parts."""
-    speeds = []
-    for policy in policies:
-        parts = found[f"{policy}, no optimizer"].seconds + found["optimizer"].seconds
-        speeds.append(parts / found[policy].seconds)
-    return min((s for s in speeds if s > 0), default=math.nan)
-
-
-def _training_figures(
-    model: str, found: Mapping[str, Timing], work: Mapping[_Case, _Work], figure: str = ""
-) -> dict[str, float]:
-    """Returns the figures of training steps, each policy with the best of its settings.
-
-    Time is that of a token, so that settings may differ in the size of the batch.
-    """
-    times: dict[str, float] = {}
-    memories: dict[str, float] = {}
-    figures = {}
-    for policy in dict.fromkeys(case.policy for case in work):
-        own = {case: found[case.name] for case in work if case.policy == policy}
-        of_token = {case.setting: t.seconds / work[case].tokens for case, t in own.items()}
-        times[policy] = _least(of_token.values())
-        memories[policy] = _least(t.bytes for t in own.values() if t.bytes is not None)
-        if DEFAULTS in of_token:
-            figures[f"defaults_vs_best/{model}/{policy}"] = of_token[DEFAULTS] / times[policy]
-    named = next((policy for policy in times if policy != "bf16"), None) if figure else None
-    for policy, time in times.items():
-        place = f"/{model}/{policy}"
-        names = {kind: f"train_{kind}{place}" for kind in ("time", "memory", "tokens_per_s")}
-        if policy == named:
-            names = {kind: f"{figure}_{kind}" for kind in names}
-        figures[names["tokens_per_s"]] = 1 / time if time > 0 else math.nan
-        if "bf16" in times and policy != "bf16":
-            figures[names["time"]] = time / times["bf16"]
-            figures[names["memory"]] = memories[policy] / memories["bf16"]
-    return figures
-
-
-def _ratio(size: int | None, baseline: int | None) -> float:
+def ratio(size: int | None, baseline: int | None) -> float:
     """Returns size / baseline in bytes; NaN if one is unknown, or the baseline is zero."""
     return math.nan if size is None or not baseline else size / baseline

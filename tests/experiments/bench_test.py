@@ -30,6 +30,7 @@ from experiments.bench import (
     telemetry,
     timing,
     torch_peers,
+    training_steps,
 )
 from experiments.bench.operators import Limits
 from experiments.bench.report import Report, Row, mean_ratio, versions, write
@@ -451,7 +452,7 @@ def test_the_limit_of_a_step_is_its_products_and_attention():
 
 def test_a_delayed_policy_starts_from_what_its_seeding_step_saw():
     config, rows, length = steps.step_shape("tiny")
-    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
+    batch = jax.tree.map(jnp.asarray, steps.random_batch(config, rows, length))
     params = steps._init_params(config)
     model = Transformer(config, "fp8_delayed")
     state = steps._seeded(model, params, batch)
@@ -469,9 +470,9 @@ def test_training(monkeypatch, hasty):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16, mlp="gelu_tanh"
     )
     config.update(seq_len=32, batch_size=4, grad_accum=1)
-    monkeypatch.setattr(steps, "step_floor", lambda *_, **__: {True: {"matmuls": 0.001}})
+    monkeypatch.setattr(training_steps, "step_floor", lambda *_, **__: {True: {"matmuls": 0.001}})
     llama_tiny = build(config, jax.devices()[:1]).stages[0].model.config
-    made = steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
+    made = training_steps.measure_training(config, ["fp8_delayed"], QUICK, LIMITS)
     found = by_name(made)
     assert ran(made) == set(found) == {"fp8_delayed", "fp8_delayed, no optimizer", "optimizer"}
     whole, step, optimizer = (t.seconds for t in found.values())
@@ -493,11 +494,11 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     config.update(seq_len=32, batch_size=4, mesh="fsdp")
     asked = []
     monkeypatch.setattr(
-        steps, "step_floor",
+        training_steps, "step_floor",
         lambda *a, count, **_: asked.append((a[1], count)) or {False: {"matmuls": 0.001}},
     )  # fmt: skip
     made = {
-        n: steps.measure_training(config, ["bf16"], QUICK, LIMITS, devices=n, count=3)
+        n: training_steps.measure_training(config, ["bf16"], QUICK, LIMITS, devices=n, count=3)
         for n in (1, 2)
     }
     assert ran(made[2]) == {"bf16", "bf16, no optimizer", "optimizer"}
@@ -510,12 +511,12 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
 
 def test_training_needs_the_devices():
     with pytest.raises(ValueError, match="--devices=9: this process has 8"):
-        steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, devices=9)
+        training_steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, devices=9)
 
 
 def test_packed_rows_of_steps():
     config, rows, length = steps.step_shape("tiny")
-    batch = steps._random_batch(config, rows, length, 3)
+    batch = steps.random_batch(config, rows, length, 3)
     for segments, positions in zip(batch["segments"], batch["positions"], strict=True):
         assert set(segments) == {1, 2, 3}
         expected = [np.arange(np.sum(segments == n)) for n in (1, 2, 3)]
@@ -530,9 +531,11 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16
     )
     config.update(seq_len=32, batch_size=2)
-    monkeypatch.setattr(steps, "step_floor", lambda *_, **__: dict.fromkeys([False, True], {}))
+    no_limits = dict.fromkeys([False, True], {})
+    monkeypatch.setattr(training_steps, "step_floor", lambda *_, **__: no_limits)
     settings = ["defaults", "batch_size=8,remat=full"]
-    made = steps.measure_training(config, ["bf16", "fp8_current"], QUICK, LIMITS, settings=settings)
+    policies = ["bf16", "fp8_current"]
+    made = training_steps.measure_training(config, policies, QUICK, LIMITS, settings=settings)
     names = [f"{policy}, {setting}" for policy in ("bf16", "fp8_current") for setting in settings]
     assert [row.name for row in made.rows] == names and ran(made) == set(names)
     assert [row.work / made.rows[0].work for row in made.rows] == [1, 4, 1, 4]
@@ -552,35 +555,36 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
     ],
 )
 def test_a_wrong_setting_is_refused(setting, message):
+    config = base.get_config()
     with pytest.raises(ValueError, match=message):
-        steps.measure_training(base.get_config(), ["bf16"], QUICK, LIMITS, settings=[setting])
+        training_steps.measure_training(config, ["bf16"], QUICK, LIMITS, settings=[setting])
 
 
-def _work(tokens: int) -> steps._Work:
-    return steps._Work(tokens=tokens, flops=1.0, limit={})
+def _work(tokens: int) -> training_steps._Work:
+    return training_steps._Work(tokens=tokens, flops=1.0, limit={})
 
 
 def test_figures_of_training_steps_take_the_name_of_the_command():
     times = {"bf16": 4.0, "fp8_block": 3.0}
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
-    work = {steps._Case(name): _work(6) for name in times}
-    assert steps._training_figures("qwen2.5_1.5b", found, work, "infir2") == {
+    work = {training_steps._Case(name): _work(6) for name in times}
+    assert training_steps._training_figures("qwen2.5_1.5b", found, work, "infir2") == {
         "train_tokens_per_s/qwen2.5_1.5b/bf16": 1.5, "infir2_tokens_per_s": 2.0,
         "infir2_time": 0.75, "infir2_memory": 0.75,
     }  # fmt: skip
     parts = {"bf16, no optimizer": 3.0, "fp8_block, no optimizer": 2.0, "optimizer": 0.5}
     found |= {name: Timing(seconds=t) for name, t in parts.items()}
-    assert steps._against_parts(list(times), found) == pytest.approx(2.5 / 3.0)
+    assert training_steps._against_parts(list(times), found) == pytest.approx(2.5 / 3.0)
 
 
 def test_figures_of_training_steps_take_the_best_setting_of_each_side():
     """Times of a token, so that 8 tokens in 5 s are better than 4 in 3; memory by itself."""
     rows = {("bf16", "defaults"): (3.0, 4, 10), ("bf16", "b=8"): (5.0, 8, 30),
             ("fp8", "defaults"): (2.0, 4, 5), ("fp8", "b=8"): (math.nan, 8, None)}  # fmt: skip
-    cases = {steps._Case(*key): value for key, value in rows.items()}
+    cases = {training_steps._Case(*key): value for key, value in rows.items()}
     found = {case.name: Timing(seconds=s, bytes=size) for case, (s, _, size) in cases.items()}
     work = {case: _work(tokens) for case, (_, tokens, _) in cases.items()}
-    assert steps._training_figures("m", found, work) == {
+    assert training_steps._training_figures("m", found, work) == {
         "train_tokens_per_s/m/bf16": 1.6, "train_tokens_per_s/m/fp8": 2.0,
         "train_time/m/fp8": pytest.approx(0.8), "train_memory/m/fp8": 0.5,
         "defaults_vs_best/m/bf16": pytest.approx(1.2), "defaults_vs_best/m/fp8": 1.0,
@@ -616,7 +620,7 @@ def test_torchs_model_is_the_same_model(monkeypatch):
         ours.o.weight.copy_(transposed("o"))
         ours.gate_up.weight.copy_(transposed("gate", "up"))
         ours.down.weight.copy_(transposed("down"))
-    batch = jax.tree.map(jnp.asarray, steps._random_batch(config, rows, length))
+    batch = jax.tree.map(jnp.asarray, steps.random_batch(config, rows, length))
     model = Transformer(config, dtype=jnp.float32)
     state = steps._seeded(model, params, batch)
     loss = jax.jit(lambda s, b: steps.accumulate(model, s, b, 1)[0])(state, batch)

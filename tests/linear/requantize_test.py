@@ -86,7 +86,7 @@ def test_x_is_saved_in_place_of_its_codes(name):
 
 
 def test_layers_of_other_settings_do_not_share_x():
-    """One would save x, the other its codes: they are applied one by one, with the same results."""
+    """One saves x, the other its codes: they are applied one by one."""
     x = operands()[0]
 
     class Pair(nn.Module):
