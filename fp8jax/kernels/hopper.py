@@ -15,7 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8jax.kernels.kernel_text import remove_dump_names
 from fp8jax.kernels.requirements import require
+
+remove_dump_names()
 
 # Rows and columns of a tile. Also the number of elements that share a scale in block recipes.
 BLOCK = 128
