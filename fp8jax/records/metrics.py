@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tensorboardX
 from absl import logging
 
 from fp8jax.records.display import Display
 from fp8jax.records.events import SILENT
 from fp8jax.records.jsonl import append_line, keep_lines
 from fp8jax.records.sinks import Sink
+from fp8jax.records.tensorboard import open_tensorboard
 
 
 class Metrics:
@@ -70,9 +70,8 @@ class Metrics:
         self._metrics_file, self._samples_file, self._events_file = (
             open(path, "ab", buffering=0) for path in paths
         )
-        # TensorBoard's files cannot be shortened. purge_step hides older points from that step on.
-        self._tensorboard = tensorboardX.SummaryWriter(
-            str(directory / "tensorboard"), purge_step=start_step + 1 if start_step else 0
+        self._tensorboard = open_tensorboard(
+            directory / "tensorboard", start_step + 1 if start_step else 0
         )
         self._sink = sink
         self._display = Display(num_steps, start_step)

@@ -4,9 +4,12 @@ import io
 import json
 import logging as python_logging
 import math
+import os
 import random
 import re
 import struct
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -15,6 +18,7 @@ from absl import logging
 from fp8jax.records import jsonl
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
+from tests.support import ROOT
 
 
 def _bits(x):
@@ -150,6 +154,18 @@ def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):
     points = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert started == [2]
     assert points == [(2, "loss", 0.5)]
+
+
+def test_torch_is_not_imported(tmp_path):
+    """Where torch is installed, its import takes seconds; who wants it can still import it."""
+    (tmp_path / "torch.py").write_text("print('imported torch')")
+    program = "import fp8jax.records.metrics; print('imported metrics'); import torch"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, check=True,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["imported metrics", "imported torch"]
 
 
 def test_events_are_logged(tmp_path):
