@@ -138,6 +138,10 @@ _HEADER = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(([^)]*)\)")
 
 
+# What a Pallas kernel ends with: hundreds of kilobytes of its own code.
+_KERNEL = ", backend_config={kernel_hash"
+
+
 _TYPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 
@@ -207,6 +211,7 @@ class _HloProgram:
         for line in text.splitlines():
             if line.startswith(" "):
                 left, _, right = line.partition(" = ")
+                right, _, _ = right.partition(_KERNEL)
                 self.computations[name][left.strip().removeprefix("ROOT ").lstrip("%")] = right
                 if "=%" in right or "computations={" in right:
                     self._add_calls(name, right)

@@ -49,7 +49,7 @@ from fp8jax.training.initial_state import InitialState
 from fp8jax.training.memory import memory_by_kind
 from fp8jax.training.policy_switch import enter_policy
 from fp8jax.training.profile import Profile
-from fp8jax.training.programs import compile_programs, training_programs
+from fp8jax.training.programs import Compilation, compile_programs, training_programs
 from fp8jax.training.recovery import Recovery, rejection_cause
 from fp8jax.training.resume import (
     Position,
@@ -147,6 +147,17 @@ def _initial_state(run: Run) -> InitialState | None:
     return InitialState.parse(spec) if spec else None
 
 
+def _first_compilation(run: Run) -> Compilation | None:
+    """Begins to compile the training programs of a fresh run; None in a run of several processes.
+
+    Those compile when all of them need the program, so that none waits for another in between.
+    """
+    stage = run.stages[0]
+    if jax.process_count() > 1 or run.settings.num_steps == 0:
+        return None
+    return Compilation(run, stage, training_programs(stage))
+
+
 def _model_changes(run: Run, workdir: str) -> list[str]:
     """Returns how the model `hf:DIR` has changed since the workdir began; warns of it.
 
@@ -205,6 +216,7 @@ class _Loop:
         self.resumed = restored is not None
         if restored is None and (initial_state := _initial_state(run)) is not None:
             restored = initial_state.read(run)
+        self.compilation = None if restored is not None else _first_compilation(run)
         self.start = 0 if restored is None else restored.step
         # The rows read so far say where the data goes on, also if batch size or mixture changed.
         self.data_position = corpus.train.start(
@@ -400,11 +412,11 @@ class _Loop:
         if not self._compiles(step):
             return self._dispatch(step, batch)
         self.metrics.say("compiling the training step…")
+        checked, seconds = self._check_gemms(step)
         begin = time.perf_counter()
-        checked = self._check_gemms(step)
         dispatched = self._dispatch(step, batch)
         self.clock = time.perf_counter()
-        seconds = self.clock - begin
+        seconds += self.clock - begin
         self.compiled.add((self.position.stage.begins, dispatched.seeded))
         self.metrics.say(f"compiled it in {seconds:.1f} s")
         for stage, summary, memory in checked:
@@ -421,17 +433,19 @@ class _Loop:
                     self.metrics.say(line)
         return dispatched
 
-    def _check_gemms(self, step: int) -> list[tuple[Stage, Summary, dict[str, int]]]:
+    def _check_gemms(self, step: int) -> tuple[list[tuple[Stage, Summary, dict[str, int]]], float]:
         """Find the GEMMs of each new stage's step, and its memory by kind.
 
-        Raises if FP8 is required and a GEMM is not.
+        Returns them, and the seconds in which the programs compiled. Raises if FP8 is required and
+        a GEMM is not.
         """
-        checked = []
+        checked, compiling = [], 0.0
         while self.unchecked and (step == self.start + 1 or not self.position.seeding):
             stage: Stage = self.unchecked.pop(0)
             seeds = stage is self.position.stage and self.position.seeding
             names = training_programs(stage) if seeds else ["step"]
-            compiled, _ = compile_programs(self.run, stage, names)
+            compiled, seconds = self._compiled(stage, names)
+            compiling += seconds
             gemms = find_gemms(
                 compiled["step"].as_text(), stage.policy, stage.model.config.linears,
                 backend=stage.model.backend, high=stage.high,
@@ -446,7 +460,14 @@ class _Loop:
                 require_fp8(gemms)
             memory = memory_by_kind(self.run, stage, xla.program_bytes(compiled["step"]))
             checked.append((stage, summarize(gemms), memory))
-        return checked
+        return checked, compiling
+
+    def _compiled(self, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
+        """What `compile_programs` returns, which a fresh run has begun when the loop was made."""
+        begun, self.compilation = self.compilation, None  # programs stay with `stage` alone
+        if begun is not None and begun.stage is stage and begun.names == names:
+            return begun.result()
+        return compile_programs(self.run, stage, names)
 
     def _dispatch(self, step: int, batch: Batch) -> _Dispatched:
         position, programs = self.position, self.position.stage.programs

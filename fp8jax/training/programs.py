@@ -61,6 +61,26 @@ def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str
     return compiled, time.perf_counter() - begin
 
 
+class Compilation:
+    """Training programs of a stage that are compiled in a thread, while a run prepares its start.
+
+    Attributes:
+      stage: the stage.
+      names: of the programs, fields of `Programs`.
+    """
+
+    def __init__(self, run: Run, stage: Stage, names: list[str]):
+        """Begins to compile."""
+        self.stage, self.names = stage, names
+        pool = ThreadPoolExecutor(1, "compilation")
+        self._result = pool.submit(compile_programs, run, stage, names)
+        pool.shutdown(wait=False)  # the thread ends with its work
+
+    def result(self) -> tuple[dict[str, Any], float]:
+        """Waits, and returns what `compile_programs` returns; raises what it raises."""
+        return self._result.result()
+
+
 def dump_hlo(run: Run, directory: str | os.PathLike[str]) -> list[Path]:
     """Write every program of training and validation as text, before and after XLA.
 

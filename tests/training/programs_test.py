@@ -1,0 +1,45 @@
+"""Programs that compile in a thread, while a run prepares its start."""
+
+import pytest
+
+from fp8jax.training import loop, programs
+from fp8jax.training.build import build
+from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.programs import Compilation
+from tests.support.runs import tiny
+
+
+def test_a_run_compiles_its_programs_once(data, tmp_path, monkeypatch):
+    """A fresh run begins when it is made, a resumed one when it knows what it needs."""
+    calls = []
+
+    def compile_programs(run, stage, names):
+        calls.append((stage.policy.name, *names))
+        return original(run, stage, names)
+
+    original = programs.compile_programs
+    monkeypatch.setattr(programs, "compile_programs", compile_programs)
+    monkeypatch.setattr(loop, "compile_programs", compile_programs)
+    config = tiny(data, precision="fp8_delayed", num_steps=5, batch_size=8)
+    train_and_evaluate(config, str(tmp_path / "run"))
+    assert calls == [("fp8_delayed", "seed_step", "step")]
+    config.num_steps = 6
+    config.resume_with_changes = True
+    train_and_evaluate(config, str(tmp_path / "run"))
+    assert calls[1:] == [("fp8_delayed", "step")]
+
+
+def test_an_error_of_the_thread_ends_the_run(data, tmp_path, monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(programs, "compile_programs", fail)
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        train_and_evaluate(tiny(data), str(tmp_path / "run"))
+
+
+def test_its_programs_are_those_of_the_stage(data):
+    run = build(tiny(data))
+    compiled, seconds = Compilation(run, run.stages[0], ["step", "eval_step"]).result()
+    assert list(compiled) == ["step", "eval_step"] and seconds > 0
+    assert "jit_step" in compiled["step"].as_text()
