@@ -118,11 +118,31 @@ def _seeded(model: Transformer, params: Any, batch: Batch) -> TrainState:
     return state
 
 
-def _step(model: Transformer, params: Any, batch: Batch) -> Callable[[], Program]:
-    """Returns a function that prepares a training step without its optimizer."""
+def by_layer(tree: Any, count: int) -> Any:
+    """Returns parameters or histories with a tuple of `count` layers in the place of their stack.
+
+    Their gradients are arrays of one layer, as torch's are. Those of a stack are copied together at
+    the end of a step without an optimizer; in training the optimizer reads the parts instead.
+    """
+
+    def layer(i: int) -> Any:
+        return jax.tree.map(lambda leaf: leaf[i], tree["layers"])
+
+    return {**tree, "layers": tuple(map(layer, range(count)))} if tree else tree
+
+
+def _step(model: Transformer, params: Any, layers: Any, batch: Batch) -> Callable[[], Program]:
+    """Returns a function that prepares a training step without its optimizer.
+
+    Args:
+      params: for the seeding step, whose layers are a loop.
+      layers: the same by layer, for the step that is timed.
+    """
 
     def prepare() -> Program:
         state = _seeded(model, params, batch)
+        histories = by_layer(state.histories, model.config.n_layers)
+        state = dataclasses.replace(state, params=layers, histories=histories)
         step = lambda s, b: accumulate(model, s, b, 1)  # noqa: E731
         return compiled(step, state, batch, layer_loop=model.has_layer_loop)()
 
@@ -209,12 +229,13 @@ def _step_contestants(
     """Returns the step under each policy; all have the same parameters and batch."""
     dims, size, length = step_shape(shape)
     params = _init_params(dims)
+    layers = by_layer(params, dims.n_layers)
     batch = jax.tree.map(jnp.asarray, random_batch(dims, size, length))
     contestants = {}
     for policy in policies:
         name, backend = policy_and_backend(policy)
         model = Transformer(dims, name, backend, attention, remat, dims.n_layers)
-        contestants[policy] = _step(model, params, batch)
+        contestants[policy] = _step(model, params, layers, batch)
     return contestants
 
 

@@ -225,7 +225,7 @@ class Transformer(nn.Module):
     def _stack(self, policy: Policy) -> tuple[Any, Any]:
         """Returns the parameters and histories of all layers; their leaves are [n_layers, ...].
 
-        With a cache, the parameters may also be a tuple, one tree for each layer.
+        Instead of a stack, parameters and histories may be tuples of one tree for each layer.
         """
         c = self.config
         # Without exemptions, since all layers have histories, also those that do not use them.
@@ -285,8 +285,10 @@ def _run_stretch(
 ) -> tuple[Array, Any]:
     """Runs one stretch of layers as a `lax.scan` over its slice of the stack.
 
+    Layers whose variables are tuples run one after the other; so their gradients are tuples, too.
+
     Args:
-      variables: of all layers, with a leading axis of layers.
+      variables: of all layers: stacks with a leading axis of layers, or tuples.
       remat: an entry of `REMAT`.
       watching: whether to return amaxes.
 
@@ -306,15 +308,37 @@ def _run_stretch(
         arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promoted
         return _apply_layer(block, variables, arguments, watching)
 
+    separate = isinstance(variables["params"], tuple)
     if remat is not None:
-        layer = jax.checkpoint(layer, policy=remat, prevent_cse=False)
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=separate)
     begin, end = stretch.begin, stretch.end
-    part = take_layers(variables, begin, end)
+    part = _part_of(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
         part[HISTORIES] = to_max_combining(part[HISTORIES])
     promoted = None if high is None or inputs.promoted is None else inputs.promoted[begin:end]
     scanned = (part, jnp.arange(begin, end), promoted)
+    if separate:
+        return _run_one_by_one(layer, x_BLD, scanned)
     return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
+
+
+def _run_one_by_one(layer: Callable[..., Any], x_BLD: Array, scanned: Any) -> tuple[Array, Any]:
+    """Does what `lax.scan` does, with variables that are tuples; `layer` is traced once."""
+    variables, indices, promoted = scanned
+    layer, outs = jax.jit(layer), []
+    for i, index in enumerate(indices):
+        own = {name: _layer_of(tree, i) for name, tree in variables.items()}
+        x_BLD, out = layer(x_BLD, (own, index, None if promoted is None else promoted[i]))
+        outs.append(out)
+    return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+
+def _part_of(variables: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
+    """Returns the variables of layers `begin` to `end` - 1, of stacks or of tuples of layers."""
+    return {
+        name: tree[begin:end] if isinstance(tree, tuple) else take_layers(tree, begin, end)
+        for name, tree in variables.items()
+    }
 
 
 def _run_cached(
@@ -353,10 +377,7 @@ def _run_cached(
         scanned = (take_layers(variables, begin, end), jnp.arange(begin, end), own)
         return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
     updated = []
-    of_stretch = {
-        name: tree[begin:end] if isinstance(tree, tuple) else take_layers(tree, begin, end)
-        for name, tree in variables.items()
-    }
+    of_stretch = _part_of(variables, begin, end)
     for index in range(begin, end):
         own = {name: _layer_of(tree, index - begin) for name, tree in of_stretch.items()}
         x_BLD, part = layer(x_BLD, (own, index, cache[index]))
