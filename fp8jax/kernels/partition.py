@@ -7,6 +7,8 @@ the same mesh axes. A scale has one entry per 128 elements along k, or along bot
     quantize_tiles        m k                ->  m k, scale k m; k m, scale m k
     quantize_blocks       m k                ->  m k or k m, scale m k
     cast_rows_columns     m k, m, k          ->  m k, k m
+    cast_produced         m k ..., scalars   ->  m k, k m of each result, amaxes over all shards
+    tiles_produced        m k ...            ->  m k, scale k m; k m, scale m k of each result
     block_scaled_matmul   m k, n k, k m, k n ->  m n                    summed over the shards of k
     row_scaled_matmul     m k, n k, m, n     ->  m n                    summed over the shards of k
     flash_*               rows and heads, see below; each device attends to its own
@@ -41,10 +43,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from fp8jax.kernels import block_gemm, flash_backward, quantize, row_gemm
+from fp8jax.kernels import block_gemm, flash_backward, quantize, row_gemm, swiglu_quantize
 from fp8jax.kernels import flash_forward as forward
 from fp8jax.kernels.hopper import BLOCK
 from fp8jax.kernels.quantize import TileCodes
+from fp8jax.kernels.swiglu import Producer
 from fp8jax.numerics.formats import Format
 from fp8jax.numerics.scales import ScaleRule
 
@@ -137,6 +140,16 @@ def _on_mesh(
     return sequential_vmap(lambda *given: partitioned(*given))(*operands, mark)
 
 
+def _largest(amax: jax.Array, shards: Shards) -> jax.Array:
+    """Returns the maximum over the devices that hold shards; NaN if any device's is NaN."""
+    axes = (*shards["m"], *shards["k"])
+    if not axes:
+        return amax
+    # The maximum of the bits keeps a NaN. A maximum of floats might drop it.
+    bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axes)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def cast_transpose(
     x: Float[Array, "M K"],
     scale: Float[Array, ""],
@@ -152,11 +165,7 @@ def cast_transpose(
             *codes, amax = quantize.cast_transpose(
                 x, scale, fmt, values=values, transposed=transposed
             )
-            if axes := (*shards["m"], *shards["k"]):
-                # The maximum of the bits keeps a NaN. A maximum of floats might drop it.
-                bits = lax.pmax(lax.bitcast_convert_type(amax, jnp.int32), axes)
-                amax = lax.bitcast_convert_type(bits, jnp.float32)
-            return *codes, amax
+            return *codes, _largest(amax, shards)
 
         return of_shard
 
@@ -216,6 +225,60 @@ def cast_rows_columns(
 
     return _on_mesh(
         lambda shards: of_shard, tuple(operands), tuple(letters), tuple(results), _TILES
+    )
+
+
+def cast_produced(
+    producer: Producer,
+    sources: tuple[Float[Array, "M K"], ...],
+    scales: tuple[Float[Array, ""], ...],
+    formats: tuple[Format, ...],
+    axes: tuple[swiglu_quantize.Axes, ...],
+) -> tuple[tuple[dict[int, Array], Array | None], ...]:
+    """`swiglu_quantize.cast_produced` on a mesh, with one scalar for each scale.
+
+    The amaxes are over all shards, NaN if any shard's is.
+    """
+
+    def kernel(shards: Shards):
+        def of_shard(*given):
+            xs, scales = given[: len(sources)], jnp.stack(given[len(sources) :])
+            results = swiglu_quantize.cast_produced(producer, xs, scales, formats, axes)
+            return tuple(
+                (codes, None if amax is None else _largest(amax, shards)) for codes, amax in results
+            )
+
+        return of_shard
+
+    results: list[str] = []
+    for of in axes:
+        results += ["mk" if axis == -1 else "km" for axis in sorted(of)]  # as jax.tree has them
+        results += [""] if -1 in of else []
+    letters = ("mk",) * len(sources) + ("",) * len(scales)
+    return _on_mesh(
+        kernel, (*sources, *scales), letters, tuple(results), _TILES, sources=len(sources)
+    )
+
+
+def tiles_produced(
+    producer: Producer,
+    sources: tuple[Float[Array, "M K"], ...],
+    fmt: Format,
+    rule: ScaleRule,
+    axes: tuple[swiglu_quantize.Axes, ...],
+) -> tuple[dict[int, TileCodes], ...]:
+    """`swiglu_quantize.tiles_produced` on a mesh."""
+
+    def of_shard(*sources):
+        return swiglu_quantize.tiles_produced(producer, sources, fmt, rule, axes)
+
+    results: list[str] = []
+    for of in axes:
+        for axis in sorted(of):  # as jax.tree has them
+            results += ["mk", "km"] if axis == -1 else ["km", "mk"]
+    letters = ("mk",) * len(sources)
+    return _on_mesh(
+        lambda shards: of_shard, sources, letters, tuple(results), _TILES, sources=len(sources)
     )
 
 

@@ -136,12 +136,14 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 def can_fuse_mlp(gate_up: Recipe, down: Recipe, backend: str | None, dtype) -> bool:
-    """Whether `fused_mlp` can run: on one device, in bfloat16, with kernels for both recipes.
+    """Whether `fused_mlp` can run: in bfloat16, with kernels for both recipes.
 
-    `gate_up` and `down` are the recipes of those linears, `dtype` is that of x.
+    On a mesh, all axes must be automatic: XLA shards the operands. `gate_up` and `down` are the
+    recipes of those linears, `dtype` is that of x.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if dtype != jnp.bfloat16 or not (mesh.empty or mesh.size == 1):
+    automatic = all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+    if dtype != jnp.bfloat16 or not (automatic or mesh.size == 1):
         return False
     if not gate_up.same_x or not can_fuse_swiglu(gate_up, down):
         return False

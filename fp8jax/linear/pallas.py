@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from fp8jax.kernels.hopper import pad_to_blocks
 from fp8jax.kernels.partition import (
     block_scaled_matmul,
+    cast_produced,
     cast_rows_columns,
     cast_transpose,
     quantize_blocks,
     quantize_tiles,
     row_scaled_matmul,
+    tiles_produced,
 )
 from fp8jax.kernels.swiglu import Producer
-from fp8jax.kernels.swiglu_quantize import cast_produced, tiles_produced
 from fp8jax.linear.emulated import quantize_each
 from fp8jax.linear.operands import CastRequest, Operand, QuantizedOperand
 from fp8jax.linear.xla import matmul_xla
@@ -214,9 +215,9 @@ def _swiglu_tensors(
     for requests in each:
         assert requests[0].amax is not None  # `can_fuse_swiglu` requires delayed scaling
         amaxes.append(requests[0].amax.astype(jnp.float32))
-    scales = [c.scale(amax, c.format)[0] for c, amax in zip(casts, amaxes, strict=True)]
+    scales = tuple(c.scale(amax, c.format)[0] for c, amax in zip(casts, amaxes, strict=True))
     formats = tuple(cast.format for cast in casts)
-    results = cast_produced(producer, padded, jnp.stack(scales), formats, _requested_axes(each))
+    results = cast_produced(producer, padded, scales, formats, _requested_axes(each))
     fused = []
     for (by_axis, own_amax), scale, amax in zip(results, scales, amaxes, strict=True):
         checked = _checked(scale, amax if own_amax is None else own_amax, amax)
