@@ -8,8 +8,8 @@ two runs of one program differ, in the sixth digit of the loss by step 20. Times
 16,384 positions (docs/results/determinism.md):
 
     table            scatter-add   one-hot GEMM      XLA's deterministic scatter   sorted, here
-    151936 x 1536    0.5 ms        15 ms             18 ms                         1.2 ms
-    128256 x 4096    0.9 ms        29 ms             54 ms                         2.3 ms
+    151936 x 1536    0.4 ms        15 ms             18 ms                         0.7 ms
+    128256 x 4096    0.8 ms        29 ms             54 ms                         1.5 ms
 
 "Sorted" sorts the positions by id (stable, so that equal ids have a fixed order too). Equal ids are
 then neighbors: runs. The positions are cut into blocks of 128, and a GEMM with ones and zeros adds
