@@ -266,11 +266,12 @@ def tiles_produced(
     fmt: Format,
     rule: ScaleRule,
     axes: tuple[swiglu_quantize.Axes, ...],
+    blocks: frozenset[int] = frozenset(),
 ) -> tuple[dict[int, TileCodes], ...]:
     """`swiglu_quantize.tiles_produced` on a mesh."""
 
     def of_shard(*sources):
-        return swiglu_quantize.tiles_produced(producer, sources, fmt, rule, axes)
+        return swiglu_quantize.tiles_produced(producer, sources, fmt, rule, axes, blocks)
 
     results: list[str] = []
     for of in axes:

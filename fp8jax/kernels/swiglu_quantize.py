@@ -23,7 +23,6 @@ to hold all operands in registers failed: three sources of 64 x 128 spill.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,19 +213,22 @@ def _store_next(codes_s: Any, codes: jax.Array, target: Any) -> None:
     _store(codes_s, codes, (codes_s, target))
 
 
-@functools.partial(jax.jit, static_argnames=("producer", "fmt", "rule", "axes"))
+@functools.partial(jax.jit, static_argnames=("producer", "fmt", "rule", "axes", "blocks"))
 def tiles_produced(
     producer: Producer,
     sources: tuple[Float[Array, "M K"], ...],
     fmt: Format,
     rule: ScaleRule,
     axes: tuple[Axes, ...],
+    blocks: frozenset[int] = frozenset(),
 ) -> tuple[dict[int, TileCodes], ...]:
     """Computes the results of `producer`, and quantizes each as `quantize_tiles` does.
 
     Args:
       producer, sources, axes: as in `cast_produced`.
       fmt, rule: as in `quantize_tiles`.
+      blocks: numbers of results whose codes by columns are those of `quantize_blocks` instead, with
+        one scale for each 128 x 128.
 
     Returns:
       For each result a dict: axis -> its codes and scales.
@@ -238,8 +240,11 @@ def tiles_produced(
     if len(axes) != producer.results:
         raise ValueError(f"{producer.name} has {producer.results} results, got {axes=}")
     size, out = sources[0].shape, []
-    for axis in itertools.chain(*axes):
+    for i, axis in ((i, axis) for i, of in enumerate(axes) for axis in of):
         out += _tile_results(size if axis == -1 else size[::-1], fmt.dtype)
+        if axis == -2 and i in blocks:
+            of_blocks = size[0] // BLOCK, size[1] // BLOCK
+            out[-1] = jax.ShapeDtypeStruct(of_blocks, jnp.float32)
 
     def tile(at_m, at_k, m, k, *references):
         sources_g, results_g = references[: producer.sources], iter(references[producer.sources :])
@@ -247,10 +252,18 @@ def tiles_produced(
         @scoped(scale_s=plgpu.SMEM((BLOCK,), jnp.float32), **_buffers(producer, (fmt,)))
         def _(codes_s, scale_s, **buffers):
             results_s = _produce(producer, [x.at[at_m, at_k] for x in sources_g], buffers)
-            for x_s, of in zip(results_s, axes, strict=True):
+            for i, (x_s, of) in enumerate(zip(results_s, axes, strict=True)):
                 for axis in of:
                     rows, columns = _position(axis, at_m, at_k)
                     codes_g, scales_g = next(results_g).at[rows, columns], next(results_g)
+                    if axis == -2 and i in blocks:
+                        amaxes = [_amax(numbers) for _, numbers in _halves(x_s, axis)]
+                        scale, reciprocal = _from_amax(jnp.maximum(*amaxes), rule, fmt)
+                        scales_g[m, k] = scale
+                        for half, numbers in _halves(x_s, axis):
+                            codes = _codes(numbers, reciprocal, fmt)
+                            _store_next(codes_s[0], codes, codes_g.at[half])
+                        continue
                     for half, numbers in _halves(x_s, axis):
                         bits = jnp.max(_magnitude(numbers), axis=1)
                         scale, reciprocal = _from_amax(bits, rule, fmt)

@@ -30,7 +30,7 @@ from fp8jax.linear.operands import CastRequest, Operand, QuantizedOperand
 from fp8jax.linear.xla import matmul_xla
 from fp8jax.numerics.quantization import Quantized
 from fp8jax.numerics.recipe import Cast
-from fp8jax.numerics.tiles import ROW, TENSOR, TILE128, tensor_amax, tile_amax
+from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax
 
 
 class _Codes(NamedTuple):
@@ -62,11 +62,14 @@ def quantize_fused(
 ) -> tuple[tuple[QuantizedOperand, ...], jax.Array | None]:
     """Quantize `x` [M, K] for all requests in one pass; also return max|x| if a kernel computed it.
 
-    There is no kernel for requests with different casts, nor for tiles of 128 in arrays that are
-    not bfloat16. `quantize_each` handles those.
+    Requests for tiles and for blocks of 128 take one pass each. There is no kernel for other
+    requests with different casts, nor for tiles of 128 in arrays that are not bfloat16.
+    `quantize_each` handles those.
     """
     cast = requests[0].cast
     if any(request.cast != cast for request in requests):
+        if all(request.cast.tile in (TILE128, BLOCK128) for request in requests):
+            return tuple(quantize_fused(x, (request,))[0][0] for request in requests), None
         return quantize_each(x, requests)
     if cast.tile == TILE128 and x.dtype != jnp.bfloat16:
         return quantize_each(x, requests)
@@ -199,7 +202,10 @@ def _swiglu_tiles(
     producer: Producer, padded: tuple[jax.Array, ...], each: tuple[tuple[CastRequest, ...], ...]
 ) -> list[_Fused]:
     cast = each[0][0].cast
-    results = tiles_produced(producer, padded, cast.format, cast.scale, _requested_axes(each))
+    blocks = [i for i, requests in enumerate(each) if requests[-1].cast.tile == BLOCK128]
+    results = tiles_produced(
+        producer, padded, cast.format, cast.scale, _requested_axes(each), frozenset(blocks)
+    )
     fused = []
     for by_axis in results:
         codes = {axis: _Codes(c.values, c.scale.T) for axis, c in by_axis.items()}

@@ -4,6 +4,8 @@ A refusal is the rest of a sentence that starts with the backend's name. It name
 the backend lacks.
 """
 
+import dataclasses
+
 from fp8jax.device.hardware import Device
 from fp8jax.kernels import requirements
 from fp8jax.numerics.recipe import Cast, GemmCasts, Recipe
@@ -22,14 +24,19 @@ def can_fuse_swiglu(gate_up: Recipe, down: Recipe) -> bool:
     """Whether the SwiGLU kernels can quantize h and the gradients of its factors.
 
     They compute these arrays tile by tile, so the scales must be known beforehand (delayed scaling)
-    or belong to a tile. Both casts of each array must be the same.
+    or belong to a tile. Both casts of each array must be the same, but the gradients may have tiles
+    in dgrad and blocks in wgrad.
 
     Args:
       gate_up: the recipe of the gate and up projections, the factors of h.
       down: the recipe of the down projection, whose x is h.
     """
-    x, g = down.fwd_x, gate_up.dgrad_g
-    if x is None or g is None or x != down.wgrad_x or g != gate_up.wgrad_g:
+    x, g, wgrad_g = down.fwd_x, gate_up.dgrad_g, gate_up.wgrad_g
+    if x is None or g is None or wgrad_g is None or x != down.wgrad_x:
+        return False
+    if wgrad_g.tile == BLOCK128 and g.tile == TILE128:
+        wgrad_g = dataclasses.replace(wgrad_g, tile=TILE128)
+    if g != wgrad_g:
         return False
     if x.tile == g.tile == TENSOR:
         return x.timing == g.timing == "delayed"

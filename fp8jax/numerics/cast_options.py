@@ -139,6 +139,10 @@ def _has_free_wgrad_tile(name: str, cast: Cast) -> bool:
     return free and name.startswith("wgrad")
 
 
+def _has_free_wgrad_g_tile(name: str, cast: Cast) -> bool:
+    return name == "wgrad_g" and _has_free_wgrad_tile(name, cast)
+
+
 def _is_ocp_fp8(name: str, cast: Cast) -> bool:
     return cast.format in _FNUZ
 
@@ -260,6 +264,12 @@ OPTIONS: dict[str, Option] = {
         applies=_has_free_wgrad_tile,
         change=_set("tile"),
         help="elements that share a scale in wgrad: `token` for one scale a token; emulated",
+    ),
+    "wgrad_g_tile": Option(
+        parse=_parse_tile,
+        applies=_has_free_wgrad_g_tile,
+        change=_set("tile"),
+        help="the same for the gradient alone: `block128` takes the forward's kernel for blocks",
     ),
     "hadamard": Option(
         parse=_parse_int,

@@ -180,6 +180,14 @@ def test_tiles_produced_spills_nothing(assembled, producer, axes, rule):
     assert assembled(f, (shape(M, K),) * producer.sources) == 0
 
 
+def test_blocks_of_gradients_spill_nothing(assembled):
+    f = functools.partial(
+        tiles_produced, SWIGLU_GRAD, fmt=FORMATS["e4m3"], rule=Fp32(), axes=(BOTH, BOTH, (-2,)),
+        blocks=frozenset([0, 1]),
+    )  # fmt: skip
+    assert assembled(f, (shape(M, K),) * 3) == 0
+
+
 # Attention ----------------------------------------------------------------------------------------
 
 # 2 rows of 1,024 positions, 8 query heads on 2.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.kernels.quantize import cast_transpose, quantize_tiles
+from fp8jax.kernels.quantize import cast_transpose, quantize_blocks, quantize_tiles
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
 from fp8jax.kernels.swiglu_quantize import cast_produced, tiles_produced
 from fp8jax.numerics.formats import FORMATS
@@ -96,6 +96,22 @@ def test_tiles(producer, axes):
     for got, (x, of) in zip(interpret(f, arrays), of_each, strict=True):
         both = interpret(functools.partial(quantize_tiles, fmt=E4M3, rule=Pow2()), x)
         equal(got, {axis: both[BOTH.index(axis)] for axis in of})
+
+
+@needs_pallas
+def test_blocks_by_columns():
+    """As the weight gradient may want the gradients of gate and up; h keeps its tiles."""
+    arrays, axes = sources(SWIGLU_GRAD, (256, 128)), (BOTH, BOTH, (-2,))
+    f = functools.partial(
+        tiles_produced, SWIGLU_GRAD, fmt=E4M3, rule=Pow2(), axes=axes, blocks=frozenset([0, 1])
+    )
+    tiles = functools.partial(quantize_tiles, fmt=E4M3, rule=Pow2())
+    blocks = functools.partial(quantize_blocks, fmt=E4M3, rule=Pow2(), transposed=True)
+    *gradients, h = zip(interpret(f, arrays), results(SWIGLU_GRAD, arrays), strict=True)
+    for got, x in gradients:
+        equal(got, {-1: interpret(tiles, x)[0], -2: interpret(blocks, x)})
+    got, x = h
+    equal(got, {-2: interpret(tiles, x)[1]})
 
 
 @needs_pallas

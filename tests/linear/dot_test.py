@@ -36,6 +36,7 @@ CASES = RECIPES | {
         "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
         "fp4_naive:fp4_tile=row,wgrad_tile=token", "fp8_amax:formats=fnuz",
         "fp8_block:dgrad=bf16", "fp4_naive:only=wgrad_x,wgrad_tile=token",
+        "fp8_block:wgrad_g_tile=block128",
     )
 }  # fmt: skip
 BLACKWELL = hardware.Device("gpu", "B200", (10, 0))

@@ -12,12 +12,14 @@ from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
 from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.dot import dot_general_shared
 from fp8jax.linear.fused_mlp import can_fuse_mlp, fused_mlp
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipes import RECIPES
 from tests.support.interpreter import TOO_OLD, interpret, needs_pallas
 from tests.support.products import MATMUL
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 NAMES = ("fp8_delayed", "fp8_block", "fp8_block_ue8m0")
+BLOCKS = "fp8_block:wgrad_g_tile=block128"
 H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 
 
@@ -79,10 +81,10 @@ def distance(a, b) -> float:
 @pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("shape", [(256, 128, 384), (72, 136, 200)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, BLOCKS])
 def test_equals_three_products(name, shape):
     """Bit for bit: codes, products and histories are the same."""
-    recipe = RECIPES[name]
+    recipe = as_recipe(name)
     given = operands(*shape, recipe)
     of_whole = functools.partial(with_gradients, functools.partial(whole, recipe=recipe))
     of_three = functools.partial(apart, recipe=recipe, backend="pallas")
@@ -108,6 +110,8 @@ def test_which_recipes_fuse(monkeypatch):
     fused = {n for n, r in RECIPES.items() if can_fuse_mlp(r, r, None, BF16)}
     assert fused == (set(NAMES) if (TOO_OLD is None) else set())
     block, delayed = RECIPES["fp8_block"], RECIPES["fp8_delayed"]
+    blocks = as_recipe(BLOCKS)
+    assert can_fuse_mlp(blocks, blocks, None, BF16) == (TOO_OLD is None)
     assert not can_fuse_mlp(block, block, None, F32)
     assert not can_fuse_mlp(block, RECIPES["bf16"], None, BF16)
     assert not can_fuse_mlp(delayed.seeding(), delayed.seeding(), None, BF16)
@@ -128,12 +132,12 @@ def test_refuses_what_does_not_fuse():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(512, 1024, 768), (200, 136, 328)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, BLOCKS])
 def test_equals_three_products_on_the_gpu(name, shape):
     """The GPU's exponential is off by 2^-22, so that one bfloat16 in 2^13 of h and of the gradients
     rounds otherwise, and a code with it, by 2^-3 of itself at most: 2^-3 * 2^-6.5 of all. Amaxes
     are within a unit of bfloat16."""
-    recipe = RECIPES[name]
+    recipe = as_recipe(name)
     given = operands(*shape, recipe)
     *got, states = jax.jit(
         functools.partial(with_gradients, functools.partial(whole, recipe=recipe))

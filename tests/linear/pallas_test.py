@@ -96,6 +96,7 @@ def check(recipe, given: dict[str, jax.Array], got, expected):
         ("fp8_delayed", (200, 136, 72), jnp.bfloat16),
         ("fp8_block", (200, 136, 72), jnp.bfloat16),
         *((name, (72, 136, 40), jnp.bfloat16) for name in NAMES if name[4:] in OTHERS),
+        ("fp8_block:wgrad_g_tile=block128", (200, 136, 72), jnp.bfloat16),
         ("fp8_block", (40, 72, 24), jnp.float32),  # tiles of float32 are left to XLA
         ("fp8_rowwise", (200, 136, 72), jnp.bfloat16),
         ("fp8_rowwise", (40, 72, 24), jnp.float32),

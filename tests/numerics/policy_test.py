@@ -14,7 +14,7 @@ from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 from fp8jax.numerics.scales import Constant, Fp32, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
-from fp8jax.numerics.tiles import MX32, ROW, TOKEN
+from fp8jax.numerics.tiles import BLOCK128, MX32, ROW, TOKEN
 
 CURRENT = Cast(format=FORMATS["e4m3"])
 
@@ -178,6 +178,7 @@ def casts_of(spec: str, module: str = "layers/mlp/up") -> dict[str, Cast]:
         ("fp8_block:formats=fnuz", "format", FORMATS["e4m3fnuz"], "all"),
         ("fp4_naive:wgrad_tile=token", "tile", TOKEN, "wgrad_x wgrad_g"),
         ("fp8_rowwise:wgrad_tile=token", "tile", TOKEN, "wgrad_x wgrad_g"),
+        ("fp8_block:wgrad_g_tile=block128", "tile", BLOCK128, "wgrad_g"),
         ("fp8_block:forward=bf16", None, None, "fwd_x fwd_w"),
         ("fp8_block:backward=bf16", None, None, "dgrad_g dgrad_w wgrad_x wgrad_g"),
         ("fp4_mixed:dgrad=bf16", None, None, "dgrad_g dgrad_w"),
@@ -280,6 +281,8 @@ def test_queries_keys_and_values_share_the_scales_of_one_fused_weight():
         ("fp4_naive:fp4_tile=token", "fp4_tile=token: .* in wgrad only: add wgrad_tile=token"),
         ("fp8_delayed:wgrad_tile=token", "wgrad_tile=token: no cast"),
         ("fp8_cscale:wgrad_tile=token", "wgrad_tile=token: no cast"),
+        ("fp8_delayed:wgrad_g_tile=block128", "wgrad_g_tile=block128: no cast"),
+        ("fp8_block:wgrad_g_tile=block", "unknown tile 'block'; did you mean 'block128'"),
         ("fp8_amax:qkv=fused", "qkv=fused: expected qkv=shared"),
         ("fp8_block:qkv=shared", "qkv=shared: no cast of 'fp8_block' has one current scale"),
         ("fp8_delayed:qkv=shared", "qkv=shared: no cast of 'fp8_delayed' has one current scale"),
