@@ -216,7 +216,6 @@ class _Loop:
         self.resumed = restored is not None
         if restored is None and (initial_state := _initial_state(run)) is not None:
             restored = initial_state.read(run)
-        self.compilation = None if restored is not None else _first_compilation(run)
         self.start = 0 if restored is None else restored.step
         # The rows read so far say where the data goes on, also if batch size or mixture changed.
         self.data_position = corpus.train.start(
@@ -232,6 +231,7 @@ class _Loop:
             )
         )  # fmt: skip
         self.telemetry = stack.enter_context(Telemetry(workdir, run, self.metrics, self.start))
+        self.compilation = None if restored is not None else _first_compilation(run)
         self.position = initial_position(run, restored)
         self.step = self.start  # finished steps
         self._restore_counts(restored)
