@@ -213,6 +213,42 @@ def _store_next(codes_s: Any, codes: jax.Array, target: Any) -> None:
     _store(codes_s, codes, (codes_s, target))
 
 
+def _store_block(x_s: Any, codes_s: Any, codes_g: Any, rule: ScaleRule, fmt: Format) -> jax.Array:
+    """Stores the codes of a tile's transpose, with one scale; returns the scale."""
+    amaxes = [_amax(numbers) for _, numbers in _halves(x_s, -2)]
+    scale, reciprocal = _from_amax(jnp.maximum(*amaxes), rule, fmt)
+    for half, numbers in _halves(x_s, -2):
+        _store_next(codes_s, _codes(numbers, reciprocal, fmt), codes_g.at[half])
+    return scale
+
+
+def _store_tiles(
+    x_s: Any, axis: int, codes_s: Any, scale_s: Any, codes_g: Any, rule: ScaleRule, fmt: Format
+) -> None:
+    """Stores the codes of a tile or of its transpose; leaves a scale for each row in scale_s."""
+    for half, numbers in _halves(x_s, axis):
+        bits = jnp.max(_magnitude(numbers), axis=1)
+        scale, reciprocal = _from_amax(bits, rule, fmt)
+        spread = lax.broadcast_in_dim(reciprocal, numbers.shape, (0,))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        scale_s[half] = scale
+        _store(codes_s, _codes(numbers, spread, fmt), (codes_s, codes_g.at[half]))
+
+
+def _produced_results(
+    size: tuple[int, ...], dtype: Any, axes: tuple[Axes, ...], blocks: frozenset[int]
+) -> list[Any]:
+    """Returns the ShapeDtypeStructs of the codes and scales of each result."""
+    out = []
+    for i, of in enumerate(axes):
+        for axis in of:
+            out += _tile_results(size if axis == -1 else size[::-1], dtype)
+            if axis == -2 and i in blocks:
+                of_blocks = size[0] // BLOCK, size[1] // BLOCK
+                out[-1] = jax.ShapeDtypeStruct(of_blocks, jnp.float32)
+    return out
+
+
 @functools.partial(jax.jit, static_argnames=("producer", "fmt", "rule", "axes", "blocks"))
 def tiles_produced(
     producer: Producer,
@@ -239,12 +275,7 @@ def tiles_produced(
     _check_sources(producer, sources, fmt, rule)
     if len(axes) != producer.results:
         raise ValueError(f"{producer.name} has {producer.results} results, got {axes=}")
-    size, out = sources[0].shape, []
-    for i, axis in ((i, axis) for i, of in enumerate(axes) for axis in of):
-        out += _tile_results(size if axis == -1 else size[::-1], fmt.dtype)
-        if axis == -2 and i in blocks:
-            of_blocks = size[0] // BLOCK, size[1] // BLOCK
-            out[-1] = jax.ShapeDtypeStruct(of_blocks, jnp.float32)
+    size = sources[0].shape
 
     def tile(at_m, at_k, m, k, *references):
         sources_g, results_g = references[: producer.sources], iter(references[producer.sources :])
@@ -257,23 +288,12 @@ def tiles_produced(
                     rows, columns = _position(axis, at_m, at_k)
                     codes_g, scales_g = next(results_g).at[rows, columns], next(results_g)
                     if axis == -2 and i in blocks:
-                        amaxes = [_amax(numbers) for _, numbers in _halves(x_s, axis)]
-                        scale, reciprocal = _from_amax(jnp.maximum(*amaxes), rule, fmt)
-                        scales_g[m, k] = scale
-                        for half, numbers in _halves(x_s, axis):
-                            codes = _codes(numbers, reciprocal, fmt)
-                            _store_next(codes_s[0], codes, codes_g.at[half])
+                        scales_g[m, k] = _store_block(x_s, codes_s[0], codes_g, rule, fmt)
                         continue
-                    for half, numbers in _halves(x_s, axis):
-                        bits = jnp.max(_magnitude(numbers), axis=1)
-                        scale, reciprocal = _from_amax(bits, rule, fmt)
-                        spread = lax.broadcast_in_dim(reciprocal, numbers.shape, (0,))
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        scale_s[half] = scale
-                        codes = _codes(numbers, spread, fmt)
-                        _store(codes_s[0], codes, (codes_s[0], codes_g.at[half]))
+                    _store_tiles(x_s, axis, codes_s[0], scale_s, codes_g, rule, fmt)
                     plgpu.copy_smem_to_gmem(scale_s, scales_g.at[k if axis == -1 else m, rows])
 
+    out = _produced_results(size, fmt.dtype, axes, blocks)
     arrays = iter(_over_tiles(size, sources, out, tile, approximate=True))
     results = []
     for of in axes:
