@@ -152,10 +152,9 @@ def _first_compilation(run: Run) -> Compilation | None:
 
     Those compile when all of them need the program, so that none waits for another in between.
     """
-    stage = run.stages[0]
-    if jax.process_count() > 1 or run.settings.num_steps == 0:
+    if jax.process_count() > 1:
         return None
-    return Compilation(run, stage, training_programs(stage))
+    return Compilation(run, run.stages[0], training_programs(run.stages[0]))
 
 
 def _model_changes(run: Run, workdir: str) -> list[str]:
