@@ -1,11 +1,13 @@
-"""Training steps compiled for an H200, without one: every GEMM once, and with its scale."""
+"""Training steps compiled for one or two H200s, without one: GEMMs, memory, what is gathered."""
 
 import collections
+import re
 
 import pytest
 
 from fp8jax.analysis.gemms import find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES
+from fp8jax.device import xla
 from fp8jax.model.config import MODULES
 from fp8jax.training.build import build
 from fp8jax.training.programs import lower_program
@@ -39,3 +41,36 @@ def test_layers_run_each_gemm_once_and_scaled(data, name, unroll):
         (module, role): 1 if module == "lm_head" else LAYERS for module in MODULES for role in ROLES
     }
     assert {place: calls[place] for place in once} == once, format_table(gemms)
+
+
+VOCAB = 640
+
+
+def compiled(data, name: str, count: int):
+    """Returns the step on so many GPUs, with 32 rows of 128 for each."""
+    sizes = dict(d_model=512, d_ff=1024, n_layers=LAYERS, vocab_size=VOCAB)
+    changes = {f"model_overrides__{key}": size for key, size in sizes.items()}
+    config = tiny(
+        data, precision=name, unroll=1, seq_len=128, batch_size=32 * count, mesh="fsdp", **changes
+    )
+    with h200.default(count) as devices:
+        run = build(config, list(devices))
+        return lower_program(run, run.stages[0], "step").compile()
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block"])
+def test_two_gpus_gather_codes_and_take_less_memory_each(data, name):
+    """Weights travel as codes of one byte, the two tables of the vocabulary in bfloat16. Gradients
+    are scattered in float32. The MLP is fused: a kernel makes the five codes of its backward."""
+    one, two = compiled(data, name, 1), compiled(data, name, 2)
+    assert xla.program_bytes(two) < xla.program_bytes(one)
+    moved = collections.defaultdict(set)
+    kinds = "all-gather|reduce-scatter|all-to-all|collective-permute"
+    for shapes, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", two.as_text()):
+        for dtype, sizes in re.findall(r"(\w+)\[(\d{3,},\d+)\]", shapes):  # no scales of blocks
+            moved[kind].add((dtype, str(VOCAB) in sizes.split(",")))
+    assert moved["all-gather"] == {("bf16", True), ("f8e4m3fn", False)}
+    assert moved.keys() == {"all-gather", "reduce-scatter"}
+    assert {dtype for dtype, _ in moved["reduce-scatter"]} == {"f32"}
+    kernels = re.findall(r"= (\(.*?\)) custom-call\(.*mosaic_gpu", two.as_text())
+    assert max(len(re.findall(r"f8e\dm\d\w*\[", shapes)) for shapes in kernels) == 5
