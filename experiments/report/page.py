@@ -70,8 +70,12 @@ def page_template(path: Path) -> jinja2.Template:
 
 def signature() -> dict[str, str]:
     """Return what pages say of their making: `version` and `written`."""
+    try:
+        version = importlib.metadata.version("fp8jax")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        version = "(not installed)"
     return {
-        "version": importlib.metadata.version("fp8jax"),
+        "version": version,
         "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
     }
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import html
+import importlib.metadata
 import json
 import re
 
@@ -200,6 +201,14 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     assert "default-src 'none'" in page and "<script" not in page
     for address in re.findall(r'(?:src|href|srcset|action)="([^"]*)"', page):
         assert html.unescape(address).startswith(("#", "data:")), address
+
+
+def test_a_checkout_that_is_not_installed(tmp_path, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert "by fp8jax (not installed)" in report([read_run(write_run(tmp_path))])
 
 
 def test_the_command(tmp_path, capsys):
