@@ -20,6 +20,7 @@ from experiments.config_flag import PIPELINE_KEYS
 from experiments.pipeline import plan, report, stages
 from fp8jax.device import xla
 from fp8jax.records.checkpoint import DamagedError
+from fp8jax.records.workdir_lock import refuse_url
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A pipeline's file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The pipeline's directory.", required=True)
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     command.refuse_arguments(arguments)
     if not _WORKDIR.value:
         raise ValueError("--workdir is empty: name the pipeline's directory")
+    refuse_url(_WORKDIR.value)
     workdir = Path(_WORKDIR.value).expanduser()
     made = plan.Plan.from_config(_CONFIG.value, workdir)
     xla.set_compilation_cache()

@@ -10,7 +10,10 @@ number is called MODEL|PRECISION|KIND|NAME:
 """
 
 import dataclasses
+import hashlib
 import math
+import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,23 @@ def check(config: ConfigDict) -> None:
             )
 
 
+def problem_digests(specs: Sequence[str]) -> dict[str, str]:
+    """Returns a hash of each file of problems of the user, by name.
+
+    Those that name what a stage makes, such as {problems_2}, are left out.
+
+    Raises ValueError, with the key, for a file that cannot be read.
+    """
+    digests = {}
+    for name, _, path in (spec.partition("=") for spec in specs if "{" not in spec):
+        try:
+            content = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise ValueError(f"evaluate.problems: {name}={path}: {error.strerror}") from error
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
 def evaluate(task: Task, folder: Path) -> Mapping[str, Any]:
     """Measures the models; writes items.npz, and returns each number with its standard error."""
     numbers: Numbers = {}
@@ -108,6 +128,8 @@ def evaluate(task: Task, folder: Path) -> Mapping[str, Any]:
         arrays[f"{name}|items"], arrays[f"{name}|weights"] = each.items, each.weights
     with open(folder / ITEMS, "wb") as file:
         np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
     jax.clear_caches()
     return {name: [known(x) for x in each.estimate] for name, each in numbers.items()}
 
@@ -118,12 +140,18 @@ def known(number: float) -> float | None:
 
 
 def read_items(folder: Path) -> Numbers:
-    """Returns the numbers of an evaluation, with their items."""
-    with np.load(folder / ITEMS) as arrays:
-        names = [name.removesuffix("|items") for name in arrays if name.endswith("|items")]
-        return {
-            name: measured(arrays[f"{name}|items"], arrays[f"{name}|weights"]) for name in names
-        }
+    """Returns the numbers of an evaluation, with their items.
+
+    Raises ValueError if the file is missing or damaged.
+    """
+    try:
+        with np.load(folder / ITEMS) as arrays:
+            names = [name.removesuffix("|items") for name in arrays if name.endswith("|items")]
+            return {
+                name: measured(arrays[f"{name}|items"], arrays[f"{name}|weights"]) for name in names
+            }
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{folder / ITEMS} is damaged: {error}; remove {folder}") from error
 
 
 # Text ---------------------------------------------------------------------------------------------

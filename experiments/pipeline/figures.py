@@ -192,7 +192,7 @@ def _costs(plan: Plan) -> Figures:
     for stage in TRAINING:
         reference = _training(plan, plan.chains[0], stage)
         for chain in plan.chains:
-            own, name = _training(plan, chain, stage), f"{stage}/{chain.trained}"
+            own, name = _training(plan, chain, stage), f"{stage}/{chain.name}"
             times[f"time/{name}"] = {
                 "value": own["step_s"], "ratio": own["step_s"] / reference["step_s"],
                 "tokens_per_s": own["tokens_per_s"], "steps": own["steps"],

@@ -1,5 +1,6 @@
 """What is made before training: the tokenizer with its chat template, and arithmetic problems."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,16 @@ def check_tokenizer(config: ConfigDict) -> None:
             f"the tokenizer has {size} tokens, more than the model's vocab_size={model.vocab_size}:"
             " raise cpt.model_overrides.vocab_size or lower tokenizer.vocab_size"
         )
+
+
+def tokenizer_digest(config: ConfigDict) -> str:
+    """Returns a hash of the user's tokenizer and chat template."""
+    folder = Path(config.tokenizer.folder).expanduser()
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".jinja"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def make_tokenizer(config: ConfigDict, folder: Path) -> Mapping[str, Any]:

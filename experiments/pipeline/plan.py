@@ -65,12 +65,12 @@ class Plan:
         plan = cls(config=config, workdir=workdir.resolve(), chains=chains, seeds=seeds)
         for name in TRAINING:
             _refuse_set(config[name], name)
+        evaluation.check(config.evaluate)
         for spec in plan.strings():
             plan.filled(spec)
         making.check_tokenizer(config)
         for name in plan.problems:
             making.check_problems(config[name], name)
-        evaluation.check(config.evaluate)
         return plan
 
     # Names ----------------------------------------------------------------------------------------
@@ -242,6 +242,8 @@ def _train(
     config = plan.training_config(stage, precision, seed, weights)
     # As in the config, so that a workdir may be moved once a stage is done.
     asked = _json(plan.config[stage]) | {"precision": precision}
+    if plan.config.tokenizer.folder:  # a learned one is a stage of its own
+        asked["tokenizer_files"] = making.tokenizer_digest(plan.config)
     if before is not None:
         asked |= {"seed": seed, **{key: _json(plan.config.cpt)[key] for key in _SHARED}}
     return Stage(
@@ -262,6 +264,8 @@ def _evaluate(
     """A stage that evaluates models: {what they are called: the stage that made them}."""
     settings = plan.config.evaluate
     asked = _json(settings)
+    if problems_of is not None and (digests := evaluation.problem_digests(settings.problems)):
+        asked["problem_files"] = digests
     task = evaluation.Task(
         models={model: plan.workdir / made for model, made in models.items()},
         precisions=tuple(dict.fromkeys(precisions)),

@@ -120,9 +120,12 @@ def _costs(plan: Plan, found: Figures) -> Table:
                 f"{memory['ratio']:.3f}", each["devices"],
             ]
         )  # fmt: skip
-    header = ["stage/precision", "step, ms", "of BF16's", "tokens/s", "memory, GiB", "of BF16's",
+    header = ["stage/chain", "step, ms", "of BF16's", "tokens/s", "memory, GiB", "of BF16's",
               "devices"]  # fmt: skip
-    note = "Median step of the first seed. Memory: what XLA allocates on a device for the step."
+    note = (
+        "Median step of the first seed; chains share what they have in common. Memory: what XLA"
+        " allocates on a device for the step."
+    )
     return Table("Time and memory of training", header, rows, note)
 
 

@@ -19,6 +19,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 from absl import logging
 
+from experiments.command import INTERRUPTED
 from fp8jax.records.differences import config_difference, listed
 from fp8jax.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
 
@@ -94,21 +97,30 @@ def locked(workdir: Path) -> Iterator[None]:
 def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
     """Raises ValueError if a stage was asked something else, or made from another, when it began.
 
-    Stages that are not done count if they go on with what they have left.
+    Stages that are not done count if they go on with what they have left. The message has the first
+    reason, and all folders that are to be removed: those of stages made from such a stage, too.
     """
+    reasons: list[str] = []
+    removed: list[str] = []
     for stage in stages:
         was = "is done with"
         if (before := read_result(workdir, stage.name)) is None and stage.resumes:
             was, before = "has begun with", _read(workdir, stage.name, BEGUN)
         if before is None:
             continue
-        folder = workdir / stage.name
-        remedy = f"take another --workdir, or remove {folder}"
+        found = []
         if changes := config_difference(before["asked"], stage.asked):
-            raise ValueError(f"{stage.name} {was} other settings: {listed(changes)}; {remedy}")
+            found.append(f"{stage.name} {was} other settings: {listed(changes)}")
         for need, digest in before["made_from"].items():
-            if _digest(workdir, need) != digest:
-                raise ValueError(f"{stage.name} was made from another {need}: {remedy}")
+            if not (now := _digest(workdir, need)):
+                found.append(f"{stage.name} was made from {need}, which is missing")
+            elif now != digest:
+                found.append(f"{stage.name} was made from another {need}")
+        if found or not before["made_from"].keys().isdisjoint(removed):
+            reasons, removed = reasons + found, [*removed, stage.name]
+    if removed:
+        folders = " ".join(str(workdir / name) for name in removed)
+        raise ValueError(f"{reasons[0]}; take another --workdir, or remove {folders}")
 
 
 def run_stages(workdir: Path, stages: Sequence[Stage], whole: Sequence[Stage]) -> None:
@@ -158,13 +170,38 @@ def _make(workdir: Path, stage: Stage, title: str) -> None:
     given = {"asked": stage.asked, "made_from": made_from}
     if stage.resumes:
         _write(folder / BEGUN, given)
+    again = f"{AGAIN}. If it cannot, remove {folder}" if stage.resumes else AGAIN
     try:
-        found = stage.make(folder)
+        with contextlib.nullcontext() if stage.resumes else _ended_by_an_interrupt():
+            found = stage.make(folder)
     except Exception as error:  # of any library: the line says how to go on
         said = " ".join(str(error).split()) or type(error).__name__
-        raise StageError(f"{title}: {said}. {AGAIN}") from error
+        raise StageError(f"{title}: {said}. {again}") from error
     seconds = round(time.monotonic() - started, 1)
     _write(folder / RESULT, given | {"found": found, "seconds": seconds})
+
+
+@contextlib.contextmanager
+def _ended_by_an_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process here and now, in its main thread.
+
+    A KeyboardInterrupt may come while XLA calls back into Python, where it is lost; and a Python
+    that ends in order may crash on XLA's threads. What the stage has left is removed before it is
+    made again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def count_done(workdir: Path, stages: Sequence[Stage]) -> int:

@@ -34,10 +34,7 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
       ValueError: the workdir is a URL.
       OSError: the workdir cannot be written.
     """
-    if "://" in str(workdir):
-        raise ValueError(
-            f"the workdir {workdir} is a URL: name a directory in a mounted file system"
-        )
+    refuse_url(workdir)
     if jax.process_index() != 0:
         yield
         return
@@ -51,6 +48,14 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
                 "it, or take another --workdir"
             ) from error
         yield
+
+
+def refuse_url(workdir: str | os.PathLike[str]) -> None:
+    """Raises ValueError if the workdir is a URL."""
+    if "://" in str(workdir):
+        raise ValueError(
+            f"the workdir {workdir} is a URL: name a directory in a mounted file system"
+        )
 
 
 class HeldError(BlockingIOError):

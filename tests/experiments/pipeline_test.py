@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from configs import pipeline
-from experiments.pipeline import figures, plan, stages
+from experiments.pipeline import evaluation, figures, plan, stages
 from experiments.pipeline.chains import read_chains
 from experiments.pipeline.stages import Stage, StageError
+from fp8jax.data.chat_tokenizer import write_chat_tokenizer
 from fp8jax.inference.accuracy import paired_difference, share
 from fp8jax.inference.paired import measured
 from tests.support import ROOT
@@ -77,9 +78,16 @@ def test_a_stage_is_never_taken_for_another(tmp_path):
     run(tmp_path, stage("a", made, asked={"k": {"n": (1, 2)}}), stage("b", made, needs=("a",)))
     with pytest.raises(ValueError, match=r"a is done with other settings: k\.n: \[1, 2\] -> \[3\]"):
         run(tmp_path, stage("a", made, asked={"k": {"n": (3,)}}))
-    (tmp_path / "a/result.json").unlink()
-    with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
+    with pytest.raises(ValueError, match=f"remove {tmp_path}/a {tmp_path}/b$"):  # b is of this a
         run(tmp_path, stage("a", made), stage("b", made, needs=("a",)))
+    again = (tmp_path / "a/result.json").read_text().replace("seconds", "Seconds")
+    (tmp_path / "a/result.json").write_text(again)
+    given = stage("a", made, asked={"k": {"n": (1, 2)}}), stage("b", made, needs=("a",))
+    with pytest.raises(ValueError, match=f"^b was made from another a; .* remove {tmp_path}/b$"):
+        run(tmp_path, *given)
+    (tmp_path / "a/result.json").unlink()
+    with pytest.raises(ValueError, match="^b was made from a, which is missing; take another"):
+        run(tmp_path, *given)
 
 
 def test_a_stage_that_goes_on_is_never_taken_for_another(tmp_path):
@@ -91,9 +99,28 @@ def test_a_stage_that_goes_on_is_never_taken_for_another(tmp_path):
     with pytest.raises(ValueError, match=r"b has begun with other settings: n: \(missing\) -> 3"):
         run(tmp_path, first, stage("b", made, asked={"n": 3}, **begun))
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(ValueError, match="b was made from another a: take another --workdir, or"):
+    with pytest.raises(ValueError, match="b was made from a, which is missing; take another"):
         run(tmp_path, first, stage("b", made, **begun))
     assert len(made) == 2
+
+
+def test_an_interrupt_ends_a_stage_that_begins_anew(tmp_path):
+    """At once, wherever it comes: a KeyboardInterrupt may be lost in a callback of XLA."""
+    source = f"""
+import os, pathlib, signal, time
+from experiments.pipeline import stages
+def make(folder):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    finally:
+        print("not at once")
+whole = [stages.Stage(name="a", asked={{}}, make=make)]
+stages.run_stages(pathlib.Path({str(tmp_path)!r}), whole, whole)
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert stages.read_result(tmp_path, "a") is None
 
 
 def test_programs_share_the_stages_of_a_pipeline(tmp_path, monkeypatch):
@@ -248,6 +275,7 @@ BAD = [
     (dict(evaluate__rows=0), "evaluate.rows=0 must be at least 1"),
     (dict(evaluate__seed=-1), "evaluate.seed=-1 must be at least 0 and less than"),
     (dict(evaluate__problems=("a.jsonl",)), "must be a tuple of NAME=FILE"),
+    (dict(evaluate__problems=(1,)), "must be a tuple of NAME=FILE"),
     (dict(evaluate__problems=("a=b", "a=c")), "problems: the name 'a' must be one of its own"),
     (dict(evaluate__problems=("a/b=c",)), "the name 'a/b' must be one of its own, without /"),
 ]
@@ -294,6 +322,53 @@ def test_every_key_is_read():
         key for group in ("tokenizer", *plan.PROBLEMS, "evaluate") for key in made[group]
     }
     assert keys <= names, keys - names
+
+
+def test_other_files_of_the_user_are_other_stages(tmp_path):
+    """A tokenizer or problems that change in place, or come in the place of learned ones."""
+    files = tmp_path / "files"
+    files.mkdir()
+    write_chat_tokenizer(files / "tokenizer.json", iter(["one two three"] * 9), 262)
+    problems = files / "mine.jsonl"
+    problems.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 2)
+    changes = dict(
+        tokenizer__folder=str(files), evaluate__problems=(f"mine={problems}", "a={problems_2}/t")
+    )
+
+    def asked(**changes):
+        made = plan.Plan.from_config(config(**changes), tmp_path / "work")
+        return {stage.name: stage.asked for stage in plan.stages(made)}
+
+    def changed(old, new):
+        return {name for name in old if name in new and old[name] != new[name]}
+
+    before = asked(**changes)
+    trained = {name for name in before if re.search("/(cpt|sft_.)$", name)}
+    assert changed(before, asked(**changes)) == set()
+    learned = asked(evaluate__problems=changes["evaluate__problems"])
+    assert changed(before, learned) >= trained
+    template = files / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    after = asked(**changes)
+    assert changed(before, after) == trained
+    problems.write_text('{"prompt": "1 + 2", "answer": "3"}\n' * 2)
+    solved = {name for name in before if re.search("/(evaluate|reload)$", name)}
+    assert changed(after, asked(**changes)) == solved
+    problems.unlink()
+    with pytest.raises(ValueError, match=f"evaluate.problems: mine={problems}: No such file"):
+        asked(**changes)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK"])
+def test_damaged_items_name_the_folder(tmp_path, content):
+    (tmp_path / "items.npz").write_bytes(content)
+    with pytest.raises(ValueError, match=f"items.npz is damaged: .*; remove {tmp_path}$"):
+        evaluation.read_items(tmp_path)
+
+
+def test_a_url_is_refused(tmp_path):
+    done = run_command("pipeline", "--config=configs/infir2/small.py", "--workdir=gs://b/x")
+    assert done.returncode == 1 and "the workdir gs://b/x is a URL" in done.stderr
 
 
 # Figures ------------------------------------------------------------------------------------------
