@@ -51,7 +51,7 @@ def get_config() -> ml_collections.ConfigDict:
         sft.num_epochs = 5
         sft.batch_size = 8  # rows, of about a dozen examples each
         sft.warmup_fraction = 0.05
-        sft.learning_rate = 3e-4
+        sft.learning_rate = 5e-4
         sft.weight_decay = 0.0
         sft.valid_every = 200
     config.evaluate.problems = (
@@ -59,6 +59,6 @@ def get_config() -> ml_collections.ConfigDict:
         "harder={problems_2}/test_harder.jsonl",
         "templates={problems_2}/test_templates.jsonl",
     )
-    config.evaluate.rows = 512
+    config.evaluate.rows = 2048
     config.evaluate.batch_size = 128
     return config
