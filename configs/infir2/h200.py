@@ -26,8 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
     )
     config.seeds = (0, 1, 2)
     config.tokenizer.vocab_size = 32_000
-    config.problems_1.update(train=20_000, test=2000, steps="1:2")
-    config.problems_2.update(train=30_000, test=2000, steps="1:3")
+    config.problems_1.update(train=30_000, test=2000, steps="1:2")
+    config.problems_2.update(train=45_000, test=2000, steps="1:3")
     for stage in (config.cpt, config.sft_1, config.sft_2):
         stage.seq_len = 1024
         stage.unroll = 12
