@@ -19,9 +19,15 @@ sum of up to 2^k blocks of its last id. The sum of each run is then written to i
 written to the same row. CPUs and TPUs scatter in one fixed order, so there it is a scatter-add.
 
 A NaN or infinity in a gradient makes the sums of its whole block NaN.
+
+Where fsdp shards the columns of a table that has more rows than a device has positions, the table
+stays where it is: each device looks up its columns for the positions of all, and an all-to-all
+brings each position's columns together. The gradient goes back in the same way. For a vocabulary of
+151,936 and 16,384 positions on each of two devices, that moves 50 MB instead of 700.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,7 +37,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8jax.device import hardware
-from fp8jax.device.mesh import batch_axes, constrain
+from fp8jax.device.mesh import batch_axes, constrain, local_shape, spec
 
 BLOCK = 128  # positions whose sums one GEMM computes
 
@@ -45,9 +51,14 @@ def look_up(
     Args:
       rows: logical name of the table's first axis, a key of `RULES` (device/mesh.py).
     """
-    # The second constraint gathers the table over fsdp before the look-up. Otherwise XLA would
-    # shard the result like the table and then move all of it. With the second alone, XLA would
-    # gather first and then cast, and so move float32 numbers.
+    if _moves_results(table_VD.shape, ids_BL.shape, rows):
+        columns, batch = spec("residual", "embed"), spec("batch")
+        return jax.shard_map(
+            functools.partial(_look_up_columns, dtype=dtype),
+            in_specs=(columns, batch), out_specs=batch,
+        )(table_VD, ids_BL)  # fmt: skip
+    # The second constraint gathers the table over fsdp before the look-up. With it alone, XLA
+    # would gather first and then cast, and so move float32 numbers.
     cast_VD = constrain(table_VD.astype(dtype), rows, "embed")
     return jnp.take(constrain(cast_VD, rows, "residual"), ids_BL, axis=0)
 
@@ -59,10 +70,45 @@ def _look_up_fwd(table_VD, ids_BL, rows, dtype):
 
 def _look_up_bwd(rows, dtype, residuals, g_BLD):
     ids_BL, empty_V0 = residuals
-    return sum_by_id(ids_BL, g_BLD, empty_V0.shape[0]).astype(empty_V0.dtype), None
+    num_rows = empty_V0.shape[0]
+    if _moves_results((num_rows, g_BLD.shape[-1]), ids_BL.shape, rows):
+        columns, batch = spec("residual", "embed"), spec("batch")
+        sums_VD = jax.shard_map(
+            functools.partial(_sum_columns, num_rows=num_rows),
+            in_specs=(batch, batch), out_specs=columns,
+        )(ids_BL, g_BLD)  # fmt: skip
+    else:
+        sums_VD = sum_by_id(ids_BL, g_BLD, num_rows)
+    return sums_VD.astype(empty_V0.dtype), None
 
 
 look_up.defvjp(_look_up_fwd, _look_up_bwd)
+
+
+def _moves_results(table_shape: tuple[int, int], ids_shape: tuple[int, int], rows: str) -> bool:
+    """Whether devices of fsdp exchange what they look up, and not the table and its gradient.
+
+    The table must be sharded over its columns alone. Of fewer positions than rows, the exchange
+    moves less.
+    """
+    here = local_shape(table_shape, rows, "embed")
+    positions = math.prod(local_shape(ids_shape, "batch", "length"))
+    by_columns = here[0] == table_shape[0] and here[1] < table_shape[1]
+    return by_columns and bool(batch_axes(ids_shape[0])) and positions < table_shape[0]
+
+
+def _look_up_columns(table_Vd, ids_bL, dtype: Any):
+    """Looks up, on one device of fsdp, its d columns for the rows of all; returns all of b's."""
+    ids_cL = lax.all_gather(ids_bL, "fsdp", axis=0, tiled=True)
+    x_cLd = jnp.take(table_Vd, ids_cL, axis=0).astype(dtype)
+    return lax.all_to_all(x_cLd, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+
+
+def _sum_columns(ids_bL, g_bLD, num_rows: int):
+    """Returns the sums of the columns of one device of fsdp, over the rows of all devices."""
+    ids_cL = lax.all_gather(ids_bL, "fsdp", axis=0, tiled=True)
+    g_cLd = lax.all_to_all(g_bLD, "fsdp", split_axis=2, concat_axis=0, tiled=True)
+    return lax.psum(_sum_here(ids_cL, g_cLd, num_rows), "data")
 
 
 def sum_by_id(
@@ -73,20 +119,24 @@ def sum_by_id(
     The result has the same bits in every run. On a mesh of GPUs, each device sorts its own part of
     the batch, and the sums of the devices are added.
     """
-    if hardware.platform() != "gpu":
-        return jnp.zeros((num_rows, g_BLD.shape[-1])).at[ids_BL].add(g_BLD.astype(jnp.float32))
-    sums = functools.partial(_sum_by_id, num_rows=num_rows)
     axes = batch_axes(ids_BL.shape[0])
-    if not axes:
-        return sums(ids_BL, g_BLD)
+    if hardware.platform() != "gpu" or not axes:
+        return _sum_here(ids_BL, g_BLD, num_rows)
     over_batch = PartitionSpec(axes)
     return jax.shard_map(
-        lambda ids, g: lax.psum(sums(ids, g), axes),
+        lambda ids, g: lax.psum(_sum_sorted(ids, g, num_rows), axes),
         in_specs=(over_batch, over_batch), out_specs=PartitionSpec(),
     )(ids_BL, g_BLD)  # fmt: skip
 
 
-def _sum_by_id(ids_BL, g_BLD, num_rows: int):
+def _sum_here(ids_BL, g_BLD, num_rows: int):
+    """Computes `sum_by_id` as the platform does it best, over the arrays that are given."""
+    if hardware.platform() == "gpu":
+        return _sum_sorted(ids_BL, g_BLD, num_rows)
+    return jnp.zeros((num_rows, g_BLD.shape[-1])).at[ids_BL].add(g_BLD.astype(jnp.float32))
+
+
+def _sum_sorted(ids_BL, g_BLD, num_rows: int):
     """Computes `sum_by_id` on one device, by sorting.
 
     T counts the B * L positions, C their blocks, R the positions of a block, and S the runs of

@@ -102,17 +102,56 @@ def test_look_up_is_take_with_a_float32_gradient():
     assert gradient.dtype == jnp.float32 and np.array_equal(gradient, by_hand(ids, g))
 
 
-@pytest.mark.parametrize("path", ["cpu"], indirect=True)
-def test_fsdp_casts_the_table_before_it_is_gathered():
-    """A partitioned program moves the table once, rounded (CPUs then widen what they send)."""
+def moved(table: tuple[int, int]) -> dict[str, list[tuple[str, str]]]:
+    """Collective -> the shape and the operand of each, of a look-up of 12 positions a device."""
     ids = jax.ShapeDtypeStruct((8, 12), jnp.int32)
     with jax.set_mesh(mesh := make_mesh(MeshAxes(fsdp=8))):
         shards = NamedSharding(mesh, spec("vocab", "embed"))
-        table = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=shards)
-        text = jax.jit(lambda t, i: look_up(t, i, "vocab", jnp.bfloat16)).lower(table, ids)
-        moved = re.findall(r"\[([\d,]+)\]\S* all-gather\(%(\w+)", text.compile().as_text())
-    ((shape, operand),) = moved
-    assert shape == "64,32" and "convert" in operand
+        given = jax.ShapeDtypeStruct(table, jnp.float32, sharding=shards)
+        lowered = jax.jit(lambda t, i: look_up(t, i, "vocab", jnp.bfloat16)).lower(given, ids)
+        text = lowered.compile().as_text()
+    kinds = ("all-gather", "all-to-all")
+    return {kind: re.findall(rf"\[([\d,]+)\]\S* {kind}\(%(\w+)", text) for kind in kinds}
+
+
+@pytest.mark.parametrize("path", ["cpu"], indirect=True)
+def test_fsdp_casts_the_table_before_it_is_gathered():
+    """A partitioned program moves the table once, rounded (CPUs then widen what they send)."""
+    collectives = moved(table=(8, 32))
+    ((shape, operand),) = collectives["all-gather"]
+    assert shape == "8,32" and "convert" in operand and not collectives["all-to-all"]
+
+
+@pytest.mark.parametrize("path", ["cpu"], indirect=True)
+def test_fsdp_leaves_a_table_of_more_rows_than_positions_where_it_is():
+    collectives = moved(table=(16, 32))
+    assert [shape for shape, _ in collectives["all-gather"]] == ["8,12"]  # ids
+    assert collectives["all-to-all"]
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=8), dict(data=2, fsdp=4), dict(fsdp=4, tensor=2)])
+@pytest.mark.parametrize("positions", [5, 300])
+def test_every_mesh_looks_up_the_same(axes, positions):
+    """With fewer and with more positions a device than rows; sums of integers are exact."""
+    rng = np.random.default_rng(4)
+    rows, columns = 16, 8
+    ids = jnp.asarray(rng.choice([0, 0, 3, rows - 1], size=(8, positions)), jnp.int32)
+    g = jnp.asarray(rng.integers(-8, 9, (8, positions, columns)), jnp.bfloat16)
+    table = jnp.asarray(rng.normal(size=(rows, columns)), jnp.float32)
+
+    def both(table, ids, g):
+        found, pull = jax.vjp(lambda t: look_up(t, ids, "vocab", jnp.bfloat16), table)
+        return found, pull(g)[0]
+
+    mesh = make_mesh(MeshAxes(**axes))
+    place = lambda x, *names: jax.device_put(x, NamedSharding(mesh, spec(*names)))  # noqa: E731
+    with jax.set_mesh(mesh):
+        shards = place(table, "vocab", "embed"), place(ids, "batch"), place(g, "batch")
+        found, gradient = jax.jit(both)(*shards)
+    sums = np.zeros((rows, columns))
+    np.add.at(sums, np.asarray(ids).reshape(-1), np.asarray(g, np.float64).reshape(-1, columns))
+    assert np.array_equal(found, jnp.take(table, ids, axis=0).astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.float32 and np.array_equal(gradient, sums)
 
 
 @pytest.mark.gpu
