@@ -307,7 +307,8 @@ def _default_unroll(shape: ModelConfig, policy: Policy, remat: str, mesh: Mesh) 
 
     On a GPU a loop costs a tenth of a step: it copies what the backward reads into arrays of all
     layers, and out of them. With remat=full that is next to nothing. Unrolled, a layer takes less
-    than a second to compile in BF16, and three in FP8 (docs/results/steps_and_memory.md).
+    than a second to compile in BF16, and three in FP8; for several GPUs, BF16 takes three, too
+    (docs/results/steps_and_memory.md).
     """
     compiles_fast = is_exact(policy) or shape.n_layers <= _MOST_UNROLLED
     pays = hardware.platform() == "gpu" and mesh.size == 1 and remat != "full"
