@@ -135,6 +135,14 @@ def test_runs_are_compared_with_the_first(tmp_path):
     assert "new_key" not in differs and "batch_size" not in differs
 
 
+def test_a_page_of_many_runs_is_called_after_the_first(tmp_path):
+    runs = [read_run(write_run(tmp_path / name)) for name in "abcde"]
+    for most, heading in ((4, "a, b, c, d"), (5, "a and 4 others")):
+        page = report(runs[:most])
+        assert f"<h1>{heading}</h1>" in page
+        assert f"<title>{heading}: fp8jax report</title>" in page
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
