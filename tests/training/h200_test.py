@@ -46,9 +46,9 @@ def test_layers_run_each_gemm_once_and_scaled(data, name, unroll):
 VOCAB = 640
 
 
-def compiled(data, name: str, count: int):
+def compiled(data, name: str, count: int, vocab: int = VOCAB):
     """Returns the step on so many GPUs, with 32 rows of 128 for each."""
-    sizes = dict(d_model=512, d_ff=1024, n_layers=LAYERS, vocab_size=VOCAB)
+    sizes = dict(d_model=512, d_ff=1024, n_layers=LAYERS, vocab_size=vocab)
     changes = {f"model_overrides__{key}": size for key, size in sizes.items()}
     config = tiny(
         data, precision=name, unroll=1, seq_len=128, batch_size=32 * count, mesh="fsdp", **changes
@@ -74,3 +74,16 @@ def test_two_gpus_gather_codes_and_take_less_memory_each(data, name):
     assert {dtype for dtype, _ in moved["reduce-scatter"]} == {"f32"}
     kernels = re.findall(r"= (\(.*?\)) custom-call\(.*mosaic_gpu", two.as_text())
     assert max(len(re.findall(r"f8e\dm\d\w*\[", shapes)) for shapes in kernels) == 5
+
+
+def test_two_gpus_do_not_move_an_embedding_of_more_rows_than_positions(data):
+    """The head's table is gathered and its gradient scattered, once each. The embedding stays."""
+    vocab = 2 * 32 * 128
+    text = compiled(data, "fp8_delayed", 2, vocab).as_text()
+    results = re.findall(r"= (\(.*?\)|\S+) ([a-z-]+?)(?:-start)?\(", text)
+    count = collections.Counter(
+        kind for shapes, kind in results if re.search(rf"\[({vocab},|\d+,{vocab}\])", shapes)
+    )
+    assert count["all-gather"] == count["reduce-scatter"] == 1
+    exchanged = [shapes for shapes, kind in results if kind == "all-to-all"]
+    assert len(exchanged) == 2 and all("bf16[" in shapes for shapes in exchanged)
