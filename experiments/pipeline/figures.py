@@ -7,18 +7,20 @@
     memory/STAGE/RECIPE         bytes that XLA allocates on a device for a training step
 
 RECIPE is the name of a chain. Every figure has a `value`; those of items have a standard `error`.
+A `seeds_error` is that of a mean over seeds, which differ in more than the items.
 Gaps and differences are those to BF16's chain, on the same rows and problems, pair by pair. With
 several seeds, an item counts with its mean over them, since all seeds share the items.
 """
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.pipeline.chains import BASELINE, Chain, joined
+from experiments.pipeline.chains import BASELINE, Chain
 from experiments.pipeline.evaluation import ACCURACY, LOSS, SHUFFLED, Numbers, known, read_items
 from experiments.pipeline.plan import TRAINING, Plan
 from experiments.pipeline.stages import read_result
@@ -33,13 +35,13 @@ class Results:
     """What the stages of a pipeline have found; read once.
 
     Attributes:
-      cpt: chain's name -> the numbers of its pre-trained model.
+      cpt: chain's name -> the numbers of its pre-trained models, one or a seed each.
       tuned: of its fine-tuned models, a seed each.
       exported: of its exported models.
     """
 
     plan: Plan
-    cpt: Mapping[str, Numbers]
+    cpt: Mapping[str, list[Numbers]]
     tuned: Mapping[str, list[Numbers]]
     exported: Mapping[str, list[Numbers]]
 
@@ -49,7 +51,10 @@ class Results:
         return cls(
             plan=plan,
             cpt={
-                chain.name: read_items(root / joined(chain.cpt) / "evaluate_cpt")
+                chain.name: [
+                    read_items(root / plan.pre_trained(chain, seed) / "evaluate_cpt")
+                    for seed in plan.pre_training_seeds
+                ]
                 for chain in plan.chains
             },
             tuned={
@@ -88,22 +93,26 @@ def _loss_gaps(results: Results, chain: Chain) -> Figures:
         own, other = (stage_losses(results, each, stage) for each in (chain, baseline))
         gap = difference(mean_over_seeds(own), mean_over_seeds(other))
         reference = mean_over_seeds(other).estimate.value
+        seeds = [a.estimate.value / b.estimate.value - 1 for a, b in zip(own, other, strict=True)]
         assert gap is not None
         found[f"loss_gap/{chain.name}/{stage}"] = {
             "value": gap.value / reference, "error": known(gap.error / reference),
             "loss": reference + gap.value, "loss_bf16": reference,
-            "seeds": [
-                a.estimate.value / b.estimate.value - 1 for a, b in zip(own, other, strict=True)
-            ],
+            "seeds": seeds, "seeds_error": _error_of_mean(seeds),
         }  # fmt: skip
     worst = max(found.values(), key=lambda each: each["value"])
     return {f"loss_gap/{chain.name}": {k: worst[k] for k in ("value", "error")}, **found}
 
 
+def _error_of_mean(seeds: Sequence[float]) -> float | None:
+    """The standard error of the mean of some seeds; None for a single one, which tells nothing."""
+    return statistics.stdev(seeds) / math.sqrt(len(seeds)) if len(seeds) > 1 else None
+
+
 def stage_losses(results: Results, chain: Chain, stage: str) -> list[Measured]:
     """Returns the loss of each seed on the stage's own held-out text, in the chain's precision."""
     if stage == "cpt":
-        return [_loss(results.cpt[chain.name], stage, chain.cpt, stage)]
+        return [_loss(numbers, stage, chain.cpt, stage) for numbers in results.cpt[chain.name]]
     return [_loss(numbers, stage, chain.sft, stage) for numbers in results.tuned[chain.name]]
 
 
@@ -207,8 +216,9 @@ def _costs(plan: Plan) -> Figures:
 
 def _training(plan: Plan, chain: Chain, stage: str) -> dict[str, Any]:
     """What a training stage of the first seed found."""
-    folder = f"{chain.trained}/seed_{plan.seeds[0]}"
-    name = f"{joined(chain.cpt)}/cpt" if stage == "cpt" else f"{folder}/{stage}"
-    result = read_result(plan.workdir, name)
+    seed = plan.seeds[0]
+    tuned = f"{chain.trained}/seed_{seed}"
+    folder = plan.pre_trained(chain, seed) if stage == "cpt" else tuned
+    result = read_result(plan.workdir, f"{folder}/{stage}")
     assert result is not None
     return result["found"]

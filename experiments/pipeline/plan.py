@@ -2,6 +2,7 @@
 
     tokenizer, problems_1, problems_2                once
     CPT/cpt, CPT/evaluate_cpt                        for each precision of pre-training
+    CPT/seed_N/cpt, evaluate_cpt                     instead, if each seed pre-trains
     CPT+SFT/seed_N/sft_1, sft_2, evaluate            for each precision and seed of fine-tuning
     CPT+SFT+EXPORT/seed_N/export, reload             for each chain and seed
 
@@ -42,7 +43,7 @@ class Plan:
       config: see configs/pipeline.py.
       workdir: an absolute path.
       chains: the baseline is the first.
-      seeds: of fine-tuning.
+      seeds: of fine-tuning, and of pre-training if each seed pre-trains.
     """
 
     config: ConfigDict
@@ -107,19 +108,31 @@ class Plan:
         used = {name for spec in self.strings() for name in re.findall(r"\{(\w+)\}", spec)}
         return tuple(name for name in PROBLEMS if name in used)
 
+    def pre_trained(self, chain: Chain, seed: int) -> str:
+        """The folder with the pre-trained model from which a seed of a chain is fine-tuned."""
+        folder = joined(chain.cpt)
+        return f"{folder}/seed_{seed}" if self.config.pretrain_each_seed else folder
+
+    @property
+    def pre_training_seeds(self) -> tuple[int, ...]:
+        """The seeds that pre-train models of their own; (0,) if all share one."""
+        return self.seeds if self.config.pretrain_each_seed else (0,)
+
     # Configs --------------------------------------------------------------------------------------
 
     def training_config(self, stage: str, precision: str, seed: int, weights: str) -> ConfigDict:
         """Returns the config of a training stage.
 
         Args:
+          seed: of fine-tuning; in pre-training it is added to the seed of its config.
           weights: where fine-tuning starts from; "" for pre-training.
         """
         config = self.config[stage].copy_and_resolve_references()
         with config.unlocked():
             config.precision = precision
+            config.seed = seed if stage != "cpt" else config.seed + seed
             if stage != "cpt":
-                config.seed, config.initial_weights = seed, weights
+                config.initial_weights = weights
                 for key in _SHARED:
                     value = self.config.cpt[key]
                     if isinstance(value, ConfigDict):
@@ -181,15 +194,16 @@ def shared(plan: Plan) -> list[Stage]:
 
 def _pre_training(plan: Plan) -> list[Stage]:
     made = []
-    for chain in plan.chains:
-        name = f"{joined(chain.cpt)}/cpt"
-        made.append(_train(plan, "cpt", name, chain.cpt, 0, None))
-        made.append(
-            _evaluate(
-                plan, f"{joined(chain.cpt)}/evaluate_cpt", {"cpt": name},
-                [chain.cpt, BASELINE], texts={"cpt": ("cpt",)}, problems_of=None,
-            )
-        )  # fmt: skip
+    for seed in plan.pre_training_seeds:
+        for chain in plan.chains:
+            folder = plan.pre_trained(chain, seed)
+            made.append(_train(plan, "cpt", f"{folder}/cpt", chain.cpt, seed, None))
+            made.append(
+                _evaluate(
+                    plan, f"{folder}/evaluate_cpt", {"cpt": f"{folder}/cpt"},
+                    [chain.cpt, BASELINE], texts={"cpt": ("cpt",)}, problems_of=None,
+                )
+            )  # fmt: skip
     return made
 
 
@@ -199,7 +213,7 @@ def _fine_tuning(plan: Plan) -> list[Stage]:
         for chain in plan.chains:
             folder = f"{chain.trained}/seed_{seed}"
             models = {"sft_1": f"{folder}/sft_1", "sft_2": f"{folder}/sft_2"}
-            before = f"{joined(chain.cpt)}/cpt"
+            before = f"{plan.pre_trained(chain, seed)}/cpt"
             for stage, name in models.items():
                 made.append(_train(plan, stage, name, chain.sft, seed, before))
                 before = name
@@ -241,11 +255,11 @@ def _train(
     weights = "" if before is None else str(plan.workdir / before)
     config = plan.training_config(stage, precision, seed, weights)
     # As in the config, so that a workdir may be moved once a stage is done.
-    asked = _json(plan.config[stage]) | {"precision": precision}
+    asked = _json(plan.config[stage]) | {"precision": precision, "seed": config.seed}
     if plan.config.tokenizer.folder:  # a learned one is a stage of its own
         asked["tokenizer_files"] = making.tokenizer_digest(plan.config)
     if before is not None:
-        asked |= {"seed": seed, **{key: _json(plan.config.cpt)[key] for key in _SHARED}}
+        asked |= {key: _json(plan.config.cpt)[key] for key in _SHARED}
     return Stage(
         name=name, needs=(*_made_for(plan, _strings(asked)), *([] if before is None else [before])),
         asked=asked, make=functools.partial(training.train, config), resumes=True,

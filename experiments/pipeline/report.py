@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.markdown import markdown_table
-from experiments.pipeline.chains import joined
 from experiments.pipeline.figures import Figures, Results, figures
 from experiments.pipeline.plan import TRAINING, Plan
 from experiments.report import charts, compare
@@ -43,11 +42,11 @@ def write(plan: Plan) -> list[Path]:
 def _runs(plan: Plan, stage: str) -> list[RunFiles]:
     """The runs of a training stage, BF16's first."""
     folders = [
-        f"{joined(chain.cpt)}/cpt" if stage == "cpt" else f"{chain.trained}/seed_{seed}/{stage}"
+        plan.pre_trained(chain, seed) if stage == "cpt" else f"{chain.trained}/seed_{seed}"
         for chain in plan.chains
         for seed in plan.seeds
     ]
-    return [read_run(plan.workdir / folder) for folder in dict.fromkeys(folders)]
+    return [read_run(plan.workdir / folder / stage) for folder in dict.fromkeys(folders)]
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -80,7 +79,8 @@ def _quality(plan: Plan, found: Figures) -> Table:
         " error of paired rows. Perplexity kept: of the exported and reloaded model, over that of"
         " the trained model in BF16, on the held-out conversations of sft_2 and on the text of cpt,"
         " which fine-tuning makes models forget."
-        f" {len(plan.seeds)} seed(s) of fine-tuning.",
+        f" {len(plan.seeds)} seed(s) of fine-tuning, {len(plan.pre_training_seeds)} of"
+        " pre-training; in brackets, the standard error of the mean over seeds, if there are some.",
     )
 
 
@@ -130,7 +130,9 @@ def _costs(plan: Plan, found: Figures) -> Table:
 
 
 def _percent(gap: dict[str, Any]) -> str:
-    return f"{100 * gap['value']:+.3f}% ± {_error(gap, 100, '.3f')}%"
+    text = f"{100 * gap['value']:+.3f}% ± {_error(gap, 100, '.3f')}%"
+    seeds = gap["seeds_error"]
+    return text if seeds is None else f"{text} ({100 * seeds:.3f}%)"
 
 
 def _ratio(kept: dict[str, Any]) -> str:

@@ -240,6 +240,21 @@ def test_chains_share_what_they_have_in_common(tmp_path):
         assert all(names.index(each) < names.index(name) for each in needed)
 
 
+def test_each_seed_may_pre_train_a_model_of_its_own(tmp_path):
+    changes = dict(precisions=("bf16", "fp8_block"), seeds=(0, 3), cpt__seed=5)
+    made = plan.Plan.from_config(config(pretrain_each_seed=True, **changes), tmp_path)
+    staged = {each.name: each for each in plan.stages(made)}
+    pre = [name for name in staged if name.endswith("/cpt")]
+    assert pre == [f"{name}/seed_{n}/cpt" for n in (0, 3) for name in ("bf16", "fp8_block")]
+    assert staged["bf16/seed_3/sft_1"].needs[-1] == "bf16/seed_3/cpt"
+    assert staged["bf16/seed_3/evaluate_cpt"].needs == ("bf16/seed_3/cpt",)
+    assert [staged[name].asked["seed"] for name in pre] == [5, 5, 8, 8]
+    # The first is the model that all seeds share otherwise.
+    alone = plan.Plan.from_config(config(**changes), tmp_path)
+    (shared,) = [each for each in plan.stages(alone) if each.name == "bf16/cpt"]
+    assert shared.asked == staged["bf16/seed_0/cpt"].asked
+
+
 def test_fine_tuning_has_the_model_and_tokenizer_of_pre_training(tmp_path):
     made = plan.Plan.from_config(config(cpt__model="qwen2_tiny"), tmp_path)
     own = made.training_config("sft_2", "fp8_block", 7, "before")
@@ -400,7 +415,7 @@ def results(tmp_path, seeds):
     )
     names = [chain.name for chain in made.chains]
     return figures.Results(
-        plan=made, cpt={name: numbers(name) for name in names},
+        plan=made, cpt={name: [numbers(name)] for name in names},
         tuned={name: [numbers(name, shift=i) for i in range(seeds)] for name in names},
         exported={name: [numbers(name, shift=i + 0.5) for i in range(seeds)] for name in names},
     )  # fmt: skip
@@ -414,7 +429,12 @@ def test_figures_by_hand(tmp_path, monkeypatch, seeds):
     mean = sum(10 + 2 * i for i in range(seeds)) / seeds / 5
     gap = found["loss_gap/fp8_block/sft_2"]
     assert gap["value"] == pytest.approx(0.2 / mean) and gap["loss_bf16"] == pytest.approx(mean)
-    assert gap["seeds"] == pytest.approx([1 / (10 + 2 * i) for i in range(seeds)])
+    apart = [1 / (10 + 2 * i) for i in range(seeds)]
+    assert gap["seeds"] == pytest.approx(apart)
+    if seeds == 1:
+        assert gap["seeds_error"] is None
+    else:
+        assert gap["seeds_error"] == pytest.approx(np.std(apart, ddof=1) / math.sqrt(seeds))
     assert found["loss_gap/fp8_block/cpt"]["value"] == pytest.approx(0.1)
     assert found["loss_gap/fp8_block"]["value"] == pytest.approx(0.1)  # the largest
     assert "loss_gap/bf16" not in found
