@@ -20,10 +20,11 @@ written to the same row. CPUs and TPUs scatter in one fixed order, so there it i
 
 A NaN or infinity in a gradient makes the sums of its whole block NaN.
 
-Where fsdp shards the columns of a table that has more rows than a device has positions, the table
-stays where it is: each device looks up its columns for the positions of all, and an all-to-all
-brings each position's columns together. The gradient goes back in the same way. For a vocabulary of
-151,936 and 16,384 positions on each of two devices, that moves 50 MB instead of 700.
+Where fsdp shards the columns of a table that has more rows than all these devices have positions,
+the table stays where it is: each device looks up its columns for the positions of all, and an
+all-to-all brings each position's columns together. The gradient goes back in the same way. For a
+vocabulary of 151,936 and 16,384 positions on each of two devices, that moves 50 MB instead of 700.
+Each device then sorts the positions of all, which is why there must not be more of them.
 """
 
 import functools
@@ -85,16 +86,17 @@ def _look_up_bwd(rows, dtype, residuals, g_BLD):
 look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
-def _moves_results(table_shape: tuple[int, int], ids_shape: tuple[int, int], rows: str) -> bool:
+def _moves_results(table_shape: tuple[int, ...], ids_shape: tuple[int, ...], rows: str) -> bool:
     """Whether devices of fsdp exchange what they look up, and not the table and its gradient.
 
-    The table must be sharded over its columns alone. Of fewer positions than rows, the exchange
-    moves less.
+    The table must be sharded over its columns alone, and have more rows than positions are
+    exchanged.
     """
-    here = local_shape(table_shape, rows, "embed")
-    positions = math.prod(local_shape(ids_shape, "batch", "length"))
-    by_columns = here[0] == table_shape[0] and here[1] < table_shape[1]
-    return by_columns and bool(batch_axes(ids_shape[0])) and positions < table_shape[0]
+    num_rows, columns = local_shape(table_shape, rows, "embed")
+    devices = table_shape[1] // columns
+    positions = devices * math.prod(local_shape(ids_shape, "batch", "length"))
+    by_columns = num_rows == table_shape[0] and devices > 1
+    return by_columns and bool(batch_axes(ids_shape[0])) and positions < num_rows
 
 
 def _look_up_columns(table_Vd, ids_bL, dtype: Any):

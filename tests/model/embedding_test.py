@@ -103,7 +103,7 @@ def test_look_up_is_take_with_a_float32_gradient():
 
 
 def moved(table: tuple[int, int]) -> dict[str, list[tuple[str, str]]]:
-    """Collective -> the shape and the operand of each, of a look-up of 12 positions a device."""
+    """Collective -> shape and operand of each, of a look-up of 12 positions on 8 devices each."""
     ids = jax.ShapeDtypeStruct((8, 12), jnp.int32)
     with jax.set_mesh(mesh := make_mesh(MeshAxes(fsdp=8))):
         shards = NamedSharding(mesh, spec("vocab", "embed"))
@@ -117,14 +117,14 @@ def moved(table: tuple[int, int]) -> dict[str, list[tuple[str, str]]]:
 @pytest.mark.parametrize("path", ["cpu"], indirect=True)
 def test_fsdp_casts_the_table_before_it_is_gathered():
     """A partitioned program moves the table once, rounded (CPUs then widen what they send)."""
-    collectives = moved(table=(8, 32))
+    collectives = moved(table=(96, 32))
     ((shape, operand),) = collectives["all-gather"]
-    assert shape == "8,32" and "convert" in operand and not collectives["all-to-all"]
+    assert shape == "96,32" and "convert" in operand and not collectives["all-to-all"]
 
 
 @pytest.mark.parametrize("path", ["cpu"], indirect=True)
 def test_fsdp_leaves_a_table_of_more_rows_than_positions_where_it_is():
-    collectives = moved(table=(16, 32))
+    collectives = moved(table=(97, 32))
     assert [shape for shape, _ in collectives["all-gather"]] == ["8,12"]  # ids
     assert collectives["all-to-all"]
 
@@ -132,9 +132,9 @@ def test_fsdp_leaves_a_table_of_more_rows_than_positions_where_it_is():
 @pytest.mark.parametrize("axes", [dict(fsdp=8), dict(data=2, fsdp=4), dict(fsdp=4, tensor=2)])
 @pytest.mark.parametrize("positions", [5, 300])
 def test_every_mesh_looks_up_the_same(axes, positions):
-    """With fewer and with more positions a device than rows; sums of integers are exact."""
+    """With fewer and with more positions than rows; sums of integers are exact."""
     rng = np.random.default_rng(4)
-    rows, columns = 16, 8
+    rows, columns = 64, 8
     ids = jnp.asarray(rng.choice([0, 0, 3, rows - 1], size=(8, positions)), jnp.int32)
     g = jnp.asarray(rng.integers(-8, 9, (8, positions, columns)), jnp.bfloat16)
     table = jnp.asarray(rng.normal(size=(rows, columns)), jnp.float32)
