@@ -16,9 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.precisions = ("bf16", "fp8_block", "fp8_block_ue8m0")  # one for all stages of a chain
     config.chains = ()  # chains that change: ((CPT, both SFT, EXPORT), …), a precision each
     config.seeds = (0,)  # of fine-tuning, and of pre-training if pretrain_each_seed
-    config.pretrain_each_seed = (
-        False  # each seed N pre-trains with cpt.seed + N; False: one for all
-    )
+    config.pretrain_each_seed = False  # True: seed N pre-trains its own model, with cpt.seed + N
 
     # Made first, once for all chains
     config.tokenizer = ml_collections.ConfigDict()

@@ -111,6 +111,8 @@ def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
         found = []
         if changes := config_difference(before["asked"], stage.asked):
             found.append(f"{stage.name} {was} other settings: {listed(changes)}")
+        if others := [need for need in stage.needs if need not in before["made_from"]]:
+            found.append(f"{stage.name} was not made from {others[0]}")
         for need, digest in before["made_from"].items():
             if not (now := _digest(workdir, need)):
                 found.append(f"{stage.name} was made from {need}, which is missing")

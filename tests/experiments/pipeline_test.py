@@ -2,6 +2,7 @@
 
 import ast
 import concurrent.futures
+import dataclasses
 import functools
 import importlib
 import json
@@ -253,6 +254,19 @@ def test_each_seed_may_pre_train_a_model_of_its_own(tmp_path):
     alone = plan.Plan.from_config(config(**changes), tmp_path)
     (shared,) = [each for each in plan.stages(alone) if each.name == "bf16/cpt"]
     assert shared.asked == staged["bf16/seed_0/cpt"].asked
+
+
+def test_fine_tuning_from_a_shared_model_is_not_that_from_a_model_of_its_own(tmp_path):
+    """The folders of fine-tuning are the same, and so is what they are asked."""
+
+    def made(each: bool):
+        whole = plan.stages(plan.Plan.from_config(config(pretrain_each_seed=each), tmp_path))
+        return [dataclasses.replace(stage, make=lambda folder: {}) for stage in whole]
+
+    stages.run_stages(tmp_path, made(False), made(False))
+    stages.require_same(tmp_path, made(False))
+    with pytest.raises(ValueError, match="bf16/seed_0/sft_1 was not made from bf16/seed_0/cpt;"):
+        stages.require_same(tmp_path, made(True))
 
 
 def test_fine_tuning_has_the_model_and_tokenizer_of_pre_training(tmp_path):
