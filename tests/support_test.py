@@ -11,7 +11,7 @@ CONFTEST = """
 from tests.support import tiers
 from tests.support.tiers import pytest_runtest_call, pytest_runtest_protocol
 
-tiers.SECONDS = 0.5
+tiers.LIMIT_SECONDS = 0.5
 """
 TESTS = """
 import subprocess, sys, time

@@ -47,6 +47,7 @@ def run_of(data, **changes) -> ml_collections.ConfigDict:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "master"), [("hf", "bfloat16"), ("workdir", "float32")])
 def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp_path):
     source = f"hf:{folder}"

@@ -1,8 +1,9 @@
 """The tiers of the tests: every test takes at most ten seconds, unless it is marked as longer.
 
-tests/conftest.py takes the hook below. Where the environment variable CI is set, a test without a
-mark that takes longer fails, if a second attempt takes longer, too: the first may have compiled
-programs that other tests usually compile before it. Only the test itself counts, not its fixtures.
+tests/conftest.py takes the hooks below. Where the environment variable CI is set, a test without a
+mark fails that takes twice as long, since one machine is up to twice as slow as another. It fails
+if a second attempt takes too long, too: the first may have compiled programs that other tests
+usually compile before it. Only the test itself counts, not its fixtures.
 """
 
 import os
@@ -12,7 +13,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 MARKS = ("slow", "extended", "gpu")  # of tests that may take longer
-SECONDS = 10.0  # of processor time, of this process and the ones that it waited for
+LIMIT_SECONDS = 20.0  # of processor time, of this process and the ones that it waited for
 
 _TAKEN = pytest.StashKey[float]()
 
@@ -46,15 +47,15 @@ def pytest_runtest_protocol(item, nextitem):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports, first = _attempt(item, nextitem)
-    if first > SECONDS:
+    if first > LIMIT_SECONDS:
         item._initrequest()  # fixtures of its own, as the first attempt had
         reports, second = _attempt(item, nextitem)
-        if second > SECONDS:
+        if second > LIMIT_SECONDS:
             (call,) = (report for report in reports if report.when == "call")
             call.outcome = "failed"
             call.longrepr = (
                 f"{item.nodeid} took {first:.1f} s and then {second:.1f} s of processor time, more "
-                f"than {SECONDS:g} s. Make it faster, or mark it slow (pyproject.toml)."
+                f"than {LIMIT_SECONDS:g} s. Make it faster, or mark it slow (pyproject.toml)."
             )
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
