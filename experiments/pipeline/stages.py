@@ -64,11 +64,12 @@ class Stage:
 
 def refuse_other_folder(workdir: Path) -> None:
     """Raises ValueError if the folder holds something else than a pipeline; it may be missing."""
-    if not workdir.is_dir() or (workdir / MARK).exists():
+    if not workdir.is_dir():
         return
     # A kill may have left the lock, and what `_write` had begun.
-    others = {path.name for path in workdir.iterdir()} - {LOCK, _begun(MARK)}
-    if others:
+    others = {path.name for path in workdir.iterdir()} - {LOCK, _begun(MARK), MARK}
+    # Asked after the listing: another program may be marking this folder and making stages in it.
+    if others and not (workdir / MARK).exists():
         raise ValueError(
             f"{workdir} is not the workdir of a pipeline: it holds {min(others)}"
             f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}; take another --workdir"

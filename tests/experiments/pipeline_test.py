@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,19 @@ def test_programs_share_the_stages_of_a_pipeline(tmp_path, monkeypatch):
             program.result(60)
     assert sorted(made[:2]) == ["a", "b"] and made[2:] == ["c", "d"]
     assert stages.count_done(tmp_path, whole) == 4
+
+
+def test_a_program_may_start_while_another_marks_the_workdir(tmp_path, monkeypatch):
+    listed = Path.iterdir
+
+    def begun_by_another(path):
+        monkeypatch.undo()
+        run(tmp_path, stage("a", []))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", begun_by_another)
+    stages.refuse_other_folder(tmp_path)
+    assert stages.read_result(tmp_path, "a") is not None
 
 
 def test_who_waits_for_a_program_that_fails_makes_its_stage(tmp_path, monkeypatch):
