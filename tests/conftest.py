@@ -1,14 +1,13 @@
-"""Strict by default: eight virtual CPU devices, no rank promotion, checked annotations.
+"""Strict by default: eight virtual CPU devices, no rank promotion, warnings are errors.
 
-Warnings are errors too (pyproject.toml). Must run before JAX starts, hence the order here.
-`pytest -m gpu` takes the GPU instead.
+Must run before JAX starts, hence the order here. `pytest -m gpu` takes the GPU instead. With the
+environment variable FP8JAX_TEST_ANNOTATIONS every annotated signature of the library is checked.
 
 Compiled programs are kept from run to run in ~/.cache/fp8jax/tests, in a folder for this version of
 jaxlib and this kind of host. CI (the environment variable CI is set) begins without any.
 """
 
 import atexit
-import collections
 import gc
 import os
 import shutil
@@ -30,21 +29,19 @@ else:
         + " --xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=0"
     )
 
-from jaxtyping import install_import_hook  # noqa: E402
+if os.environ.get("FP8JAX_TEST_ANNOTATIONS"):
+    from jaxtyping import install_import_hook
 
-# Every annotated signature of the library is checked at each call, in tests only.
-install_import_hook("fp8jax", "beartype.beartype")
+    # Every annotated signature of the library is checked at each call.
+    install_import_hook("fp8jax", "beartype.beartype")
 
 import jax  # noqa: E402
 import jaxlib  # noqa: E402
 import pytest  # noqa: E402
 
 from fp8jax.device import xla  # noqa: E402
-from tests.support import devices, text, tfds_examples  # noqa: E402
-from tests.support.tiers import (  # noqa: E402, F401
-    pytest_runtest_call,
-    pytest_runtest_protocol,
-)
+from tests.support import devices, shared_programs, text, tfds_examples  # noqa: E402
+from tests.support.tiers import pytest_addoption, pytest_configure  # noqa: E402, F401
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -79,6 +76,7 @@ def share_compiled_programs() -> None:
 share_compiled_programs()
 if not ON_GPU:
     devices.runs_take_one()
+    shared_programs.install()
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +113,15 @@ def data_dir(tfds, dataset, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(dataset[0]))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    shared_programs.begin_test(frozenset(mark.name for mark in item.iter_markers()))
+    return (yield)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leaves out the tests that need a GPU where there is none. Puts files with the most slow tests
-    first, so that no process is left alone with one at the end; a file's tests stay together and in
-    their order."""
+    """Leaves out the tests that need a GPU where there is none."""
     others = [item for item in items if item.get_closest_marker("gpu") and not ON_GPU]
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
-    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])

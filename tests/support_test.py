@@ -1,82 +1,119 @@
-"""What the tests rely on: that a test which takes too long is found."""
+"""What the tests rely on: programs that are compiled once, and the budget of the default tier."""
 
-import os
-import subprocess
-import sys
-
-from tests.support import ROOT
-
-# The hook with another limit, as conftest.py takes it, and tests that take more or less than that.
-CONFTEST = """
-from tests.support import tiers
-from tests.support.tiers import pytest_runtest_call, pytest_runtest_protocol
-
-tiers.LIMIT_SECONDS = 0.5
-"""
-TESTS = """
-import subprocess, sys, time
+import jax
+import jax.numpy as jnp
 import pytest
 
-RUNS = []
+from tests.support import shared_programs, tiers
 
-def burn(seconds):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+pytest_plugins = ["pytester"]
 
-def test_quick():
-    time.sleep(0.7)
 
-def test_long(tmp_path):
-    assert not list(tmp_path.iterdir())  # each attempt has a folder of its own
-    (tmp_path / "file").touch()
-    burn(0.7)
+def compiled(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().runtime_executable()
 
-def test_long_once():
-    RUNS.append(1)
-    burn(0.7 if len(RUNS) == 1 else 0)
 
-def test_long_in_a_child():
-    code = "import time\\nwhile time.process_time() < 0.7: pass"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_equal_programs_are_compiled_once():
+    first, again, other = (
+        compiled(lambda x, by=by: jnp.sin(x) * by, jnp.ones(7)) for by in (2.0, 2.0, 3.0)
+    )
+    assert first is again and first is not other
 
-def test_long_and_wrong():
-    burn(0.7)
-    assert False, "wrong"
 
-@pytest.mark.slow
-def test_marked():
-    burn(0.7)
+@pytest.mark.counts_compilations
+def test_programs_are_compiled_again_where_a_test_counts_them():
+    first, again = (compiled(lambda x: jnp.sin(x) * 2, jnp.ones(7)) for _ in range(2))
+    assert first is not again
+
+
+def test_programs_of_other_devices_or_options_are_others():
+    x = jnp.ones(7)
+    here, there = (jax.device_put(x, device) for device in jax.devices()[:2])
+    programs = [compiled(lambda x: jnp.sin(x) * 5, place) for place in (here, there)]
+    lowered = jax.jit(lambda x: jnp.sin(x) * 5).lower(here)
+    options = {"xla_allow_excess_precision": False}
+    programs.append(lowered.compile(compiler_options=options).runtime_executable())
+    assert len(set(map(id, programs))) == 3
+
+
+def test_programs_that_call_python_are_always_compiled():
+    def function(x):
+        return jax.pure_callback(lambda x: x + 1, jax.ShapeDtypeStruct((7,), x.dtype), x)
+
+    before = len(shared_programs._programs)
+    compiled(function, jnp.ones(7))
+    assert len(shared_programs._programs) == before
+
+
+# The budget ---------------------------------------------------------------------------------------
+
+TABLE = {"a::x": 600.0, "a::y": 500.0, "a::z": 0.1}
+
+
+def test_costs_as_recorded_are_no_complaint():
+    assert tiers.complaints(TABLE, TABLE) == []
+    slower = {name: 3 * seconds for name, seconds in TABLE.items()}
+    assert tiers.complaints(TABLE, slower) == []
+
+
+def test_an_unknown_function_is_named():
+    (line,) = tiers.complaints(TABLE, TABLE | {"b::new": 0.1})
+    assert line.startswith("b::new is not in seconds.json")
+
+
+def test_a_table_beyond_the_budget_is_refused():
+    lines = tiers.complaints(TABLE | {"a::z": 200.0}, {"a::x": 1.0, "a::y": 1.0, "a::z": 1.0})
+    assert lines[0].startswith("the default tier takes 1300 s by seconds.json, more than 1200 s")
+
+
+def test_a_function_that_grew_beyond_the_budget_is_found_on_a_slow_machine():
+    """Three functions say that the machine is half as fast; the fourth takes 200 times as long."""
+    table = {"a::w": 300.0, "a::x": 300.0, "a::y": 300.0, "a::z": 2.0}
+    measured = {name: 2 * seconds for name, seconds in table.items()}
+    assert tiers.complaints(table, measured) == []
+    (line,) = tiers.complaints(table, measured | {"a::z": 800.0})
+    assert line.startswith("the default tier took 1300 s on a machine as fast as that of")
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("x", range(3))
+def test_cheap(x):
+    pass
+
+def test_dear():
+    pass
+
+@pytest.mark.full
+def test_moved():
+    pass
+
+def test_skipped():
+    pytest.skip("not here")
+"""
+CONFTEST = """
+from tests.support import tiers
+from tests.support.tiers import pytest_addoption
+
+def pytest_configure(config):
+    config.pluginmanager.register(tiers.Costs(config.rootpath / "seconds.json"))
 """
 
 
-def run(folder, **environment: str) -> str:
-    (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "made_up_test.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long\n")
-    env = {name: value for name, value in os.environ.items() if name != "CI"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "made_up_test.py"],
-        cwd=folder,
-        env=env | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert not done.stderr, done.stderr
-    return done.stdout
-
-
-def test_in_ci_an_unmarked_test_that_is_long_twice_fails(tmp_path):
-    said = run(tmp_path, CI="true")
-    assert "3 failed, 3 passed" in said, said
-    for name in ("test_long", "test_long_in_a_child"):
-        assert f"{name} took 0." in said and f"FAILED made_up_test.py::{name}" in said
-    assert "more than 0.5 s. Make it faster, or mark it slow" in said
-    assert "AssertionError: wrong" in said
-    for name in ("test_quick", "test_long_once", "test_marked"):
-        assert f"PASSED made_up_test.py::{name}" in said
-
-
-def test_elsewhere_nothing_is_timed(tmp_path):
-    said = run(tmp_path)
-    assert "1 failed, 5 passed" in said and "FAILED made_up_test.py::test_long_and_wrong" in said
+def test_the_table_sets_the_tiers_and_ci_keeps_them(pytester, monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    pytester.makeini("[pytest]\nmarkers = full: dear\n    quick: cheap")
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(made_up_test=TESTS)
+    dear = "made_up_test.py::test_dear"
+    (pytester.path / "seconds.json").write_text(f'{{"{dear}": 9}}')
+    unknown = pytester.inline_run("-p", "no:xdist", "-m", "not full")
+    assert unknown.ret == pytest.ExitCode.TESTS_FAILED  # test_cheap is not in the table
+    pytester.inline_run("-p", "no:xdist", "--record-seconds")
+    table = tiers.read_table(pytester.path / "seconds.json")
+    names = {"test_cheap", "test_dear", "test_moved"}
+    assert table.keys() == {f"made_up_test.py::{name}" for name in names}
+    assert pytester.inline_run("-p", "no:xdist", "-m", "not full").ret == pytest.ExitCode.OK
+    tiers.write_table(table | {dear: 9.0}, pytester.path / "seconds.json")
+    pytester.inline_run("-p", "no:xdist", "-m", "quick").assertoutcome(passed=3)  # test_cheap

@@ -1,0 +1,86 @@
+"""Programs that a test process compiles: each once, and without XLA's optimization of machine code.
+
+Tests build the same training step again and again: each `build` makes new jitted functions, and
+JAX's cache on disk holds no program of several CPU devices (fp8jax/device/xla.py). Here a program
+is compiled once in a process: its key is its StableHLO without locations, its devices and its
+options. Two marks opt out (pyproject.toml):
+
+    optimized               compiled as users compile it: tests that compare bits of different
+                            programs, text of HLO, or bytes of memory
+    counts_compilations     compiled whenever JAX asks for it
+
+A program that calls back into Python, or that Python partitions, is always compiled: its text has
+the address of a Python object, and Python reuses addresses.
+"""
+
+import hashlib
+import io
+import time
+from typing import Any
+
+import jax
+from jax._src import compiler
+from jax._src.lib.mlir import ir, passmanager
+
+_ADDRESSES = (b"CustomSPMDPartitioning", b"callback")
+
+_jax_compile = compiler.compile_or_get_cached
+_programs: dict[bytes, Any] = {}
+_seconds = [0.0]
+_marks: frozenset[str] = frozenset()  # of the test that runs
+
+
+def begin_test(marks: frozenset[str]) -> None:
+    """Has programs compile as a test with these marks wants them, from here on."""
+    global _marks
+    if ("optimized" in _marks) != ("optimized" in marks):
+        jax.clear_caches()  # functions that tests of the other kind have compiled
+    _marks = marks
+
+
+def seconds() -> float:
+    """Processor seconds that this process has compiled so far."""
+    return _seconds[0]
+
+
+def _compile(*arguments: Any) -> Any:
+    begin = time.process_time()
+    try:
+        return _jax_compile(*arguments)
+    finally:
+        _seconds[0] += time.process_time() - begin
+
+
+def _bytes_without_locations(computation: ir.Module) -> bytes:
+    with computation.context:
+        module = computation.operation.clone()
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
+        text = io.BytesIO()
+        module.write_bytecode(file=text)
+    return text.getvalue()
+
+
+def _compile_once(
+    backend: Any, computation: ir.Module, devices: Any, compile_options: Any, *rest: Any
+) -> Any:
+    """JAX's `compile_or_get_cached` with a memory."""
+    if backend.platform != "cpu":
+        return _compile(backend, computation, devices, compile_options, *rest)
+    if "optimized" not in _marks:
+        debug_options = compile_options.executable_build_options.debug_options
+        debug_options.xla_backend_optimization_level = 0
+    if "counts_compilations" in _marks:
+        return _compile(backend, computation, devices, compile_options, *rest)
+    text = _bytes_without_locations(computation)
+    if any(address in text for address in _ADDRESSES):
+        return _compile(backend, computation, devices, compile_options, *rest)
+    key = hashlib.sha256(text)
+    key.update(compile_options.SerializeAsString())
+    key.update(repr([device.id for device in devices.flatten()]).encode())
+    if key.digest() not in _programs:
+        _programs[key.digest()] = _compile(backend, computation, devices, compile_options, *rest)
+    return _programs[key.digest()]
+
+
+def install() -> None:
+    compiler.compile_or_get_cached = _compile_once  # type: ignore[assignment]
