@@ -6,6 +6,7 @@
     python -m experiments.study inference --workdir=runs/lm_125m
     python -m experiments.study ties
     python -m experiments.study kv_cache --workdir=runs/smoke --precisions=bf16,fp8_rowwise
+    python -m experiments.study intervals --numbers=docs/infir2.json --run=three_pretrained
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -14,7 +15,8 @@ the held-out text of a run with weights that are quantized once, in each precisi
 scales, and with scales that look at later tokens; it writes inference.md. `ties` prints how
 often rows of attention share their largest score, and the bias of each arithmetic of attention.
 `kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
-a batch with requests alone.
+a batch with requests alone. `intervals` prints the mean over a pipeline's seeds of each difference
+to BF16, with its t-interval; --output draws those of the losses.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -32,8 +34,10 @@ from experiments.study import (
     attention_ties,
     bias_sweep,
     inference,
+    intervals,
     kv_cache,
     loss_curves,
+    plots,
     recipe_page,
 )
 from fp8jax.device import xla
@@ -47,7 +51,9 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.",
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs, tables and figures.")
 
 
-_OUTPUT = flags.DEFINE_string("output", "", "The page whose tables `recipes` rewrites.")
+_OUTPUT = flags.DEFINE_string(
+    "output", "", "The page whose tables `recipes` rewrites; the figure that `intervals` draws."
+)
 
 
 _PRECISIONS = flags.DEFINE_string("precisions", ",".join(POLICIES), "Policies, besides bf16.")
@@ -68,6 +74,12 @@ _TOLERANCE = flags.DEFINE_float(
     "A bias works if its loss is at most this fraction above BF16's; its perplexity in `inference`,"
     " by default 0.005.",
 )
+
+
+_NUMBERS = flags.DEFINE_string("numbers", "", "A pipeline's figures.json, for `intervals`.")
+
+
+_RUN = flags.DEFINE_string("run", "", "What stands in front of the names of --numbers.")
 
 
 _ROWS = flags.DEFINE_integer(
@@ -124,6 +136,19 @@ def _parse_biases() -> range:
     return range(ends[0], ends[1] + 1)
 
 
+def _intervals() -> None:
+    numbers = intervals.read_numbers(Path(_NUMBERS.value))
+    differences = intervals.seed_differences(numbers, _RUN.value)
+    print(intervals.interval_table(differences))
+    if _OUTPUT.value:
+        losses = {
+            name.removeprefix("loss_gap/"): values
+            for name, values in differences.items()
+            if name.startswith("loss_gap/")
+        }
+        plots.seed_intervals(losses).savefig(_OUTPUT.value, dpi=200)
+
+
 def _ties() -> None:
     print(attention_ties.ties_table())
 
@@ -155,6 +180,7 @@ _COMMANDS = (
         name="inference", run=_inference, needs=["workdir"],
         takes=["precisions", "biases", "tolerance", "rows", "batch_size"],
     ),
+    _Study(name="intervals", run=_intervals, needs=["numbers"], takes=["run", "output"]),
     _Study(name="ties", run=_ties),
     _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
 )  # fmt: skip

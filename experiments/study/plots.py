@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from experiments.study.intervals import CONFIDENCE, t_interval
 from fp8jax.figures.style import Style, panels, style
 
 _INDEX = {"FP8": 0, "FP4": 1}  # group -> which of the style's curves
@@ -173,3 +174,37 @@ def _draw_sweep(
     place = {"transform": axis.transAxes}
     axis.plot([0.24], [height], color=line["color"], marker=line["marker"], **place)
     axis.text(0.27, height, model, color=line["color"], va="center_baseline", **place)
+
+
+def seed_intervals(losses: Mapping[str, Sequence[float]]) -> Any:
+    """Returns a figure of losses above BF16's: a mark for each seed, their mean and its t-interval.
+
+    Args:
+      losses: RECIPE/STAGE -> for each seed, the loss above BF16's in percent of it. Each recipe has
+        a color. What has one seed has no interval, and is not drawn.
+
+    Raises:
+      ValueError: nothing has two seeds.
+    """
+    drawn = {name: values for name, values in losses.items() if len(values) > 1}
+    if not drawn:
+        raise ValueError(f"no interval to draw: one seed in each of {list(losses)}")
+    recipes = list(dict.fromkeys(name.partition("/")[0] for name in drawn))
+    with style() as look:
+        figure, grid = panels(1, 1, height=0.6 + 0.24 * len(drawn))
+        axis = grid[0, 0]
+        axis.axvline(0, color=look.muted, linewidth=0.8)
+        for row, (name, values) in enumerate(drawn.items()):
+            line = look.line(recipes.index(name.partition("/")[0]))
+            color, interval = line["color"], t_interval(values)
+            ends = [interval.low, interval.high]
+            axis.plot(ends, [row, row], color=color, alpha=0.35, lw=3, solid_capstyle="butt")
+            axis.plot([interval.mean], [row], color=color, marker="|", markersize=11)
+            axis.plot(values, [row] * len(values), color=color, marker=line["marker"], lw=0)
+        axis.set_yticks(range(len(drawn)), list(drawn))
+        axis.set_ylim(len(drawn) - 0.5, -0.5)
+        axis.set_xlabel(
+            "held-out loss above BF16's, %: each seed, their mean and its"
+            f" {CONFIDENCE:.0%} t-interval"
+        )
+    return figure

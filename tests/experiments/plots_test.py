@@ -7,6 +7,7 @@ import matplotlib.image
 import pytest
 
 from experiments.study import plots
+from experiments.study.intervals import t_interval
 
 RED = "#b00020"  # of what went wrong, in the light style
 
@@ -90,3 +91,24 @@ def test_the_sweep_shows_every_model_in_every_use_and_marks_what_was_lost():
     lost = [list(line.get_xdata()) for line in figure.axes[0].get_lines()
             if line.get_color() == RED]  # fmt: skip
     assert lost == [[2], [-1]]
+
+
+def test_a_line_for_each_interval_and_a_mark_for_each_seed():
+    losses = {"a/x": [0.1, 0.3], "a/y": [-1.0, 0.0, 1.0], "b/x": [2.0, 2.5]}
+    figure = plots.seed_intervals({"a/one": [7.0], **losses})
+    assert rendered(figure).shape[1] > 800
+    (axis,) = figure.axes
+    zero, *lines = axis.get_lines()
+    assert set(zero.get_xdata()) == {0}
+    assert [label.get_text() for label in axis.get_yticklabels()] == list(losses)
+    for row, values in enumerate(losses.values()):
+        ends, mean, seeds = lines[3 * row : 3 * row + 3]
+        interval = t_interval(values)
+        assert list(ends.get_xdata()) == [interval.low, interval.high]
+        assert list(mean.get_xdata()) == [interval.mean]
+        assert list(seeds.get_xdata()) == values
+        assert {y for line in (ends, mean, seeds) for y in line.get_ydata()} == {row}
+    colors = [line.get_color() for line in lines[::3]]
+    assert colors[0] == colors[1] != colors[2]
+    with pytest.raises(ValueError, match="no interval to draw"):
+        plots.seed_intervals({"a/one": [7.0]})

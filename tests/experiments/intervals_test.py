@@ -1,0 +1,73 @@
+"""t-intervals against tabulated quantiles, and of a pipeline's numbers by hand."""
+
+import json
+
+import pytest
+
+from experiments.study.intervals import (
+    interval_table,
+    read_numbers,
+    seed_differences,
+    t_interval,
+    t_quantile,
+)
+
+# Two-sided quantiles of Student's t, as tables print them, by degrees of freedom.
+TABULATED = {
+    0.90: {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 10: 1.812, 30: 1.697},
+    0.95: {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 120: 1.980},
+    0.99: {1: 63.657, 2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 10: 3.169, 30: 2.750},
+}
+
+
+@pytest.mark.parametrize("confidence", TABULATED)
+def test_quantiles_are_those_of_the_tables(confidence):
+    for freedom, printed in TABULATED[confidence].items():
+        assert f"{t_quantile(confidence, freedom):.3f}" == f"{printed:.3f}"
+
+
+def test_an_interval_by_hand():
+    interval = t_interval([1.0, 2.0, 3.0])  # standard deviation 1, error 1 / sqrt(3)
+    assert interval.degrees_of_freedom == 2
+    assert interval.mean == 2.0
+    assert interval.half_width == pytest.approx(4.303 / 3**0.5, abs=1e-3)
+    assert (interval.low, interval.high) == pytest.approx((-0.484, 4.484), abs=1e-3)
+    assert t_interval([1.0, 3.0]).half_width == pytest.approx(12.706, abs=1e-3)
+    # The standard deviation of six values, over sqrt(6), times the quantile of five degrees.
+    six = t_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], confidence=0.99)
+    assert six.half_width == pytest.approx(4.032 * 3.5**0.5 / 6**0.5, abs=1e-3)
+    with pytest.raises(ValueError, match=r"needs two values or more, got \[1.0\]"):
+        t_interval([1.0])
+
+
+# The numbers of a pipeline ------------------------------------------------------------------------
+
+NUMBERS = {
+    "run/accuracy/sums/bf16": {"value": 0.5, "seeds": [0.5, 0.6]},
+    "run/accuracy/sums/fp8_block": {"value": 0.5, "seeds": [0.4, 0.7]},
+    "run/loss_gap/fp8_block": {"value": 0.2},
+    "run/loss_gap/fp8_block/cpt": {"value": 0.01, "seeds": [0.01]},
+    "run/loss_gap/fp8_block/sft_1": {"value": 0.02, "seeds": [0.01, 0.03]},
+    "loss_gap/fp8_block/sft_1": {"value": 0.5, "seeds": [0.5, 0.5]},
+    "run/time/cpt/bf16": {"value": 1.0},
+}
+
+
+def test_differences_are_those_of_the_same_seed(tmp_path):
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps(NUMBERS))
+    differences = seed_differences(read_numbers(path), "run")
+    assert differences == {
+        "accuracy/sums/fp8_block": pytest.approx([10, -10]),
+        "loss_gap/fp8_block/cpt": [1.0],
+        "loss_gap/fp8_block/sft_1": [1.0, 3.0],
+    }
+    assert list(seed_differences(NUMBERS)) == ["loss_gap/fp8_block/sft_1"]
+    # 12.706 times the error of the mean of two, half of their difference.
+    assert interval_table(differences).splitlines()[2:] == [
+        "| `accuracy/sums/fp8_block` | +10.00, -10.00 | +0.000 | [-127.06, +127.06] | 1 |",
+        "| `loss_gap/fp8_block/cpt` | +1.00 | +1.000 | one seed | – |",
+        "| `loss_gap/fp8_block/sft_1` | +1.00, +3.00 | +2.000 | [-10.71, +14.71] | 1 |",
+    ]
+    with pytest.raises(ValueError, match="no `other/loss_gap/`"):
+        seed_differences(NUMBERS, "other")
