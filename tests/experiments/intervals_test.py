@@ -1,6 +1,7 @@
-"""t-intervals against tabulated quantiles, and of a pipeline's numbers by hand."""
+"""t-intervals against tabulated quantiles, and those of the pages against their own tables."""
 
 import json
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from experiments.study.intervals import (
     t_interval,
     t_quantile,
 )
+from tests.support import ROOT
 
 # Two-sided quantiles of Student's t, as tables print them, by degrees of freedom.
 TABULATED = {
@@ -71,3 +73,63 @@ def test_differences_are_those_of_the_same_seed(tmp_path):
     ]
     with pytest.raises(ValueError, match="no `other/loss_gap/`"):
         seed_differences(NUMBERS, "other")
+
+
+# The pages ----------------------------------------------------------------------------------------
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def printed(values: list[float], digits: int) -> str:
+    interval = t_interval(values)
+    return f"[{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+
+
+def test_intervals_of_the_losses_follow_from_mean_and_range():
+    number = r"([+-][\d.]+)"
+    row = rf"\| \**{number}%\** \({number} to {number}\) \| (\[.*\]) \|$"
+    rows = re.findall(row, page("results/recipes_loss.md"), re.M)
+    assert len(rows) == 35
+    for *texts, interval in rows:
+        mean, low, high = map(float, texts)
+        digits = 1 if "." in texts[0] else 0
+        assert interval == printed([low, 3 * mean - low - high, high], digits)
+
+
+def test_intervals_of_the_readings_follow_from_their_seeds():
+    row = r"^\| (`.*?) \| ([\d.]+ [\d.]+ [\d.]+) \| [^|]* \| [^|]*\| ([^|]*) \|"
+    rows = re.findall(row, page("results/recipe_readings.md"), re.M)
+    assert len(rows) == 27
+    for name, texts, interval in rows:
+        losses = [float(text) for text in texts.split()]
+        if name == "`bf16`":
+            base = losses
+        else:
+            gaps = [100 * (a / b - 1) for a, b in zip(losses, base, strict=True)]
+            assert interval == printed(gaps, 1), name
+
+
+def test_intervals_of_infir2_are_those_of_its_numbers():
+    """Each table of losses by stage, one run after the other, and the README's first table."""
+    numbers = json.loads(page("infir2.json"))
+    tables = page("infir2.md").split("| stage, rows |")[1:]
+    for run, table in zip(("", "three_pretrained"), tables, strict=True):
+        differences = seed_differences(numbers, run)
+        for stage in ("cpt", "sft_1", "sft_2"):
+            (row,) = re.findall(rf"^\| `{stage}`,.*$", table, re.M)
+            for recipe, cell in zip(
+                ("fp8_block", "fp8_block_ue8m0"), row.split(" | ")[2:], strict=True
+            ):
+                seeds = differences[f"loss_gap/{recipe}/{stage}"]
+                if len(seeds) == 1:
+                    assert "one seed" in cell
+                else:
+                    listed = ", ".join(f"{value:+.2f}%" for value in seeds)
+                    assert f": {listed} {printed(seeds, 2)}" in cell
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for recipe in ("fp8_block", "fp8_block_ue8m0"):
+        (row,) = re.findall(rf"^\| `{recipe}` \|.*$", readme, re.M)
+        for stage in ("cpt", "sft_2"):
+            assert printed(differences[f"loss_gap/{recipe}/{stage}"], 2) in row
