@@ -27,6 +27,7 @@ from fp8jax.numerics.tiles import TOKEN
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.training.build import build
+from fp8jax.training.programs import abstract_numbers
 from fp8jax.training.settings import Settings, check_numbers
 from tests.support import ROOT
 from tests.support.commands import command_line
@@ -98,8 +99,9 @@ def test_config_builds_at_smoke_size(name, tmp_path):
     batch = abstract_batch(next(batches), run)
     batches.close()
     with jax.set_mesh(run.mesh):
+        numbers = abstract_numbers(run, run.stages[0])
         for step in (run.stages[0].programs.seed_step, run.stages[0].programs.step):
-            state, metrics = jax.eval_shape(step, run.stages[0].state, batch)
+            state, metrics = jax.eval_shape(step, run.stages[0].state, batch, numbers)
             assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
             promoted = {"promoted": (2,)} if config.gnmr_alpha else {}
             assert {k: v.shape for k, v in metrics.items()} == promoted | dict.fromkeys(

@@ -46,8 +46,9 @@ from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.stability.bad_steps import is_finite, select_if
 from fp8jax.training.build import build
 from fp8jax.training.policy_switch import enter_policy
+from fp8jax.training.programs import abstract_numbers
 from fp8jax.training.run import Run
-from fp8jax.training.step import TrainState, accumulate
+from fp8jax.training.step import StepNumbers, TrainState, accumulate
 
 DEFAULTS = "defaults"  # the setting that changes nothing in a config
 
@@ -158,7 +159,8 @@ class _Training:
                 state = enter_policy(self.state(policy), stage.state, frozenset())
                 if stage.seeds:
                     batch = to_devices(self.batch(case), run.batch_sharding)
-                    state, _ = stage.programs.seed_step(state, batch)
+                    numbers = stage.programs.numbers(state)
+                    state, _ = stage.programs.seed_step(state, batch, numbers)
                 self.keep(policy, state)
             program = inner(self, case)
 
@@ -178,14 +180,15 @@ def _train(training: _Training, case: _Case) -> Program:
     (stage,) = run.stages
     # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
     lowered = stage.programs.step.lower(  # type: ignore[attr-defined]
-        stage.state, to_devices(rows, run.batch_sharding)
+        stage.state, to_devices(rows, run.batch_sharding), abstract_numbers(run, stage)
     )
     size = xla.program_bytes(lowered.compile())
     last: list[Any] = []
 
     def call() -> Any:
         batch = to_devices(rows, run.batch_sharding)
-        state, metrics = stage.programs.step(training.state(case.policy), batch)
+        state = training.state(case.policy)
+        state, metrics = stage.programs.step(state, batch, stage.programs.numbers(state))
         training.keep(case.policy, state)
         jax.device_get(last)
         last[:] = [metrics]
@@ -215,9 +218,15 @@ def _optimizer(training: _Training, case: _Case) -> Program:
     """Prepares everything that a step does after it has computed the gradients."""
     optimizer, _ = make_optimizer(OptimizerConfig.from_config(training.configs[case]))
 
-    def update(state: TrainState, grads: Any) -> TrainState:
+    def update(state: TrainState, grads: Any, numbers: StepNumbers) -> TrainState:
         norm = optax.tree.norm(grads)
-        updates, moments = optimizer.update(grads, state.opt_state, state.params)
+        updates, moments = optimizer.update(
+            grads,
+            state.opt_state,
+            state.params,
+            learning_rate=numbers.learning_rate,
+            clip_norm=numbers.clip_norm,
+        )
         params = optax.apply_updates(state.params, updates)
         new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=moments)
         return select_if(is_finite(norm, norm), new, state)
@@ -228,7 +237,8 @@ def _optimizer(training: _Training, case: _Case) -> Program:
     grads = jax.jit(random, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))()
 
     def call() -> Any:
-        state = program(training.state(case.policy), grads)
+        state = training.state(case.policy)
+        state = program(state, grads, training.runs[case].stages[0].programs.numbers(state))
         training.keep(case.policy, state)
         return state.step
 

@@ -133,7 +133,8 @@ def _train(run: Run, config: ConfigDict, corpus: Corpus) -> TrainState | None:
     state, finite = programs.initialize(), True
     batches = train_batches(corpus.train, seed=config.seed, batch_size=config.batch_size)
     for _ in range(config.num_steps):
-        state, out = programs.step(state, to_devices(next(batches), run.batch_sharding))
+        batch = to_devices(next(batches), run.batch_sharding)
+        state, out = programs.step(state, batch, programs.numbers(state))
         finite = finite and math.isfinite(float(out["loss"]))
     batches.close()
     return state if finite else None

@@ -14,37 +14,40 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from fp8jax.numerics.formats import FORMATS, Format, cast
 
 GRADIENTS: dict[str, Format | None] = {"float32": None, "e5m2": FORMATS["e5m2"]}
 
 
-def clip_and_round(max_norm: float, fmt: Format | None) -> optax.GradientTransformation:
-    """Returns the clipping of gradients by their global norm, followed by rounding to a format.
-
-    The state is that of `optax.clip_by_global_norm`, so that a checkpoint loads with either format.
-
-    Args:
-      max_norm: the largest global norm.
-      fmt: an entry of `GRADIENTS`; None rounds nothing.
-
-    Raises:
-      ValueError: a clipped gradient may be beyond the format's largest number and would saturate.
-    """
-    clip = optax.clip_by_global_norm(max_norm)
-    if fmt is None:
-        return clip
-    if max_norm > fmt.max:
+def refuse_saturation(clip_norm: float, fmt: Format | None) -> None:
+    """Raises ValueError if a gradient that is clipped to `clip_norm` may saturate in the format."""
+    if fmt is not None and clip_norm > fmt.max:
         raise ValueError(
-            f"clip_norm={max_norm} lets gradients pass that gradients={fmt.name!r} would saturate "
+            f"clip_norm={clip_norm} lets gradients pass that gradients={fmt.name!r} would saturate "
             f"at {fmt.max}: reduce clip_norm"
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        clipped, state = clip.update(updates, state, params)
+
+def clip_and_round(fmt: Format | None) -> optax.GradientTransformationExtraArgs:
+    """Returns the clipping of gradients by their global norm, followed by rounding to a format.
+
+    Its update takes the largest norm as `clip_norm`. The state is that of
+    `optax.clip_by_global_norm`, so that a checkpoint loads with either format.
+
+    Args:
+      fmt: an entry of `GRADIENTS`; None rounds nothing.
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, clip_norm: ArrayLike, **_: Any
+    ) -> tuple[Any, Any]:
+        clipped, state = optax.clip_by_global_norm(clip_norm).update(updates, state, params)
+        if fmt is None:
+            return clipped, state
         # The barrier keeps XLA from dropping a conversion to a narrower type and back.
         codes = lax.optimization_barrier(jax.tree.map(lambda g: cast(g, fmt), clipped))
         return jax.tree.map(lambda code: code.astype(jnp.float32), codes), state
 
-    return optax.GradientTransformation(clip.init, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from fp8jax.lookup import lookup
 from fp8jax.optim.config import OptimizerConfig
-from fp8jax.optim.gradients import GRADIENTS, clip_and_round
+from fp8jax.optim.gradients import GRADIENTS, clip_and_round, refuse_saturation
 from fp8jax.optim.master_weights import to_float32
 from fp8jax.optim.moment_formats import MOMENTS
 from fp8jax.optim.moments import stored
@@ -97,14 +98,33 @@ def _is_schedule(leaf: Any) -> bool:
     return isinstance(leaf, optax.ScaleByScheduleState)
 
 
+def _scale_by_rate() -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the `learning_rate` of an update. Its state counts the steps, as that of
+    `optax.scale_by_schedule` does, so that checkpoints of one load into the other."""
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, learning_rate: ArrayLike, **_: Any
+    ) -> tuple[Any, Any]:
+        return optax.scale_by_schedule(lambda _: -1 * learning_rate).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update
+    )
+
+
 def make_optimizer(
     config: OptimizerConfig,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
+) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
     """Returns the optimizer, clipping included, and its schedule (finished steps -> learning rate).
 
+    The optimizer does not know `config.learning_rate`, the schedule or `config.clip_norm`: its
+    update takes `learning_rate` and `clip_norm` by keyword, so that a program that computes both
+    elsewhere need not compile anew for other ones. It counts the steps for the schedule
+    (`schedule_steps`). It takes parameters in any dtype of `MASTER_WEIGHTS`; its state and its
+    updates are those of float32 parameters.
+
     The first of w warm-up steps uses 1 / w of the largest learning rate, not zero. The last step of
-    the run uses the final learning rate. The optimizer takes parameters in any dtype of
-    `MASTER_WEIGHTS`; its state and its updates are those of float32 parameters.
+    the run uses the final learning rate.
 
     Raises:
       ValueError: the optimizer, the format of moments or of gradients, or the schedule is unknown;
@@ -113,7 +133,8 @@ def make_optimizer(
     """
     fmt = lookup("moment format", config.moments, MOMENTS)
     core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
-    clip = clip_and_round(config.clip_norm, lookup("gradient format", config.gradients, GRADIENTS))
+    gradients = lookup("gradient format", config.gradients, GRADIENTS)
+    refuse_saturation(config.clip_norm, gradients)
     counted_from_one = lookup("schedule", config.schedule, SCHEDULES)(config)
 
     def schedule(count):
@@ -123,10 +144,21 @@ def make_optimizer(
     update = optax.chain(
         stored(core, fmt, moments=moments, seed=config.seed),
         optax.add_decayed_weights(config.weight_decay, is_matrix),
-        optax.scale_by_learning_rate(schedule),
+        _scale_by_rate(),
     )
-    chain = optax.chain(clip, update)
-    return optax.GradientTransformation(
-        lambda params: chain.init(to_float32(params)),
-        lambda grads, state, params=None: chain.update(grads, state, to_float32(params)),
+    chain = optax.chain(clip_and_round(gradients), update)
+
+    def apply(
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        learning_rate: ArrayLike,
+        clip_norm: ArrayLike,
+    ) -> tuple[Any, Any]:
+        numbers = dict(learning_rate=learning_rate, clip_norm=clip_norm)
+        return chain.update(grads, state, to_float32(params), **numbers)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: chain.init(to_float32(params)), apply
     ), schedule

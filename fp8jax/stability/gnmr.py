@@ -23,7 +23,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 _EPS = 1e-12
 
@@ -33,10 +33,9 @@ class Gnmr:
     """Settings of the controller.
 
     Attributes:
-      alpha: one threshold of the ratio, or two: the first for the first `first_steps` steps, the
-        second afterwards.
+      alpha: one threshold of the ratio, or two: the first for the first steps of a run, the second
+        afterwards.
       beta: the threshold of the acceleration.
-      first_steps: how many steps use the first of two alphas.
       most: the largest number of layers that are promoted at a time.
       lock: how many steps a layer stays a candidate after its score was above 1.
       window: the number of ratios in the queue.
@@ -46,7 +45,6 @@ class Gnmr:
 
     alpha: tuple[float, ...]
     beta: float
-    first_steps: int
     most: int
     lock: int
     window: int
@@ -85,6 +83,7 @@ def update_gnmr(
     seen: dict[str, Array],
     norms: Float[Array, " layers"],
     key: Shaped[Array, "..."],
+    first_steps: Int[Array, ""],
 ) -> dict[str, Array]:
     """Returns the state after a step; its `promoted` says which layers to promote in the next step.
 
@@ -93,12 +92,14 @@ def update_gnmr(
       seen: the state that `config.init` or the last `update_gnmr` returned.
       norms: the gradient norm of each layer in this step.
       key: the run's PRNG key, for random promotions.
+      first_steps: how many steps use the first of two alphas. It is an input, since it depends on
+        the length of the run, which is no constant of a training step.
     """
     steps, mean, ratios = seen["steps"], seen["mean"], seen["ratios"]
     ratio = jnp.where(steps == 0, 1.0, norms / (mean + _EPS))
     full = steps >= config.window
     acceleration = jnp.where(full, ratio / (jnp.mean(ratios, axis=0) + _EPS), 1.0)
-    alpha = jnp.where(steps < config.first_steps, config.alpha[0], config.alpha[-1])
+    alpha = jnp.where(steps < first_steps, config.alpha[0], config.alpha[-1])
     score = jnp.maximum(ratio / alpha, acceleration / config.beta)
     candidate = (score > 1) | (seen["lock"] > 0)
     ranked = jnp.where(candidate, score, -jnp.inf)

@@ -38,7 +38,7 @@ from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.master_weights import MASTER_WEIGHTS, to_master
-from fp8jax.optim.optimizers import make_optimizer
+from fp8jax.optim.optimizers import make_optimizer, schedule_steps
 from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr
 from fp8jax.stability.ladder import Ladder
@@ -49,6 +49,7 @@ from fp8jax.training.policy_switch import carried_histories
 from fp8jax.training.run import Programs, Run, Stage
 from fp8jax.training.settings import Settings, check_numbers
 from fp8jax.training.step import (
+    StepNumbers,
     TrainState,
     as_variables,
     eval_step,
@@ -69,8 +70,8 @@ class _Shared:
     mesh: Mesh
     shape: ModelConfig
     tokenizer: Tokenizer
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    optimizer: optax.GradientTransformationExtraArgs
+    numbers: Callable[[TrainState], StepNumbers]
     master_weights: jnp.dtype
     detector: SpikeDetector | None
     gnmr: Gnmr | None
@@ -103,7 +104,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         )  # fmt: skip
     shared = _Shared(
         mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
-        schedule=schedule,
+        numbers=_numbers(config, optimizing, schedule, mesh),
         master_weights=lookup("master weights", config.master_weights, MASTER_WEIGHTS),
         detector=detector, gnmr=gnmr, initial_weights=weights,
         optional_state=_optional_state(detector, gnmr, shape.n_layers),
@@ -117,6 +118,23 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
         optional_state=shared.optional_state, initial_weights=shared.initial_weights,
     )  # fmt: skip
+
+
+def _numbers(
+    config: ConfigDict, optimizing: OptimizerConfig, schedule: optax.Schedule, mesh: Mesh
+) -> Callable[[TrainState], StepNumbers]:
+    """The numbers of a step, from a program of their own: the schedule is compiled there alone."""
+
+    def of_count(count: Array) -> StepNumbers:
+        first_steps = round(config.gnmr_first * config.num_steps)
+        return StepNumbers(
+            learning_rate=jnp.asarray(schedule(count), jnp.float32),
+            clip_norm=jnp.asarray(optimizing.clip_norm, jnp.float32),
+            gnmr_first_steps=jnp.asarray(first_steps, jnp.int32) if config.gnmr_alpha else None,
+        )
+
+    program = jax.jit(of_count, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return lambda state: program(schedule_steps(state.opt_state))
 
 
 def _optional_state(
@@ -167,9 +185,9 @@ def _programs(
     shardings: Any,
 ) -> Programs:
     def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
-        def step(state, batch):
+        def step(state, batch, numbers):
             return kind(
-                state, batch, model=model, optimizer=shared.optimizer, schedule=shared.schedule,
+                state, batch, numbers, model=model, optimizer=shared.optimizer,
                 grad_accum=config.grad_accum, detector=shared.detector,
                 gnmr=shared.gnmr if kind is train_step else None, inject=inject_gradient,
             )  # fmt: skip
@@ -190,6 +208,7 @@ def _programs(
     measured, measured_seeding = model.clone(unroll=1), seeding.clone(unroll=1)
     return Programs(
         initialize=_initialize(shared, initial, state, shardings),
+        numbers=shared.numbers,
         seed_step=compiled(seeding),
         step=compiled(model),
         repeat_step=compiled(repeating, repeat_step),
@@ -340,8 +359,7 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
     gnmr = Gnmr(
         # Without thresholds, GNMR is off, but its other numbers are checked.
         alpha=tuple(config.gnmr_alpha) or (1.0,), beta=config.gnmr_beta, most=config.gnmr_most,
-        first_steps=round(config.gnmr_first * config.num_steps), lock=config.gnmr_lock,
-        window=config.gnmr_window, random=config.gnmr_random,
+        lock=config.gnmr_lock, window=config.gnmr_window, random=config.gnmr_random,
     )  # fmt: skip
     if config.gnmr_alpha:
         return gnmr

@@ -473,7 +473,8 @@ class _Loop:
         telemetry = self.telemetry.dispatch(step, position, batch)  # the step donates its state
         seeded = position.seeding
         run_step = programs.seed_step if seeded else programs.step
-        position.state, out = run_step(position.state, batch)
+        numbers = programs.numbers(position.state)  # before the step donates it
+        position.state, out = run_step(position.state, batch, numbers)
         position.seeding = False
         return _Dispatched(step=step, out=out, batch=batch, seeded=seeded, telemetry=telemetry)
 

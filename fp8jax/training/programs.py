@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.training.run import Run, Stage
+from fp8jax.training.step import StepNumbers
 
 
 def device_bytes(tree: Any) -> int:
@@ -32,6 +34,15 @@ def abstract_batch(run: Run, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: array(jnp.int32) for name in ids} | {"weights": array(jnp.float32)}
 
 
+def abstract_numbers(run: Run, stage: Stage) -> StepNumbers:
+    """The shapes of the numbers of a step, which every device has."""
+    replicated = NamedSharding(run.mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        jax.eval_shape(stage.programs.numbers, stage.state),
+    )
+
+
 def training_programs(stage: Stage) -> list[str]:
     """The fields of `Programs` that train a stage: `seed_step` if histories are new, and `step`."""
     return ["seed_step", "step"] if stage.seeds else ["step"]
@@ -44,8 +55,10 @@ def lower_program(run: Run, stage: Stage, name: str) -> Any:
         return program.lower()
     settings = run.settings
     rows = settings.microbatch if name == "eval_step" else settings.batch_size
+    trains = name in ("seed_step", "step", "repeat_step")
     with jax.set_mesh(run.mesh):
-        return program.lower(stage.state, abstract_batch(run, rows))
+        numbers = (abstract_numbers(run, stage),) if trains else ()
+        return program.lower(stage.state, abstract_batch(run, rows), *numbers)
 
 
 def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:

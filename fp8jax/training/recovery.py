@@ -66,7 +66,9 @@ class Recovery:
             values = {name: scalars[name] for name in ("loss", "grad_norm")}
             self._metrics.event(step, Event(rung), cause=cause, **values, spent=dict(self.spent))
             if rung == Event.REPEAT:
-                position.state, out = position.stage.programs.repeat_step(position.state, batch)
+                programs = position.stage.programs
+                numbers = programs.numbers(position.state)
+                position.state, out = programs.repeat_step(position.state, batch, numbers)
                 again = {name: float(value) for name, value in jax.device_get(out).items()}
                 scalars = scalars if rejection_cause(again) else again
                 continue

@@ -22,17 +22,24 @@ from fp8jax.stability.ladder import Ladder
 from fp8jax.training.optional_state import OptionalState
 from fp8jax.training.policy_switch import leaves_by_path
 from fp8jax.training.settings import Settings
-from fp8jax.training.step import TrainState
+from fp8jax.training.step import StepNumbers, TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
+Step = Callable[[TrainState, Batch, StepNumbers], tuple[TrainState, dict[str, Array]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Programs:
     """The jitted functions of one stage. Each compiles when it is first called.
 
+    A training step donates its state, so the numbers of the step are asked for before it:
+
+        state, metrics = programs.step(state, batch, programs.numbers(state))
+
     Attributes:
       initialize: () -> the state of step 0, from random numbers or from the initial weights.
+      numbers: state -> the learning rate and the other numbers of the step that it begins. All
+        stages share it. The host does not wait for it: what it reads of the state is on the device,
+        and right after rejected steps.
       seed_step: the first step of a delayed policy; takes current amaxes and fills the histories.
       step: every other step.
       repeat_step: a rejected step once more, in the policy `recovery_precision`.
@@ -43,6 +50,7 @@ class Programs:
     """
 
     initialize: Callable[[], TrainState]
+    numbers: Callable[[TrainState], StepNumbers]
     seed_step: Step
     step: Step
     repeat_step: Step

@@ -28,7 +28,6 @@ from fp8jax.model.layer import AMAXES, HIDDEN
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.optim.master_weights import to_float32
-from fp8jax.optim.optimizers import schedule_steps
 from fp8jax.stability.bad_steps import ACCEPTED, is_finite, select_if
 from fp8jax.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.stability.spikes import SpikeDetector, judge
@@ -56,6 +55,24 @@ class TrainState:
     key: Any
     spikes: Any = dataclasses.field(default_factory=dict)
     gnmr: Any = dataclasses.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class StepNumbers:
+    """The numbers of a training step that are inputs of its program, not constants.
+
+    So a run with another learning rate, schedule, number of steps or threshold compiles no step
+    anew.
+
+    Attributes:
+      learning_rate: float32 [].
+      clip_norm: float32 [], the largest norm of the gradients.
+      gnmr_first_steps: int32 [], how many steps use GNMR's first threshold; None without GNMR.
+    """
+
+    learning_rate: Any
+    clip_norm: Any
+    gnmr_first_steps: Any
 
 
 def as_variables(params: Any, histories: Any, probes: Any = None) -> dict[str, Any]:
@@ -194,10 +211,10 @@ def telemetry_step(
 def train_step(
     state: TrainState,
     batch: Batch,
+    numbers: StepNumbers,
     *,
     model: Transformer,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    optimizer: optax.GradientTransformationExtraArgs,
     grad_accum: int,
     detector: SpikeDetector | None = None,
     gnmr: Gnmr | None = None,
@@ -206,7 +223,6 @@ def train_step(
     """Take one optimizer step; a rejected step returns the old state, bit for bit.
 
     Args:
-      schedule: finished steps -> learning rate, for the metrics.
       detector: judges loss spikes; without one only steps that are not finite are rejected.
       gnmr: chooses the layers that run in high precision in the next step, None for none.
       inject: changes the gradients where a batch asks for a fault (stability/faults.py).
@@ -219,7 +235,13 @@ def train_step(
     if inject is not None:
         grads = inject(grads, batch)
     grad_norm = optax.tree.norm(grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    updates, opt_state = optimizer.update(
+        grads,
+        state.opt_state,
+        state.params,
+        learning_rate=numbers.learning_rate,
+        clip_norm=numbers.clip_norm,
+    )
     new = TrainState(
         step=state.step + 1,
         params=optax.apply_updates(state.params, updates),  # a float32 sum, rounded once
@@ -231,9 +253,9 @@ def train_step(
     )
     if gnmr is not None:
         norms = layer_norms(grads)
-        new = dataclasses.replace(new, gnmr=update_gnmr(gnmr, state.gnmr, norms, state.key))
-    rate = schedule(schedule_steps(state.opt_state))
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
+        seen = update_gnmr(gnmr, state.gnmr, norms, state.key, numbers.gnmr_first_steps)
+        new = dataclasses.replace(new, gnmr=seen)
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
     if gnmr is not None:
         metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:
@@ -252,9 +274,11 @@ def layer_norms(grads: Any) -> Float[Array, " layers"]:
     return jnp.sqrt(sum(squares))
 
 
-def repeat_step(state: TrainState, batch: Batch, **settings: Any) -> tuple[TrainState, dict]:
+def repeat_step(
+    state: TrainState, batch: Batch, numbers: StepNumbers, **settings: Any
+) -> tuple[TrainState, dict]:
     """`train_step` with a model that has neither amax histories nor promotions; both stay."""
-    new, metrics = train_step(dataclasses.replace(state, histories={}), batch, **settings)
+    new, metrics = train_step(dataclasses.replace(state, histories={}), batch, numbers, **settings)
     return dataclasses.replace(new, histories=state.histories), metrics
 
 

@@ -24,6 +24,7 @@ from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training import loop
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
+from fp8jax.training.programs import abstract_numbers
 from tests.support.runs import tiny
 from tests.support.stored_hlo import (
     GATE_UP,
@@ -450,12 +451,9 @@ def step_text(run: loop.Run, rows: int = 16, length: int = 64) -> str:
     ids = jnp.zeros((rows, length), jnp.int32)
     batch = {name: ids for name in ("tokens", "targets", "segments", "positions")}
     with jax.set_mesh(run.mesh):
-        return (
-            run.stages[0]
-            .programs.step.lower(run.stages[0].state, batch | {"weights": ids + 1.0})
-            .compile()
-            .as_text()
-        )
+        (stage,) = run.stages
+        batch, numbers = batch | {"weights": ids + 1.0}, abstract_numbers(run, stage)
+        return stage.programs.step.lower(stage.state, batch, numbers).compile().as_text()
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.programs import abstract_batch
+from fp8jax.training.programs import abstract_batch, abstract_numbers
 from tests.support import ROOT
 from tests.support.runs import tiny
 
@@ -301,8 +301,9 @@ def test_every_stage_of_a_run_is_gated_alike(on_h200, data):
     assert run.policies == "fp8_delayed (gated), after step 10 fp8_current (gated)"
     # The first step is of the same policy.
     with jax.set_mesh(run.mesh):
+        shapes = abstract_batch(run, 16), abstract_numbers(run, run.stages[0])
         for step in (run.stages[0].programs.seed_step, run.stages[0].programs.step):
-            state, _ = jax.eval_shape(step, run.stages[0].state, abstract_batch(run, 16))
+            state, _ = jax.eval_shape(step, run.stages[0].state, *shapes)
             assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
 
 

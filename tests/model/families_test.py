@@ -384,11 +384,13 @@ def losses_of(config, num_steps: int, devices=None) -> np.ndarray:
     run = build(config, jax.devices()[:1] if devices is None else devices)
     losses = []
     with jax.set_mesh(run.mesh):
-        state = run.stages[0].programs.initialize()
+        programs = run.stages[0].programs
+        state = programs.initialize()
         for i in range(num_steps):
             seeding = i == 0 and POLICIES[config.precision].delayed
-            step = run.stages[0].programs.seed_step if seeding else run.stages[0].programs.step
-            state, out = step(state, to_devices(batch_of(i), run.batch_sharding))
+            step = programs.seed_step if seeding else programs.step
+            batch = to_devices(batch_of(i), run.batch_sharding)
+            state, out = step(state, batch, programs.numbers(state))
             losses.append(out["loss"])
     return np.array(jax.device_get(losses))
 

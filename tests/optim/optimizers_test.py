@@ -36,6 +36,17 @@ def configured(**changes) -> OptimizerConfig:
     return dataclasses.replace(CONFIG, **changes)
 
 
+def optimizer_and_schedule(config: OptimizerConfig):
+    """An optimizer whose update takes the config's own numbers, and the schedule."""
+    optimizer, rate = make_optimizer(config)
+
+    def update(grads, state, params):
+        numbers = dict(learning_rate=rate(schedule_steps(state)), clip_norm=config.clip_norm)
+        return optimizer.update(grads, state, params, **numbers)
+
+    return optax.GradientTransformation(optimizer.init, update), rate
+
+
 def schedule_of(**changes):
     """finished steps -> learning rate, as float."""
     schedule = make_optimizer(configured(**changes))[1]
@@ -106,7 +117,7 @@ def test_five_steps_of_adamw(schedule):
     params = random_leaves(0)
     # Global norms from about 0.7 to 20: some are clipped, some are not.
     gradients = [random_leaves(10 + t, size) for t, size in enumerate([0.1, 3, 0.2, 1, 0.1])]
-    optimizer, rate = make_optimizer(c)
+    optimizer, rate = optimizer_and_schedule(c)
     update = jax.jit(optimizer.update)
     ours, state = nested({k: jnp.asarray(p) for k, p in params.items()}), None
     state = optimizer.init(ours)
@@ -133,7 +144,7 @@ def test_weight_decay_is_for_kernels_and_embeddings():
 
 def test_without_a_gradient_only_decay_moves_a_parameter():
     """p - lr * decay * p for kernels and embeddings; norms, stacked ones too, keep every bit."""
-    optimizer, rate = make_optimizer(CONFIG)
+    optimizer, rate = optimizer_and_schedule(CONFIG)
     leaves = random_leaves(0)
     params = nested({k: jnp.asarray(p) for k, p in leaves.items()})
     updates, _ = optimizer.update(
@@ -152,7 +163,7 @@ def test_without_a_gradient_only_decay_moves_a_parameter():
 def test_clipping_leaves_what_is_short_enough_and_shrinks_what_is_not():
     """Seen through the first moment of the first step, (1 - b1) * clipped."""
     params = {"kernel": jnp.ones(4)}
-    optimizer, _ = make_optimizer(CONFIG)
+    optimizer, _ = optimizer_and_schedule(CONFIG)
 
     def first_moment(g):
         _, state = optimizer.update({"kernel": g}, optimizer.init(params), params)
@@ -171,7 +182,7 @@ def test_clipping_leaves_what_is_short_enough_and_shrinks_what_is_not():
 def first_momentum(g, **changes):
     """The momentum after one step of the gradients g, divided by 1 - b1."""
     params = {"kernel": jnp.ones(len(g))}
-    optimizer, _ = make_optimizer(configured(name="signum", b1=0.5, **changes))
+    optimizer, _ = optimizer_and_schedule(configured(name="signum", b1=0.5, **changes))
     grads = {"kernel": jnp.asarray(g, jnp.float32)}
     _, state = optimizer.update(grads, optimizer.init(params), params)
     return np.asarray(optax.tree.get(state, "mu")["kernel"]) / np.float32(0.5)
@@ -190,7 +201,7 @@ def test_gradients_are_rounded_to_e5m2_after_clipping():
 
 def test_xla_does_not_undo_the_rounding_of_gradients():
     """Where it may, as on GPUs, it drops a conversion to E5M2 and back; a barrier lies between."""
-    optimizer, _ = make_optimizer(configured(gradients="e5m2"))
+    optimizer, _ = optimizer_and_schedule(configured(gradients="e5m2"))
     params = {"kernel": jnp.ones(4)}
     lowered = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
     (barrier,) = [line for line in lowered.splitlines() if "optimization_barrier" in line]
@@ -214,7 +225,7 @@ def test_a_checkpoint_loads_with_gradients_in_either_format():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bfloat16_parameters_get_the_update_of_their_values(name):
     """State and updates are float32, and equal those of the same values in float32."""
-    optimizer, _ = make_optimizer(configured(name=name))
+    optimizer, _ = optimizer_and_schedule(configured(name=name))
     narrow = nested({k: jnp.asarray(p, jnp.bfloat16) for k, p in random_leaves(0).items()})
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     grads = nested({k: jnp.asarray(g) for k, g in random_leaves(1).items()})
@@ -304,7 +315,7 @@ def test_a_warmup_may_be_a_share_of_the_run(share, steps):
 
 
 def test_the_schedule_restarts_and_all_else_stays():
-    optimizer, _ = make_optimizer(configured())
+    optimizer, _ = optimizer_and_schedule(configured())
     params = {"kernel": jnp.ones((2, 3))}
     state = optimizer.init(params)
     for _ in range(3):
@@ -357,7 +368,7 @@ def test_a_warmup_that_does_not_fit_takes_a_tenth_of_the_run(changes, warmup):
 def test_signum_is_the_sign_of_the_momentum():
     """Six steps in float64; signs of momenta that float32 may round across zero are left out."""
     c = configured(name="signum", weight_decay=0.0, clip_norm=1e9)
-    optimizer, rate = make_optimizer(c)
+    optimizer, rate = optimizer_and_schedule(c)
     params = {"kernel": jnp.zeros((20, 50))}
     state, m, rng = optimizer.init(params), np.zeros((20, 50)), np.random.default_rng(0)
     for t in range(6):
@@ -377,7 +388,7 @@ def test_the_largest_magnitude_is_float32_where_rounding_is_to_nearest(name, dec
     halves in each step, and rounding adds a sixteenth at most, so it stays below. No g is large
     enough for E4M3 without a scale, in which all of them are zero."""
     c = configured(name=name, moments=moments, b1=0.5, clip_norm=1e9)
-    optimizer, _ = make_optimizer(c)
+    optimizer, _ = optimizer_and_schedule(c)
     params = {"kernel": jnp.zeros((2, 128))}
     g = np.random.default_rng(0).uniform(5e-5, 1e-4, size=(2, 128)).astype(np.float32)
     state, expected = optimizer.init(params), np.abs(g)
@@ -393,7 +404,7 @@ def test_the_largest_magnitude_decays_by_stochastic_rounding():
     """400 steps in "fp8", 2%, in the mean of 2^12 elements. A step's rounding has a variance of at
     most 5e-5 G * G / 8, the first one's of (G / 16)^2: (0.080 G)^2 together, 1.3e-3 of the mean."""
     c = configured(name="stosignsgd_v2", moments="fp8", b1=0.5, clip_norm=1e9)
-    optimizer, _ = make_optimizer(c)
+    optimizer, _ = optimizer_and_schedule(c)
     params = {"kernel": jnp.zeros((32, 128))}
     update = jax.jit(lambda g, state: optimizer.update({"kernel": g}, state, params)[1])
     g = jnp.asarray(np.random.default_rng(0).uniform(0.5, 1, (32, 128)), jnp.float32)
@@ -424,7 +435,7 @@ def test_stosignsgd_equals_the_algorithm(name, decay):
     """Algorithms 3 and 11 in float64, with the noise of the seed, the step and the leaf. An element
     whose sign the rounding to float32 may turn is left out: few are."""
     c = configured(name=name, weight_decay=0.3, clip_norm=1e9, seed=7)
-    optimizer, rate = make_optimizer(c)
+    optimizer, rate = optimizer_and_schedule(c)
     params = random_leaves(0)
     state, given = optimizer.init(nested(params)), nested(params)
     x = {k: v.astype(np.float64) for k, v in params.items()}
@@ -483,7 +494,7 @@ def test_the_mean_of_the_signs_is_the_mean_update(name):
 
 @pytest.mark.parametrize("name", ["stosignsgd", "sign_adamw"])
 def test_signs_do_not_depend_on_the_mesh(name):
-    optimizer, _ = make_optimizer(configured(name=name))
+    optimizer, _ = optimizer_and_schedule(configured(name=name))
     params = {"kernel": jnp.ones((16, 8))}
     grads = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)}
     update = jax.jit(optimizer.update)
@@ -521,7 +532,7 @@ def test_convergence_on_a_quadratic_without_recompiling(name):
         name=name, learning_rate=0.05, num_steps=300, warmup_steps=10, weight_decay=0.0,
         final_fraction=1e-4, clip_norm=1e3,
     )  # fmt: skip
-    optimizer, _ = make_optimizer(c)
+    optimizer, _ = optimizer_and_schedule(c)
     rng = np.random.default_rng(0)
     goal = {"kernel": jnp.asarray(rng.uniform(-2, 2, (4, 8)), jnp.float32),
             "scale": jnp.asarray(rng.uniform(-2, 2, 8), jnp.float32)}  # fmt: skip

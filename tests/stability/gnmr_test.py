@@ -17,29 +17,29 @@ from tests.support.runs import corpus, tiny
 
 
 def settings(**changes) -> Gnmr:
-    defaults = dict(alpha=(1.5,), beta=1.3, first_steps=0, most=2, lock=1, window=5)
+    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock=1, window=5)
     return Gnmr(**(defaults | changes))
 
 
-def promoted(config: Gnmr, norms) -> np.ndarray:
+def promoted(config: Gnmr, norms, first_steps=0) -> np.ndarray:
     """Which layers are promoted after each step, [steps, layers]."""
 
     def step(seen, norms):
-        seen = update_gnmr(config, seen, norms, jax.random.key(0))
+        seen = update_gnmr(config, seen, norms, jax.random.key(0), jnp.int32(first_steps))
         return seen, seen["promoted"]
 
     norms = jnp.asarray(norms, jnp.float32)
     return np.asarray(jax.lax.scan(step, config.init(norms.shape[1]), norms)[1])
 
 
-def by_the_paper(config: Gnmr, norms) -> np.ndarray:
+def by_the_paper(config: Gnmr, norms, first_steps) -> np.ndarray:
     """The algorithm, layer by layer, in float64."""
     steps, layers = norms.shape
     mean, lock = np.zeros(layers), np.zeros(layers, int)
     queue: list[list[float]] = [[] for _ in range(layers)]
     found = np.zeros((steps, layers), bool)
     for t in range(steps):
-        alpha = config.alpha[0] if t < config.first_steps else config.alpha[-1]
+        alpha = config.alpha[0] if t < first_steps else config.alpha[-1]
         scores = np.zeros(layers)
         for b in range(layers):
             ratio = 1.0 if t == 0 else norms[t, b] / mean[b]
@@ -58,16 +58,17 @@ def by_the_paper(config: Gnmr, norms) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, dict(most=1), dict(lock=3), dict(lock=0), dict(alpha=(3.0, 1.1), first_steps=20),
-     dict(window=2, beta=2.0)],
+    ("changes", "first_steps"),
+    [({}, 0), (dict(most=1), 0), (dict(lock=3), 0), (dict(lock=0), 0),
+     (dict(alpha=(3.0, 1.1)), 20), (dict(window=2, beta=2.0), 0)],
 )  # fmt: skip
-def test_promotions_are_the_papers(changes):
+def test_promotions_are_the_papers(changes, first_steps):
     norms = np.exp(np.random.default_rng(0).normal(0.0, 0.4, (80, 6)))
     norms[40:44, 2] *= 5
-    expected = by_the_paper(settings(**changes), norms)
+    expected = by_the_paper(settings(**changes), norms, first_steps)
     assert 0.02 < expected.mean() < 0.4
-    np.testing.assert_array_equal(promoted(settings(**changes), norms), expected)
+    found = promoted(settings(**changes), norms, first_steps)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_steady_gradients_promote_nothing_and_a_jump_its_layer():
@@ -128,15 +129,17 @@ def test_promotions_change_without_a_compilation(data, changes):
     batches.close()
     losses, amaxes = [], []
     with jax.set_mesh(run.mesh):
-        begin, _ = run.stages[0].programs.seed_step(run.stages[0].programs.initialize(), batch)
+        programs = run.stages[0].programs
+        begin = programs.initialize()
+        begin, _ = programs.seed_step(begin, batch, programs.numbers(begin))
         for flags in ([False, False], [False, True], [True, True]):
             gnmr = begin.gnmr | {"promoted": jnp.asarray(flags)}
             state = jax.tree.map(jnp.copy, dataclasses.replace(begin, gnmr=gnmr))
-            state, out = run.stages[0].programs.step(state, batch)
+            state, out = programs.step(state, batch, programs.numbers(state))
             assert out["promoted"].tolist() == flags
             losses.append(float(out["loss"]))
             amaxes.append(jax.tree.map(np.array, state.histories))
-    assert run.stages[0].programs.step._cache_size() == 1  # type: ignore[attr-defined]
+    assert programs.step._cache_size() == 1  # type: ignore[attr-defined]
     assert len(set(losses)) == 3 and np.ptp(losses) < 0.02 * losses[0]
     for leaf in jax.tree.leaves(amaxes):
         assert (leaf[:, 0] > 0).all()

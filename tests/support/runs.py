@@ -48,11 +48,13 @@ def steps(config, num_steps, devices=None):
     batches = train_batches(rows, seed=config.seed, batch_size=config.batch_size)
     losses = []
     with jax.set_mesh(run.mesh):
-        state = run.stages[0].programs.initialize()
+        programs = run.stages[0].programs
+        state = programs.initialize()
         for i in range(num_steps):
             seeding = i == 0 and POLICIES[config.precision].delayed
-            step = run.stages[0].programs.seed_step if seeding else run.stages[0].programs.step
-            state, out = step(state, to_devices(next(batches), run.batch_sharding))
+            step, batch = programs.seed_step if seeding else programs.step, next(batches)
+            batch = to_devices(batch, run.batch_sharding)
+            state, out = step(state, batch, programs.numbers(state))
             losses.append(float(out["loss"]))
     batches.close()
     return np.array(losses), run, state

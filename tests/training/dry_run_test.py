@@ -121,10 +121,10 @@ def test_programs_are_those_that_training_runs(tmp_path):
     assert jax.tree.map(jax.typeof, batch) == jax.tree.map(
         jax.typeof, programs.abstract_batch(run, 16)
     )
+    compiled = run.stages[0].programs
     with jax.set_mesh(run.mesh):
-        real = (
-            run.stages[0].programs.step.lower(run.stages[0].programs.initialize(), batch).as_text()
-        )
+        state = compiled.initialize()
+        real = compiled.step.lower(state, batch, compiled.numbers(state)).as_text()
     assert programs.lower_program(run, run.stages[0], "step").as_text() == real
 
 

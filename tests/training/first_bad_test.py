@@ -25,11 +25,11 @@ def found(request, data):
     batches.close()
     batch[INJECTED] = jnp.zeros_like(batch["weights"])
     with jax.set_mesh(run.mesh):
-        state = run.stages[0].programs.initialize()
+        programs = run.stages[0].programs
+        state = programs.initialize()
         if run.stages[0].seeds:
-            state, _ = run.stages[0].programs.seed_step(
-                state, {k: v for k, v in batch.items() if k != INJECTED}
-            )
+            sound = {k: v for k, v in batch.items() if k != INJECTED}
+            state, _ = programs.seed_step(state, sound, programs.numbers(state))
         model = run.stages[0].model
         program = jax.jit(lambda s, b: find_bad(model, s, b, 2, inject=inject_gradient))
 

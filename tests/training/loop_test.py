@@ -28,7 +28,7 @@ from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.workdir_lock import lock_workdir
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.programs import lower_program
+from fp8jax.training.programs import abstract_numbers, lower_program
 from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.validate import sample_text
 from tests.support.products import float8_products
@@ -112,10 +112,10 @@ def test_two_runs_are_bit_identical_and_no_step_compiles_twice(data):
     batches = train_batches(rows, seed=0, batch_size=16, position=rows.start().advanced(48))
     with jax.set_mesh(run.mesh):
         losses = []
+        programs = run.stages[0].programs
         for _ in range(3):
-            state, out = run.stages[0].programs.step(
-                state, to_devices(next(batches), run.batch_sharding)
-            )
+            batch = to_devices(next(batches), run.batch_sharding)
+            state, out = programs.step(state, batch, programs.numbers(state))
             losses.append(float(out["loss"]))
     batches.close()
     assert not compilations
@@ -129,7 +129,8 @@ def test_a_training_step_holds_three_float8_products_a_linear(precision, data):
     rows = jax.ShapeDtypeStruct((16, 64), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
     batch["weights"] = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    jaxpr = run.stages[0].programs.step.trace(run.stages[0].state, batch).jaxpr
+    (stage,) = run.stages
+    jaxpr = stage.programs.step.trace(stage.state, batch, abstract_numbers(run, stage)).jaxpr
     assert float8_products(jaxpr.jaxpr) == 3 * 7  # the layers are one loop body
 
 
@@ -409,7 +410,9 @@ def test_every_gemm_of_the_layers_is_fp8_on_a_gpu(data):
     rows = {k: jnp.zeros((32, 1024), jnp.int32) for k in ("tokens", "targets", "positions")}
     batch = {**rows, "segments": rows["tokens"] + 1, "weights": rows["tokens"] + 1.0}
     with jax.set_mesh(run.mesh):
-        compiled = run.stages[0].programs.step.lower(run.stages[0].state, batch).compile().as_text()
+        (stage,) = run.stages
+        lowered = stage.programs.step.lower(stage.state, batch, abstract_numbers(run, stage))
+        compiled = lowered.compile().as_text()
     gemms = find_gemms(compiled, run.stages[0].policy, run.stages[0].model.config.linears)
     table = format_table(gemms)
     of_layers = collections.Counter()

@@ -144,9 +144,9 @@ def test_each_stage_goes_on_from_the_bits_of_the_one_before(data, whole):
             for i, batch in enumerate(batches_of(config, run, begin, end)):
                 seeding = precision == "mlp" and i == 0
                 given = jax.tree.leaves((state.params, state.opt_state, state.histories))
-                state, out = (
-                    run.stages[0].programs.seed_step if seeding else run.stages[0].programs.step
-                )(state, batch)
+                stage = run.stages[0].programs
+                step = stage.seed_step if seeding else stage.step
+                state, out = step(state, batch, stage.numbers(state))
                 # A stage's first step, too, was given the memory of what came before.
                 assert all(leaf.is_deleted() for leaf in given)
                 expected.append(float(out["loss"]))
@@ -169,9 +169,9 @@ def test_switches_are_events_at_the_right_steps(whole):
 @pytest.mark.slow
 def test_every_program_is_compiled_once_when_a_stage_needs_it(whole):
     """Validation after the steps 2, 4, 6, 8, 9; a sample after step 5."""
-    step = seed = evaluation = sample = 1
+    rates = step = seed = evaluation = sample = 1
     assert whole.compilations == [
-        step, evaluation, 0, seed + evaluation, step + sample, step + evaluation, 0,
+        rates + step, evaluation, 0, seed + evaluation, step + sample, step + evaluation, 0,
         step + evaluation, 0,
     ]  # fmt: skip
     for field, counts in {

@@ -25,7 +25,9 @@ def seeded(data):
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
     with jax.set_mesh(run.mesh):
-        state, _ = run.stages[0].programs.seed_step(run.stages[0].programs.initialize(), batch)
+        programs = run.stages[0].programs
+        state = programs.initialize()
+        state, _ = programs.seed_step(state, batch, programs.numbers(state))
     return run, state, batch
 
 
@@ -78,8 +80,13 @@ def test_a_rejected_step_changes_nothing(data):
         state = jax.tree.map(jnp.copy, state)  # a step takes the memory of its state
         bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
         before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
-        after, out = run.stages[0].programs.step(state, bad)
+        programs = run.stages[0].programs
+        numbers = programs.numbers(state)
+        after, out = programs.step(state, bad, numbers)
+        again = programs.numbers(after)
     assert np.isnan(out["loss"])
+    jax.tree.map(np.testing.assert_array_equal, numbers, again)  # the learning rate waits, too
+    assert float(out["learning_rate"]) == float(numbers.learning_rate) > 0
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
@@ -100,8 +107,9 @@ def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
         same = dataclasses.replace(
             same, params=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), same.params)
         )
-        state, out = narrow.stages[0].programs.step(state, batch)
-        same, expected = wide.stages[0].programs.step(same, batch)
+        numbers = narrow.stages[0].programs.numbers(state)
+        state, out = narrow.stages[0].programs.step(state, batch, numbers)
+        same, expected = wide.stages[0].programs.step(same, batch, numbers)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), same.params)
     jax.tree.map(np.testing.assert_array_equal, out, expected)
     jax.tree.map(np.testing.assert_array_equal, state.params, rounded)
@@ -121,20 +129,25 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     spike = dict(good[0], targets=255 - good[0]["targets"])
 
     def train(batches):
-        verdicts = []
+        verdicts, rates = [], []
         with jax.set_mesh(run.mesh):
-            state, _ = run.stages[0].programs.seed_step(
-                run.stages[0].programs.initialize(), good[0]
-            )
+            programs = run.stages[0].programs
+            state = programs.initialize()
+            state, _ = programs.seed_step(state, good[0], programs.numbers(state))
             for batch in batches:
-                state, out = run.stages[0].programs.step(state, batch)
+                state, out = programs.step(state, batch, programs.numbers(state))
                 verdicts.append(int(out["verdict"]))
-        return jax.tree.map(np.array, dataclasses.replace(state, key=0)), verdicts
+                rates.append(float(out["learning_rate"]))
+        return jax.tree.map(np.array, dataclasses.replace(state, key=0)), verdicts, rates
 
-    state, verdicts = train([*good[1:4], nan, *good[4:21], *[spike] * 3, *good[21:]])
+    state, verdicts, rates = train([*good[1:4], nan, *good[4:21], *[spike] * 3, *good[21:]])
     assert verdicts == [0] * 3 + [2] + [0] * 17 + [1] * 3 + [0] * 2
-    expected, verdicts = train(good[1:])
-    assert not any(verdicts) and expected.step == 23
+    expected, none, steady = train(good[1:])
+    assert not any(none) and expected.step == 23
+    accepted = [rate for rate, verdict in zip(rates, verdicts, strict=True) if not verdict]
+    assert accepted == steady
+    # A rejected step has the rate of the next one.
+    assert all(rates[i] == rates[i + 1] for i, verdict in enumerate(verdicts) if verdict)
     jax.tree.map(np.testing.assert_array_equal, expected, state)
 
 
