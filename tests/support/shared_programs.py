@@ -3,10 +3,11 @@
 Tests build the same training step again and again: each `build` makes new jitted functions, and
 JAX's cache on disk holds no program of several CPU devices (fp8jax/device/xla.py). Here a program
 is compiled once in a process: its key is its StableHLO without locations, its devices and its
-options. Two marks opt out (pyproject.toml):
+options. Marks of a test (pyproject.toml) change that:
 
     optimized               compiled as users compile it: tests that compare bits of different
                             programs, text of HLO, or bytes of memory
+    portable                optimized, for instructions up to AVX2: the same bits on x86 machines
     counts_compilations     compiled whenever JAX asks for it
 
 A program that calls back into Python, or that Python partitions, is always compiled: its text has
@@ -27,13 +28,14 @@ _ADDRESSES = (b"CustomSPMDPartitioning", b"callback")
 _jax_compile = compiler.compile_or_get_cached
 _programs: dict[bytes, Any] = {}
 _seconds = [0.0]
+_LEVELS = frozenset({"optimized", "portable"})  # marks that decide how a program is compiled
 _marks: frozenset[str] = frozenset()  # of the test that runs
 
 
 def begin_test(marks: frozenset[str]) -> None:
     """Has programs compile as a test with these marks wants them, from here on."""
     global _marks
-    if ("optimized" in _marks) != ("optimized" in marks):
+    if _marks & _LEVELS != marks & _LEVELS:
         jax.clear_caches()  # functions that tests of the other kind have compiled
     _marks = marks
 
@@ -66,7 +68,9 @@ def _compile_once(
     """JAX's `compile_or_get_cached` with a memory."""
     if backend.platform != "cpu":
         return _compile(backend, computation, devices, compile_options, *rest)
-    if "optimized" not in _marks:
+    if "portable" in _marks:
+        compile_options.env_option_overrides += [("xla_cpu_max_isa", "AVX2")]
+    elif "optimized" not in _marks:
         debug_options = compile_options.executable_build_options.debug_options
         debug_options.xla_backend_optimization_level = 0
     if "counts_compilations" in _marks:
