@@ -1,0 +1,40 @@
+"""The study of what low precision costs: a Llama of 58M parameters, and decays from its trunk.
+
+python -m experiments.train --config=configs/study.py --workdir=runs/study
+
+trains the trunk alone, in BF16, on Python's standard library in bytes. The study gives the data,
+the tokenizer, precisions, seeds and forks (docs/parity.md):
+
+    python -m experiments.study parity --plan=screen …
+
+Width 512 and hidden width 1408, eleven times 128, make no tile, row or block ragged and none of
+them the whole of a matrix: a granularity is what its name says. 8 layers of 8 heads have 25.7M
+parameters; embedding and head, with 32,000 tokens, 32.8M; together 58.5M.
+
+A step has 65,536 tokens. The trunk warms up and stays at its rate, without a decay; a fork is a run
+with schedule=decay from one of its checkpoints. At the published sizes of H100 and H200, 64 rows of
+1024 fit on one GPU in every precision.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = base.get_config()
+    config.model = "llama_60m"
+    config.model_overrides.d_ff = 1408  # the model's own 1376 is no multiple of 128
+    config.seq_len = 1024
+    config.batch_size = 64
+    config.valid_batches = 1
+    config.valid_every = 1008
+    config.num_steps = 8064  # the trunk's: the last fork begins here
+    config.schedule = "wsd"
+    config.warmup_steps = 200
+    config.decay_fraction = 0.0  # the forks decay
+    config.final_fraction = 0.1
+    config.learning_rate = 2e-3  # to be tuned in BF16, once, with --plan=rate
+    config.checkpoint_every = 1008  # divides the first steps of all forks
+    config.checkpoint_keep = 2
+    return config
