@@ -7,6 +7,11 @@
     python -m experiments.study ties
     python -m experiments.study kv_cache --workdir=runs/smoke --precisions=bf16,fp8_rowwise
     python -m experiments.study intervals --numbers=docs/infir2.json --run=three_pretrained
+    python -m experiments.study corpus --output=runs/corpus --manifest=docs/parity_corpus.json
+    python -m experiments.study parity --plan=screen --ledger=docs/parity_ledger.jsonl \\
+        --workdir=runs/parity --corpus=runs/corpus --commit=HASH --budget=570 --machine=1500
+    python -m experiments.study parity_table --ledger=docs/parity_ledger.jsonl \\
+        --manifest=docs/parity_corpus.json --output=docs/parity.json
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -16,7 +21,8 @@ scales, and with scales that look at later tokens; it writes inference.md. `ties
 often rows of attention share their largest score, and the bias of each arithmetic of attention.
 `kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
 a batch with requests alone. `intervals` prints the mean over a pipeline's seeds of each difference
-to BF16, with its t-interval; --output draws those of the losses.
+to BF16, with its t-interval; --output draws those of the losses. `corpus`, `parity` and
+`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -33,14 +39,23 @@ from experiments import command
 from experiments.study import (
     attention_ties,
     bias_sweep,
+    corpus,
+    corpus_files,
     inference,
     intervals,
     kv_cache,
     loss_curves,
+    parity_analysis,
+    parity_facts,
+    parity_ledger,
+    parity_parts,
+    parity_plan,
+    parity_runner,
     plots,
     recipe_page,
 )
 from fp8jax.device import xla
+from fp8jax.lookup import lookup
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import DamagedError
 from fp8jax.training.recovery import StoppedError
@@ -52,7 +67,10 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs, tables and fi
 
 
 _OUTPUT = flags.DEFINE_string(
-    "output", "", "The page whose tables `recipes` rewrites; the figure that `intervals` draws."
+    "output",
+    "",
+    "The page whose tables `recipes` rewrites; the figure that `intervals` draws; the folder of"
+    " `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -88,6 +106,29 @@ _ROWS = flags.DEFINE_integer(
 
 
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at once.", 1)
+
+
+_PLAN = flags.DEFINE_string("plan", "", f"What `parity` runs: {', '.join(parity_plan.PLANS)}.")
+
+
+_LEDGER = flags.DEFINE_string("ledger", "", "The file with a line for each fork that is done.")
+
+
+_CORPUS = flags.DEFINE_string("corpus", "", "The folder that `corpus` has written.")
+
+
+_MANIFEST = flags.DEFINE_string("manifest", "", "The committed manifest of the corpus.")
+
+
+_COMMIT = flags.DEFINE_string("commit", "", "The commit of the code, for the ledger.")
+
+
+_BUDGET = flags.DEFINE_float("budget", 0.0, "Seconds after which `parity` must have ended.")
+
+
+_MACHINE = flags.DEFINE_float(
+    "machine", 0.0, "Seconds after which the machine goes away; by default the budget."
+)
 
 
 def _recipes() -> None:
@@ -153,6 +194,50 @@ def _ties() -> None:
     print(attention_ties.ties_table())
 
 
+def _corpus() -> None:
+    output = Path(_OUTPUT.value)
+    differences = corpus.make_corpus(
+        corpus_files.machine_roots(), output, Path(_MANIFEST.value), corpus.VOCAB_SIZE
+    )
+    if differences:
+        more = f"; and {len(differences) - 20} more" if len(differences) > 20 else ""
+        raise ValueError(
+            f"this machine has other text than {_MANIFEST.value}: "
+            f"{'; '.join(differences[:20])}{more}"
+        )
+    print(corpus.tokenize(output))
+
+
+def _parity() -> None:
+    text, ledger = Path(_CORPUS.value), Path(_LEDGER.value)
+    plan = lookup("plan", _PLAN.value, parity_plan.PLANS)
+    given = parity_runner.Run(
+        chains=plan.chains(),
+        parts=lambda chain, fork, folder: parity_parts.parts(chain, fork, folder, text),
+        gpus=parity_runner.find_gpus(),
+        workdir=Path(_WORKDIR.value),
+        ledger=ledger,
+        budget=_BUDGET.value,
+        machine=_MACHINE.value or _BUDGET.value,
+        facts=parity_facts.facts(text, _COMMIT.value),
+    )
+    try:
+        parity_runner.run(given)
+    finally:
+        print(parity_ledger.summary(parity_ledger.read(ledger)))
+
+
+def _parity_table() -> None:
+    lines = parity_ledger.read(Path(_LEDGER.value))
+    data = corpus.digest_of(Path(_MANIFEST.value))
+    found = parity_analysis.verdicts(parity_ledger.comparable(lines, parity_plan.setting(), data))
+    print(parity_analysis.table(found))
+    if _OUTPUT.value:
+        parity_analysis.write_json(Path(_OUTPUT.value), found)
+    if failures := parity_analysis.control_failures(found):
+        raise ValueError("; ".join(failures))
+
+
 def _parse_integers(flag: str, texts: Sequence[str]) -> list[int]:
     try:
         return [int(text) for text in texts]
@@ -182,6 +267,14 @@ _COMMANDS = (
     ),
     _Study(name="intervals", run=_intervals, needs=["numbers"], takes=["run", "output"]),
     _Study(name="ties", run=_ties),
+    _Study(name="corpus", run=_corpus, needs=["output", "manifest"]),
+    _Study(
+        name="parity", run=_parity, takes=["machine"],
+        needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
+    ),
+    _Study(
+        name="parity_table", run=_parity_table, needs=["ledger", "manifest"], takes=["output"]
+    ),
     _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
 )  # fmt: skip
 

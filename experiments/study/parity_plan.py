@@ -1,0 +1,151 @@
+"""What the study of parity trains: arms, seeds and forks, fixed before the first run.
+
+An arm is a way to train, such as a precision. A chain is one arm with one seed: a trunk at a
+constant learning rate, and forks that decay from it, each over the last eighth of its horizon:
+
+    trunk   0 ------- 1008 ------- 2016 --------------- 4032 --------- … --- 8064   steps
+                       \\ 75M        \\ 151M               \\ 302M              \\ 604M   tokens
+
+So four horizons cost the trunk once. The trunk ends where the last fork begins. A chain begins and
+ends on one machine; its forks are done one by one, the shortest first.
+
+Chains of one seed have the same initialization, the same rows in the same order and the same
+held-out rows: each is compared with `bf16` of its seed and its fork, and with nothing else.
+"""
+
+import dataclasses
+import hashlib
+import json
+
+from configs import study
+
+STEP_TOKENS = 65_536  # 64 rows of 1024 (configs/study.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A decay from the trunk, and what it is called after: its tokens, rounded."""
+
+    name: str
+    begin: int  # the trunk's steps
+    steps: int  # of the decay
+
+    @property
+    def tokens(self) -> int:
+        return (self.begin + self.steps) * STEP_TOKENS
+
+
+FORKS = tuple(
+    Fork(name, steps - steps // 8, steps // 8)
+    for name, steps in (("75M", 1152), ("150M", 2304), ("300M", 4608), ("600M", 9216))
+)
+
+BASELINE, NULL = "bf16", "bf16_again"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+      name: in the ledger and the tables.
+      precision: the policy.
+      changes: other keys of the config, KEY=VALUE.
+      environment: variables of its processes.
+      control: whether it is known to be worse: a study that does not say so is broken.
+      tokens_per_second: a guess for the time that it takes, until the ledger knows better.
+    """
+
+    name: str
+    precision: str
+    changes: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    control: bool = False
+    tokens_per_second: float = 4e5  # emulated recipes
+
+
+def _recipes(*precisions: str, tokens_per_second: float = 4e5) -> tuple[Arm, ...]:
+    return tuple(
+        Arm(name=name, precision=name, tokens_per_second=tokens_per_second) for name in precisions
+    )
+
+
+# Scores in memory, a loop over layers, and the GEMM algorithm that XLA takes without timing: the
+# same arithmetic in another order, so what it differs by is what any change of program does.
+_NULL_ARM = Arm(
+    name=NULL,
+    precision="bf16",
+    changes=("attention=xla", "unroll=1"),
+    environment=(("XLA_FLAGS", "--xla_gpu_autotune_level=0"),),
+    tokens_per_second=5e5,
+)
+
+# Every scale is an eighth of what the amax asks for, as if it dated from a time at which the tensor
+# was an eighth as large: what lies above saturates.
+_STALE = Arm(
+    name="stale_scale", precision="fp8_delayed:margin=-3", control=True, tokens_per_second=8e5
+)
+
+_BF16 = _recipes("bf16", tokens_per_second=9e5)
+_FP8 = _recipes("fp8_delayed", "fp8_block", tokens_per_second=8e5)
+_FP4 = _recipes("nvfp4", "fp4_mixed")
+_CONTROLS = (Arm(name="fp4_naive", precision="fp4_naive", control=True), _STALE)
+_OTHERS = (
+    *_recipes("fp8_current", "fp8_amax", "fp8_rowwise", "fp8_block_ue8m0", tokens_per_second=7e5),
+    *_recipes("fp8_rowwise_wgrad_bf16", tokens_per_second=7e5),
+    *_recipes("mxfp8", "mxfp4", "nvfp4_mixed", "fp4_block", "fp4_backward"),
+)
+_RATES = tuple(
+    Arm(
+        name=f"bf16_rate_{rate}",
+        precision="bf16",
+        changes=(f"learning_rate={rate}",),
+        tokens_per_second=9e5,
+    )
+    for rate in ("1e-3", "2e-3", "4e-3", "8e-3")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+    forks: tuple[Fork, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}-seed{self.seed}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Arms x seeds x forks."""
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    forks: tuple[Fork, ...]
+
+    def chains(self) -> list[Chain]:
+        """Returns the chains in the order in which they are to run: seed by seed, `bf16` first."""
+        return [Chain(arm, seed, self.forks) for seed in self.seeds for arm in self.arms]
+
+
+_HEADLINE = (*_BF16, _NULL_ARM, *_FP8, *_FP4)
+PLANS = {
+    # The learning rate, in BF16; with a seed that no other plan has.
+    "rate": Plan(arms=_RATES, seeds=(100,), forks=FORKS[:1]),
+    # All arms with one seed, to 150M tokens.
+    "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
+    # What the page is about, with intervals; the controls are of the same plan.
+    "headline": Plan(arms=(*_HEADLINE, *_CONTROLS), seeds=(0, 1, 2, 3, 4), forks=FORKS),
+}
+
+ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
+
+
+def setting() -> str:
+    """Returns a digest of configs/study.py's values: only runs of one setting are compared."""
+    text = json.dumps(json.loads(study.get_config().to_json()), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,342 @@
+"""The study of parity: what it runs, how it survives, and what it detects, on made-up ledgers."""
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from configs import base, study
+from experiments.study import parity_analysis, parity_ledger, parity_parts, parity_plan
+from experiments.study import parity_runner as runner
+from experiments.study.parity_parts import SCORE, TRAIN, Part
+from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, PLANS, Arm, Chain
+from fp8jax.model.models import model_config
+from fp8jax.numerics.names import as_policy
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+def test_forks_begin_at_the_trunk_s_checkpoints_and_decay_over_an_eighth():
+    config = study.get_config()
+    assert config.batch_size * config.seq_len == parity_plan.STEP_TOKENS
+    for fork in FORKS:
+        assert fork.begin % config.checkpoint_every == 0
+        assert fork.begin == 7 * fork.steps  # an eighth of both
+    assert FORKS[-1].begin == config.num_steps and config.decay_fraction == 0
+    assert [round(fork.tokens / 1e6) for fork in FORKS] == [75, 151, 302, 604]
+
+
+def test_no_tile_of_the_model_is_ragged_or_the_whole():
+    config = study.get_config()
+    model = model_config(config.model, {k: v for k, v in config.model_overrides.items() if v})
+    assert (model.d_model, model.d_ff, model.vocab_size) == (4 * 128, 11 * 128, 250 * 128)
+    layer = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff + 2 * model.d_model
+    tables = 2 * model.vocab_size * model.d_model
+    assert round((model.n_layers * layer + tables + model.d_model) / 1e6, 1) == 58.5
+
+
+def test_arms_can_be_honored_and_each_seed_has_its_baseline_first():
+    keys = base.get_config()
+    for arm in ARMS.values():
+        assert as_policy(arm.precision).name == arm.precision
+        assert all(change.partition("=")[0] in keys for change in arm.changes)
+    for plan in (PLANS["screen"], PLANS["headline"]):
+        chains = plan.chains()
+        assert len({chain.name for chain in chains}) == len(chains)
+        for _, own in itertools.groupby(chains, key=lambda chain: chain.seed):
+            names = [chain.arm.name for chain in own]
+            assert names[:2] == [BASELINE, NULL] and {"fp4_naive", "stale_scale"} < set(names)
+    assert {name for name, arm in ARMS.items() if arm.control} == {"fp4_naive", "stale_scale"}
+    assert set(PLANS["rate"].seeds).isdisjoint(PLANS["headline"].seeds)
+
+
+def test_commands_of_a_fork(tmp_path):
+    chain = Chain(ARMS[NULL], 3, FORKS)
+    trunk, decay, score = parity_parts.parts(chain, FORKS[1], tmp_path, tmp_path / "corpus")
+    assert (trunk.name, decay.name, score.name) == ("trunk_2016", "decay_150M", "score_150M")
+    for part in (trunk, decay):
+        assert {"--config.seed=3", "--config.attention=xla", "--config.unroll=1"} < set(
+            part.command
+        )
+    assert "--config.num_steps=2016" in trunk.command
+    assert f"--config.initial_state={tmp_path}/trunk@2016" in decay.command
+    assert {"--config.schedule=decay", "--config.num_steps=288"} < set(decay.command)
+    assert {f"--workdir={decay.output}", "--step=288"} < set(score.command)
+    assert decay.text().startswith(
+        "XLA_FLAGS=--xla_gpu_autotune_level=0 python -m experiments.train"
+    )
+
+
+def test_scores_by_hand(tmp_path):
+    def number(precision, nats):
+        return {
+            "of": "jsonl-heldout", "measured": "perplexity", "precision": precision,
+            "items": nats, "weights": [10] * 64,
+        }  # fmt: skip
+
+    numbers = [number("bf16", [20] * 64), number("nvfp4", [20, 22] * 32)]
+    (path := tmp_path / "scores.json").write_text(json.dumps({"numbers": numbers}))
+    scores = parity_parts.read_scores(path, "nvfp4")
+    assert (scores["loss"], scores["loss_bf16"], scores["scored"]) == (2.1, 2.0, 640)
+    assert scores["blocks"] == [2.1] * 32
+    assert scores["rows"] == parity_parts.read_scores(path, "bf16")["rows"]
+    with pytest.raises(ValueError, match="no scores in fp8_block"):
+        parity_parts.read_scores(path, "fp8_block")
+
+
+# The runner, with programs that train nothing -----------------------------------------------------
+
+FACTS = {"setting": "s", "data": "d", "commit": "c", "code": "x", "versions": {}}
+SCORES = {
+    "numbers": [
+        {"measured": "perplexity", "precision": "bf16", "items": [30.0], "weights": [10]}
+    ]
+}  # fmt: skip
+
+# Notes its name and GPU; waits until so many notes are there; ends with a status.
+PROGRAM = """
+import os, sys, time
+name, notes, awaited, output, text, status = sys.argv[1:]
+with open(notes, "a") as file:
+    file.write(name + " " + os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+while len(open(notes).readlines()) < int(awaited):
+    time.sleep(0.02)
+if text:
+    os.makedirs(os.path.dirname(output), exist_ok=True)
+    open(output, "w").write(text)
+sys.exit(int(status))
+"""
+
+
+class Stub:
+    """Programs that only note that they ran; those of `awaited` wait for so many notes."""
+
+    def __init__(self, folder, awaited=None, failing=None):
+        self.notes = folder / "notes"
+        self.awaited, self.failing = awaited or {}, failing or {}
+
+    def parts(self, chain, fork, folder):
+        return [
+            self.part(chain, f"trunk_{fork.begin}", TRAIN, folder / "trunk"),
+            self.part(chain, f"decay_{fork.name}", TRAIN, folder / f"decay_{fork.name}"),
+            self.part(chain, f"score_{fork.name}", SCORE, folder / f"score_{fork.name}.json"),
+        ]
+
+    def part(self, chain, name, kind, output):
+        full = f"{chain.name}/{name}"
+        awaited = self.awaited[full] if full in self.awaited else 0
+        status, file, text = 0, output, json.dumps(SCORES) if kind == SCORE else ""
+        if full in self.failing:
+            status, file, text = 1, output / "events.jsonl", self.failing[full]
+        arguments = (full, self.notes, awaited, file, text, status)
+        command = (sys.executable, "-IS", "-c", PROGRAM, *map(str, arguments))
+        return Part(name=name, kind=kind, command=command, environment={}, output=output)
+
+    def ran(self):
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        return [line.rpartition(" ")[0] for line in lines]
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE", 0.5)
+
+    def launch(stub, chains, *, machine="one", gpus=2, card="H100", budget=60.0, lasts=1e6):
+        given = runner.Run(
+            chains=chains, parts=stub.parts, workdir=tmp_path / machine,
+            gpus=[runner.Gpu(index, card) for index in range(gpus)],
+            ledger=tmp_path / "ledger.jsonl", budget=budget, machine=lasts, facts=FACTS,
+        )  # fmt: skip
+        return [(line.arm, line.seed, line.fork) for line in runner.run(given)]
+
+    return launch
+
+
+def chain(name, seed=0, forks=FORKS[:1], speed=1e9):
+    return Chain(Arm(name=name, precision="bf16", tokens_per_second=speed), seed, forks)
+
+
+def test_two_gpus_run_two_chains_at_once_and_nothing_twice(tmp_path, launch):
+    # Each trunk waits for the other's note: one after the other, they would wait forever.
+    stub = Stub(tmp_path, awaited={"a-seed0/trunk_1008": 2, "b-seed0/trunk_1008": 2})
+    done = launch(stub, [chain("a"), chain("b")])
+    assert sorted(done) == [("a", 0, "75M"), ("b", 0, "75M")]
+    gpus = {line.split()[1] for line in stub.notes.read_text().splitlines()}
+    assert gpus == {"0", "1"} and len(stub.ran()) == 6
+    line, _ = parity_ledger.read(tmp_path / "ledger.jsonl")
+    assert (line.loss, line.card, line.tokens) == (3.0, "H100", FORKS[0].tokens)
+    assert 0 < line.seconds < 60 and len(line.commands) == 3
+    assert sorted(launch(stub, [chain("a"), chain("b")], machine="two")) == sorted(done)
+    assert len(stub.ran()) == 6  # finished: on another machine, too
+    assert not (tmp_path / "one" / "a-seed0").exists()  # its checkpoints have been removed
+
+
+def test_a_chain_goes_on_where_the_budget_ended_and_begins_anew_elsewhere(tmp_path, launch):
+    stub = Stub(tmp_path, awaited={"a-seed0/decay_150M": 99})
+    assert launch(stub, [chain("a")], gpus=1) == [("a", 0, "75M")]
+    began, a = time.monotonic(), chain("a", forks=FORKS[:2])
+    assert launch(stub, [a], gpus=1, budget=3.5) == [("a", 0, "75M")]
+    assert time.monotonic() - began < 15
+    assert stub.ran()[3:] == ["a-seed0/trunk_2016", "a-seed0/decay_150M"]
+
+    # Another machine has the ledger and nothing else: the trunk of the fork that is missing again.
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    other, whole = Stub(elsewhere), [("a", 0, "75M"), ("a", 0, "150M")]
+    assert launch(other, [a], machine="two", gpus=1) == whole
+    again = ["trunk_2016", "decay_150M", "score_150M"]
+    assert other.ran() == [f"a-seed0/{name}" for name in again]
+
+    # The same machine goes on, with a committed ledger that knows nothing of it.
+    (tmp_path / "ledger.jsonl").unlink()
+    (here := tmp_path / "here").mkdir()
+    same = Stub(here)
+    assert launch(same, [a], gpus=1, lasts=1.0) == whole  # begun, so that it need not fit
+    assert same.ran() == ["a-seed0/decay_150M", "a-seed0/score_150M"]
+
+
+def test_only_what_fits_the_machine_begins(tmp_path, launch):
+    stub = Stub(tmp_path)
+    steps = FORKS[0].begin + FORKS[0].steps
+    seconds = 100 + runner.PROGRAMS * runner.START
+    slow = chain("slow", speed=steps * parity_plan.STEP_TOKENS / 100)
+    assert launch(stub, [slow, chain("fast")], gpus=1, lasts=seconds) == [("fast", 0, "75M")]
+    assert len(launch(stub, [slow], gpus=1, lasts=seconds + 30)) == 2
+
+
+def test_speed_of_the_ledger_replaces_the_guess(tmp_path, launch):
+    stub, a = Stub(tmp_path), chain("a", speed=1.0)  # by the guess, weeks
+    assert launch(stub, [a], gpus=1) == []
+    line = dataclasses.replace(made("a", 7, 3.0), tokens=FORKS[0].tokens, seconds=10.0)
+    parity_ledger.write(tmp_path / "ledger.jsonl", [line])
+    assert launch(stub, [a], gpus=1, lasts=500.0)[1:] == [("a", 0, "75M")]
+
+
+def test_a_seed_stays_on_one_kind_of_card(tmp_path, launch):
+    stub, chains = Stub(tmp_path), [chain("bf16"), chain("a"), chain("a", seed=1)]
+    launch(stub, chains[:1], card="H100")
+    done = launch(stub, chains, card="H200", machine="two")
+    assert done == [("bf16", 0, "75M"), ("a", 1, "75M")]
+    assert ("a", 0, "75M") in launch(stub, chains, card="H100", machine="three")
+
+
+def test_a_loss_that_is_not_finite_is_a_result_and_a_failure_is_none(tmp_path, launch):
+    stop = json.dumps({"kind": "stop", "cause": "non_finite", "step": 40, "time": 0.0}) + "\n"
+    failing = {"a-seed0/trunk_1008": stop, "b-seed0/trunk_1008": ""}
+    stub = Stub(tmp_path, failing=failing)
+    with pytest.raises(ChildProcessError, match="b-seed0: trunk_1008 failed"):
+        launch(stub, [chain("b"), chain("a"), chain("c")], gpus=1)
+    lines = {line.arm: line for line in parity_ledger.read(tmp_path / "ledger.jsonl")}
+    assert lines.keys() == {"a", "c"} and lines["c"].stopped == ""
+    assert (lines["a"].loss, lines["a"].stopped) == (None, "trunk: not finite after step 40")
+
+
+# The analysis -------------------------------------------------------------------------------------
+
+
+def made(arm, seed, loss, fork="75M", **fields):
+    return parity_ledger.Line(
+        **dict(
+            arm=arm, seed=seed, fork=fork, tokens=1, setting="s", data="d", card="H100", trunk="t",
+            commit="c", code="x", versions={}, commands=[], seconds=1.0, loss=loss, rows="r",
+        )
+        | fields
+    )  # fmt: skip
+
+
+def ledger(rng, shifts, seeds=5, scatter=0.1):
+    """A study of made-up losses: percent above BF16's by arm, with a scatter between seeds."""
+    lines = []
+    for seed in range(seeds):
+        loss = 3 + 0.03 * rng.standard_normal()  # seeds differ by 1%, which pairs take out
+        lines.append(made(BASELINE, seed, loss))
+        for arm, shift in shifts.items():
+            percent = shift + scatter * rng.standard_normal()
+            lines.append(made(arm, seed, loss * (1 + percent / 100)))
+    return lines
+
+
+def judged(lines):
+    return {verdict.arm: verdict for verdict in parity_analysis.verdicts(lines)}
+
+
+def test_what_is_shifted_is_detected_and_the_null_is_not():
+    shifts = {NULL: 0.0, "fp8_block": 0.0, "nvfp4": 1.0, "fp4_naive": 3.0, "stale_scale": 0.5}
+    found = judged(ledger(np.random.default_rng(0), shifts))
+    differing = {name for name, verdict in found.items() if verdict.differs}
+    assert differing == {"nvfp4", "fp4_naive", "stale_scale"}
+    assert found[NULL].equivalent and found[NULL].text() == "within 0.2%"
+    assert found["fp4_naive"].text() == "worse"
+    assert parity_analysis.control_failures(list(found.values())) == []
+
+
+def test_a_study_that_detects_no_control_says_so():
+    found = judged(ledger(np.random.default_rng(1), {"fp4_naive": 0.0, "stale_scale": 3.0}))
+    (failure,) = parity_analysis.control_failures(list(found.values()))
+    assert failure.startswith("fp4_naive does not differ")
+
+
+def test_one_null_in_twenty_differs_by_chance():
+    rng = np.random.default_rng(2)
+    studies = 400
+    differing = sum(judged(ledger(rng, {NULL: 0.0}))[NULL].differs for _ in range(studies))
+    deviation = (0.05 * 0.95 / studies) ** 0.5
+    assert abs(differing / studies - 0.05) < 4 * deviation
+
+
+def test_gaps_by_hand():
+    lines = [made(BASELINE, 0, 2.0), made(BASELINE, 1, 4.0), made(BASELINE, 2, 4.0)]
+    lines += [made("fp8_block", 0, 2.02), made("fp8_block", 1, 4.12), made("nvfp4", 1, 4.04)]
+    lines += [made("nvfp4", 0, None, stopped="trunk: not finite after step 40", rows="")]
+    lines += [made("mxfp4", 1, 4.04), made("fp8_block", 5, 9.9)]  # no pair of seed 5
+    found = judged(lines)
+    assert found["fp8_block"].gaps == pytest.approx({0: 1.0, 1: 3.0})
+    assert found["fp8_block"].text() == "not decided"  # 2 ± 12.706
+    assert found["fp8_block"].interval.half_width == pytest.approx(12.706, abs=1e-3)
+    assert found["nvfp4"].differs and found["nvfp4"].text() == "not finite in 1 of 2"
+    assert found["mxfp4"].text() == "one seed" and not found["mxfp4"].differs
+    numbers = parity_analysis.numbers(list(found.values()))
+    assert numbers["gap/fp8_block"]["value"] == pytest.approx(2.0)
+    assert numbers["gap_high/fp8_block"]["value"] == pytest.approx(14.706, abs=1e-3)
+    assert numbers["gap_low/mxfp4"]["value"] is None and numbers["seeds/mxfp4"]["value"] == 1
+    assert numbers["tokens/fp8_block"]["value"] == FORKS[0].tokens
+    assert "| `fp8_block` | 75M | +1.000, +3.000 | +2.000 |" in parity_analysis.table(
+        list(found.values())
+    )
+
+
+@pytest.mark.parametrize("field", ["setting", "data", "rows", "card"])
+def test_what_was_not_run_alike_is_no_pair(field):
+    lines = [made(BASELINE, 0, 2.0), made("fp8_block", 0, 2.0, **{field: "other"})]
+    with pytest.raises(ValueError, match=f"fp8_block, seed 0, 75M: {field} is other"):
+        parity_analysis.verdicts(lines)
+
+
+def test_a_margin_that_an_interval_crosses_decides_nothing():
+    lines = [made(BASELINE, seed, 1.0) for seed in range(3)]
+    lines += [made("fp8_block", s, 1 + g / 100) for s, g in enumerate((0.14, 0.17, 0.15))]
+    lines += [made("mxfp8", s, 1 + g / 100) for s, g in enumerate((0.19, 0.05, 0.12))]
+    found = judged(lines)
+    assert found["fp8_block"].text() == "worse, within 0.2%"  # 0.153 ± 0.038
+    assert found["mxfp8"].text() == "not decided"  # 0.12 ± 0.17
+
+
+# The ledger ---------------------------------------------------------------------------------------
+
+
+def test_ledgers_of_two_machines_become_one(tmp_path):
+    a, b = made("bf16", 0, 2.0), made("bf16", 1, 2.5)
+    later = dataclasses.replace(a, loss=9.0)
+    assert parity_ledger.merged([a], [later, b]) == [a, b]
+    path = tmp_path / "new" / "ledger.jsonl"
+    assert parity_ledger.read(path) == []
+    parity_ledger.write(path, [a, b])
+    with path.open("a") as file:
+        file.write('{"arm": "half a li')
+    assert parity_ledger.read(path) == [a, b]
+    path.write_text('{"arm": "bf16"}\n')
+    with pytest.raises(ValueError, match="ledger.jsonl:1 is no line of a ledger"):
+        parity_ledger.read(path)
