@@ -14,15 +14,21 @@ import fp8jax
 from fp8jax import telemetry
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.freeze import freeze
-from fp8jax.model.transformer import Transformer
+from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.nn import HISTORIES
+from fp8jax.telemetry.rows import Table
+from tests.support import arrays
+from tests.support.random_weights import random_weights
 
-QUANTIZED = functools.partial(fp8jax.nn.Fp8DotGeneral, "fp8_delayed:history=2")
+DELAYED = "fp8_delayed:history=2"
+QUANTIZED = functools.partial(fp8jax.nn.Fp8DotGeneral, DELAYED)
+BLOCKS = functools.partial(fp8jax.nn.Fp8DotGeneral, "fp8_block")
 
 
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):
-        h = nn.relu(fp8jax.nn.Dense(32, "fp8_block")(x))
+        h = nn.relu(nn.Dense(32, dot_general_cls=BLOCKS)(x))
         return x + nn.Dense(16, dot_general_cls=QUANTIZED)(h), None
 
 
@@ -34,10 +40,18 @@ class Stack(nn.Module):
         axes = {name: 0 for name in ("params", fp8jax.nn.HISTORIES, *self.named)}
         layers = nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs={"params": True}, length=3)
         x, _ = layers()(x, None)
-        return nn.Dense(16, dot_general_cls=QUANTIZED)(x)
+        return fp8jax.nn.Dense(16, DELAYED)(x)
 
 
-X = jax.random.normal(jax.random.key(0), (8, 16))
+def normal(shape):
+    return jnp.asarray(arrays.normal(shape))
+
+
+X = normal((8, 16))
+
+
+def variables_of(model, x=X):
+    return random_weights(jax.eval_shape(model.init, jax.random.key(0), x))
 
 
 def row(table, linear, cast, layer=-1, what_if=False):
@@ -49,18 +63,32 @@ def row(table, linear, cast, layer=-1, what_if=False):
     return found
 
 
+STACK = Stack()
+LAYERS = "ScanCheckpointLayer_0"
+
+
+@functools.cache
+def stack():
+    return variables_of(STACK)
+
+
+def loss_of_stack(variables, x):
+    return jnp.mean(STACK.apply(variables, x) ** 2)
+
+
+def measured(variables):
+    """The telemetry of a step of the stack. One program for all tests."""
+    return telemetry.measure(loss_of_stack, variables, X, what_if="fp4_naive")
+
+
 def test_linen_layers_in_a_scan_with_rematerialization():
-    model = Stack()
-    variables = model.init(jax.random.key(1), X)
-    table = telemetry.measure(
-        lambda v, x: jnp.mean(model.apply(v, x) ** 2), variables, X, what_if="fp4_naive"
-    )
+    table = measured(stack())
     linears = {"Dense_0", "CheckpointLayer_0/Dense_0", "CheckpointLayer_0/Dense_1"}
     assert {r.linear.split("Scan")[-1] for r in table.rows} == linears
     assert len(table.rows) == (1 + 3 + 3) * 12  # casts of the run, and those of fp4_naive
-    kernels = variables["params"]["ScanCheckpointLayer_0"]["Dense_0"]["kernel"]
+    kernels = stack()["params"][LAYERS]["Dense_0"]["kernel"]
     for layer in range(3):
-        found = row(table, "ScanCheckpointLayer_0/Dense_0", "fwd_w", layer)
+        found = row(table, f"{LAYERS}/Dense_0", "fwd_w", layer)
         assert found.amax == np.abs(kernels[layer]).max() and found.elements == 16 * 32
         assert found.recipe == "fp8_block" and found.delay is None
     last = row(table, "Dense_0", "fwd_w")
@@ -71,7 +99,7 @@ def test_linen_layers_in_a_scan_with_rematerialization():
 
 def test_forward_pass_and_bad_input():
     model = Stack(())
-    variables = model.init(jax.random.key(1), X)
+    variables = variables_of(model)
 
     def outputs(v, x):
         return model.apply(v, x)
@@ -79,7 +107,7 @@ def test_forward_pass_and_bad_input():
     with pytest.raises(ValueError, match="'ScanCheckpointLayer_0/.*must name the collection"):
         telemetry.measure(outputs, variables, X, gradients=False)
     dense = nn.Dense(4, dot_general_cls=QUANTIZED)
-    variables = dense.init(jax.random.key(1), X)
+    variables = variables_of(dense)
     table = telemetry.measure(dense.apply, variables, X, gradients=False)
     assert [r.cast for r in table.rows] == ["fwd_x", "fwd_w"]
     assert table.rows[0].amax == np.abs(X).max()
@@ -99,8 +127,9 @@ def test_forward_pass_and_bad_input():
 def test_nnx_model_with_a_layer_that_is_called_twice():
     class MLP(nnx.Module):
         def __init__(self, rngs):
-            self.up = fp8jax.nnx.Linear(16, 16, "fp8_delayed:history=2", rngs=rngs)
-            self.down = fp8jax.nnx.Linear(16, 4, "fp8_block", rngs=rngs)
+            options = dict(kernel_init=lambda key, shape, dtype: normal(shape), rngs=rngs)
+            self.up = fp8jax.nnx.Linear(16, 16, "fp8_delayed:history=2", **options)
+            self.down = fp8jax.nnx.Linear(16, 4, "fp8_block", **options)
 
         def __call__(self, x):
             return self.down(nnx.relu(self.up(nnx.relu(self.up(x)))))
@@ -110,68 +139,53 @@ def test_nnx_model_with_a_layer_that_is_called_twice():
     table = telemetry.measure(lambda m, x: jnp.mean(m(x) ** 2), model, X)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
     assert row(table, "up", "fwd_x").elements == 2 * X.size
-    h = nnx.relu(model.up(X))
+    h = nnx.jit(lambda up, x: nnx.relu(up(x)))(model.up, X)
     assert row(table, "up", "fwd_x").amax == max(np.abs(X).max(), np.abs(h).max())
     assert row(table, "down", "dgrad_g").amax > 0
 
 
-# The transformer ----------------------------------------------------------------------------------
-
-SHAPE = ModelConfig(
-    vocab_size=64, d_model=32, n_layers=3, n_heads=2, n_kv_heads=1, d_ff=64, head_dim=16
-)  # fmt: skip
-
-
-@functools.cache
-def transformer(policy):
-    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 64)
-    ids = tokens, jnp.ones_like(tokens), jnp.arange(16)[None] + jnp.zeros_like(tokens)
-    model = Transformer(SHAPE, policy, attention="xla")
-    return model, nn.meta.unbox(model.init(jax.random.key(1), *ids)), ids
-
-
-def loss_of(model, variables, ids):
-    return jnp.mean(jax.nn.logsumexp(model.apply(variables, *ids), axis=-1))
-
-
-@functools.cache
-def measured(policy):
-    """A function of variables; it compiles once."""
-    model, _, ids = transformer(policy)
-    loss = functools.partial(loss_of, model)
-    return lambda v: telemetry.measure(loss, v, ids)
+# Tensors out of line ------------------------------------------------------------------------------
 
 
 def test_one_weight_times_1000_is_named_and_no_other():
-    _, variables, _ = transformer("fp8_current")
-    assert telemetry.out_of_line(measured("fp8_current")(variables).rows) == []
-    for kernel, change in (("up", "all"), ("up", "one"), ("down", "all")):
-        changed = jax.tree.map(lambda x: x, variables)
-        leaf = changed["params"]["layers"]["mlp"][kernel]["kernel"]
-        part = leaf.at[1] if change == "all" else leaf.at[1, 3, 5]
-        changed["params"]["layers"]["mlp"][kernel]["kernel"] = part.multiply(1000)
-        found = telemetry.out_of_line(measured("fp8_current")(changed).rows)
-        assert [(f.layer, f.linear, f.operand) for f in found] == [(1, f"layers/mlp/{kernel}", "w")]
-        assert f"w of layers/mlp/{kernel} in layer 1: its amax" in str(found[0])
+    assert telemetry.out_of_line(measured(stack()).rows) == []
+    for linear, change in (("Dense_0", "all"), ("Dense_0", "one"), ("Dense_1", "all")):
+        changed = jax.tree.map(np.array, stack())
+        leaf = changed["params"][LAYERS][linear]["kernel"]
+        leaf[1 if change == "all" else (1, 3, 5)] *= 1000
+        found = telemetry.out_of_line(measured(changed).rows)
+        assert [(f.layer, f.linear, f.operand) for f in found] == [(1, f"{LAYERS}/{linear}", "w")]
+        assert f"w of {LAYERS}/{linear} in layer 1: its amax" in str(found[0])
 
 
 def at_step(table, step):
     return [dataclasses.replace(r, step=step) for r in table.rows]
 
 
+def filled(variables, table):
+    """Variables whose histories are full of the amaxes of a table."""
+    amaxes = {(r.linear, r.operand, r.layer): r.amax for r in table.rows}
+
+    def fill(path, history):
+        *linear, name = (key.key for key in path if key.key != "Fp8DotGeneral_0")
+        layers = range(3) if history.ndim > 1 else [-1]
+        own = np.float32([amaxes["/".join(linear), name[0], layer] for layer in layers])
+        return np.broadcast_to(own[:, None], (len(own), 2)).reshape(history.shape)
+
+    return {**variables, HISTORIES: jax.tree_util.tree_map_with_path(fill, variables[HISTORIES])}
+
+
 def test_a_spike_in_a_delayed_run_is_named():
-    model, variables, ids = transformer("fp8_delayed:history=4")
-    measure = measured("fp8_delayed:history=4")
-    variables = fp8jax.seed(lambda v: loss_of(model, v, ids), variables)
-    steady = at_step(measure(variables), 1)
+    first = measured(stack())
+    variables = jax.tree.map(np.array, filled(stack(), first))
+    steady = at_step(measured(variables), 1)
     assert telemetry.out_of_line(steady) == []
-    spiked = jax.tree.map(lambda x: x, variables)
-    norm = spiked["params"]["layers"]["mlp_norm"]
-    norm["scale"] = norm["scale"].at[1].multiply(64)
-    first, *others = telemetry.out_of_line([*steady, *at_step(measure(spiked), 2)])
+    hidden = row(Table(tuple(steady)), f"{LAYERS}/Dense_1", "fwd_x", 1).amax
+    variables["params"][LAYERS]["Dense_0"]["bias"][1, 0] += 64 * hidden
+    first, *others = telemetry.out_of_line([*steady, *at_step(measured(variables), 2)])
     assert (first.step, first.layer, first.operand) == (2, 1, "x")
-    assert first.linear == "layers/mlp/gate"
-    assert "its delayed scale is 64 times too small" in str(first)
+    assert first.linear == f"{LAYERS}/Dense_1"
+    assert "its delayed scale is 64" in str(first) and "times too small" in str(first)
     assert not any(f.operand == "w" for f in others)
 
 
@@ -184,17 +198,22 @@ def test_the_first_tensor_of_a_four_bit_run_that_diverges_is_named():
             return x
 
     model = MLP()
-    variables = model.init(jax.random.key(1), X)
+    variables = jax.tree.map(np.asarray, variables_of(model))
 
     def loss(v, x):
         return jnp.mean(model.apply(v, x) ** 2)
+
+    gradients = jax.jit(jax.grad(loss))
 
     def rows_of_run(rate, variables):
         rows = []
         for step in range(1, 5):
             rows += at_step(telemetry.measure(loss, variables, X), step)
-            grads = jax.grad(loss)(variables, X)
-            variables = jax.tree.map(lambda p, g: p - rate * g, variables, grads)
+            grads = gradients(variables, X)
+            with np.errstate(over="ignore"):
+                variables = jax.tree.map(
+                    lambda p, g: p - np.float32(rate) * np.asarray(g), variables, grads
+                )
         return rows
 
     assert telemetry.out_of_line(rows_of_run(0.01, variables)) == []
@@ -203,10 +222,55 @@ def test_the_first_tensor_of_a_four_bit_run_that_diverges_is_named():
     assert (first.step, first.operand) == (2, "w") and "times its largest before" in first.why
 
 
+# The transformer ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def transformer():
+    """(model, variables, the same with frozen kernels, ids)."""
+    config = ModelConfig(
+        vocab_size=64, d_model=32, n_layers=3, n_heads=2, n_kv_heads=1, d_ff=64, head_dim=16
+    )  # fmt: skip
+    model = Transformer(config, "fp8_current", attention="xla")
+    variables = random_weights(abstract_variables(model))
+    tokens = np.random.default_rng(1).integers(0, 64, (2, 16)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape)
+    ids = tuple(jnp.asarray(array) for array in (tokens, np.ones_like(tokens), positions))
+    return model, variables, freeze(model, variables), ids
+
+
+def test_a_transformer_with_frozen_kernels():
+    """Of them there are rows of activations alone; x of the first linears is the norm's output."""
+    model, variables, kernels, ids = transformer()
+    table = telemetry.measure(
+        lambda v, ids: model.apply(v, *ids), kernels, ids, what_if="bf16", gradients=False
+    )
+    casts = {(r.recipe, r.what_if, r.cast) for r in table.rows}
+    assert casts == {
+        ("fp8_current", False, "fwd_x"), ("bf16", True, "fwd_x"), ("fp8_current", False, "")
+    }  # fmt: skip
+    run = table.where(lambda r: not r.what_if).rows
+    assert len(run) == (7 + 1) * 3
+    hidden = [r.amax for r in run if r.operand == "hidden"]
+    down = [r.amax for r in run if r.linear == "layers/mlp/down"]
+    # Rounded to BF16, or not.
+    np.testing.assert_allclose(hidden, down, rtol=2**-8)
+    assert len(hidden) == 3
+    embedded = np.asarray(variables["params"]["embedding"])[np.asarray(ids[0])]
+    normed = embedded / np.sqrt(
+        np.mean(embedded**2, axis=-1, keepdims=True) + model.config.norm_eps
+    )
+    for linear in "qkv":
+        amax = row(table, f"layers/attention/{linear}", "fwd_x", 0).amax
+        assert amax == pytest.approx(np.abs(normed).max(), rel=2**-7)  # two roundings to BF16
+
+
+# tests/model/freeze_test.py shows that the logits are the same.
+@pytest.mark.full
 def test_frozen_kernels_have_the_same_activations():
-    model, variables, ids = transformer("fp8_current")
+    model, variables, kernels, ids = transformer()
     plain = telemetry.measure_forward(model, variables, *ids, what_if="fp8_block")
-    frozen = telemetry.measure_forward(model, freeze(model, variables), *ids, what_if="fp8_block")
+    frozen = telemetry.measure_forward(model, kernels, *ids, what_if="fp8_block")
     assert {r.cast for r in plain.rows} == {"fwd_x", "fwd_w", ""}
     for r in frozen.where(lambda r: r.cast == "fwd_x").rows:
         (other,) = [p for p in plain.rows if p == r]
