@@ -1,20 +1,21 @@
 """Draws: which tokens may come, how often, and from which key."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8jax.inference.sampling import Sampling, draw
+from tests.support.arrays import normal
 
+DRAW = jax.jit(draw)
 LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
 
 
-def drawn(sampling: Sampling, logits=LOGITS, count: int = 4000) -> np.ndarray:
-    """The tokens that `count` keys draw from the same logits."""
-    keys = jax.random.split(jax.random.key(0), count)
-    rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
-    return np.asarray(jax.jit(draw)(sampling.rule(), rows, keys))
+def drawn(sampling: Sampling, logits=LOGITS) -> np.ndarray:
+    """The tokens that 4000 keys draw from the same logits."""
+    keys = jax.random.split(jax.random.key(0), 4000)
+    rows = np.broadcast_to(np.asarray(logits, np.float32), (4000, len(logits)))
+    return np.asarray(DRAW(sampling.rule(), rows, keys))
 
 
 def kept_probabilities(p: np.ndarray, tokens: list[int]) -> np.ndarray:
@@ -48,9 +49,9 @@ def test_temperature_divides_logits():
     p = np.sqrt(np.exp(LOGITS))
     p /= p.sum()
     assert (np.abs(hot - p) <= 5 * np.sqrt(p * (1 - p) / 4000)).all()
-    assert set(drawn(Sampling(temperature=0), count=50)) == {1}
-    assert set(drawn(Sampling(temperature=1e-3), count=50)) == {1}
-    assert set(drawn(Sampling(temperature=1e-30), LOGITS * 1e7, count=50)) == {1}
+    assert set(drawn(Sampling(temperature=0))) == {1}
+    assert set(drawn(Sampling(temperature=1e-3))) == {1}
+    assert set(drawn(Sampling(temperature=1e-30), LOGITS * 1e7)) == {1}
 
 
 def test_of_equal_tokens_the_first_are_kept():
@@ -61,11 +62,11 @@ def test_of_equal_tokens_the_first_are_kept():
 
 def test_a_draw_depends_on_its_key_and_its_logits_only():
     keys = jax.random.split(jax.random.key(3), 6)
-    logits = jax.random.normal(jax.random.key(4), (6, 50))
+    logits = normal((6, 50), seed=4)
     rule = Sampling(top_k=20, top_p=0.9).rule()
-    together = draw(rule, logits, keys)
+    together = DRAW(rule, logits, keys)
     for row in range(6):
-        alone = draw(rule, logits[row : row + 1], keys[row : row + 1])
+        alone = DRAW(rule, logits[row : row + 1], keys[row : row + 1])
         assert alone[0] == together[row]
 
 
