@@ -47,7 +47,6 @@ def run_of(data, **changes) -> ml_collections.ConfigDict:
     return config
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "master"), [("hf", "bfloat16"), ("workdir", "float32")])
 def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp_path):
     source = f"hf:{folder}"
@@ -73,7 +72,6 @@ def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp
         jax.tree.map(np.testing.assert_array_equal, *(getattr(s, name) for s in (state, other)))
 
 
-@pytest.mark.slow
 def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path):
     """Step 1 has the loss of the given weights; the workdir keeps all small files; and what was
     trained goes back under the same config.json and tokenizer."""
