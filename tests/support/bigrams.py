@@ -33,9 +33,9 @@ def bigram_model(likely: dict[str, dict[str, float]]) -> tuple[Transformer, Any,
     )  # fmt: skip
     model = Transformer(config, dtype=jnp.float32, attention="xla")
     shapes = nn.meta.unbox(abstract_variables(model))
-    variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+    variables = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     params = variables["params"]
-    params["embedding"] = jnp.eye(WORDS)
-    params["final_norm"]["scale"] = jnp.full(WORDS, WORDS**-0.5)  # a norm gives sqrt(WORDS) e
-    params["lm_head"]["kernel"] = jnp.asarray(log_p, jnp.float32)
-    return model, variables, log_p
+    params["embedding"] = np.eye(WORDS, dtype=np.float32)
+    params["final_norm"]["scale"][:] = WORDS**-0.5  # a norm gives sqrt(WORDS) e
+    params["lm_head"]["kernel"] = log_p.astype(np.float32)
+    return model, jax.tree.map(jnp.asarray, variables), log_p
