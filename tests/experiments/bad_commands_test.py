@@ -7,31 +7,24 @@ are --config.KEY=VALUE.
 A message as the argument of SystemExit is what Python writes to stderr, before status 1.
 """
 
-import importlib
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from absl import flags
 
-import fp8jax.training.loop  # noqa: F401  # defines Grain's flags, which are not the program's
 from configs import base
 from experiments import command
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
 from fp8jax.records.workdir_lock import lock_workdir
-from tests.support import ROOT
 from tests.support.annotations import unchecked_annotations  # noqa: F401
 from tests.support.chats import pairs, write_chats
+from tests.support.commands import command_here
 from tests.support.text import write_generated_text
-
-# ml_collections loads config files in a way that Python 3.12 drops.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 MAX_LENGTH = 500  # of a line; the longest list all models
 
@@ -113,38 +106,38 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def refusal(folder, tmp_path, monkeypatch):
-    """A function from flags to the argument of the SystemExit that the program raises."""
-    known = set(flags.FLAGS)
-    compiled = []
+@pytest.fixture(scope="module")
+def compiled():
+    """Seconds of each compilation, as they come."""
+    seconds = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, time, **__: compiled.append(time) if "backend_compile" in event else None
+        lambda event, time, **__: seconds.append(time) if "backend_compile" in event else None
     )
-    monkeypatch.chdir(ROOT)
+    return seconds
+
+
+@pytest.fixture
+def refusal(folder, compiled, tmp_path):
+    """A function from flags to the argument of the SystemExit that the program raises."""
+    begin = len(compiled)
 
     def refusal(*given: str) -> object:
-        arguments = ["train"]
         if not any(text.startswith("--config") for text in given):
             given = ("--config=configs/base.py", *SMALL, *given)
         if not any(text.startswith("--workdir") for text in given):
             given = (*given, f"--workdir={tmp_path}/run")
+        arguments = []
         for text in given:
             text = text.replace("DIR", str(folder))
             key = re.fullmatch(r"[\w.]+=.*", text, re.DOTALL)
             arguments.append(f"--config.{text}" if key else text)
-        monkeypatch.setattr(sys, "argv", arguments)  # which ml_collections reads
-        sys.modules.pop("experiments.train", None)
-        train = importlib.import_module("experiments.train")  # defines its flags anew
         with pytest.raises(SystemExit) as ended:
-            command.call(train.main, train.ERRORS, command.parse_flags(arguments))
+            train(*arguments)
         return ended.value.code
 
-    yield refusal
-    for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-    flags.FLAGS.unparse_flags()
-    assert sum(compiled) < 1  # second: nothing but single operations was compiled
+    with command_here("train") as train:
+        yield refusal
+    assert sum(compiled[begin:]) < 1  # second: nothing but single operations was compiled
     # Nothing was written but the lock.
     assert {path.name for path in tmp_path.rglob("*")} <= {"run", "lock"}
 

@@ -1,39 +1,41 @@
-"""Every fault of docs/reliability.md, in the real training program, as a process of its own."""
+"""Every fault of docs/reliability.md, in the real training program; what kills or stops it, as a
+process of its own."""
 
-import os
-import subprocess
-import sys
+import re
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.stability import faults
 from fp8jax.stability.faults import OF_ROWS, OF_STEPS, Faults
-from tests.support import ROOT
+from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers
 
 STEPS = 40
 
 
-def train(data, workdir: Path, *flags: str, code: int = 0) -> str:
-    """Runs the program on one device; its output, after it ended with `code`."""
-    spec, cache = data
-    settings = dict(
-        precision="bf16", data=spec, cache_dir=cache, seq_len=64, batch_size=8, num_steps=STEPS,
-        warmup_steps=5, learning_rate=3e-3, valid_every=20, valid_batches=2, checkpoint_every=10,
-        valid_fraction=0.1, unroll=2,
-    )  # fmt: skip
-    small = dict(d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16)
-    settings |= {f"model_overrides.{name}": value for name, value in small.items()}
-    command = [sys.executable, "-m", "experiments.train", "--config=configs/smoke.py"]
-    command += [f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in settings.items())]
-    env = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run(
-        [*command, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+def longer(data, workdir: Path, **changes) -> list[str]:
+    """A run in which bad steps come after others that were good."""
+    steps = dict(num_steps=STEPS, warmup_steps=5, valid_every=20, checkpoint_every=10)
+    return tiny_run(data, workdir, **steps, **changes)
+
+
+def train(given: list[str], *flags: str, code: int = 0) -> str:
+    """Runs the program in this process; its last words, after it ended with `code`."""
+    done = run_here("train", *given, *flags)
     assert done.returncode == code, done.stderr[-3000:]
     return done.stderr
+
+
+def killed_or_stopped(given: list[str], *flags: str, code: int) -> str:
+    """Runs the program in a process of its own; what it said, after it ended with `code`."""
+    process = train_alone(*given, *flags)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == code, error[-3000:]
+    return error
 
 
 def events(workdir: Path, *kinds: str) -> list[dict]:
@@ -46,37 +48,42 @@ def final(workdir: Path) -> float:
     return last["valid_loss"]
 
 
-@pytest.mark.slow
-def test_what_ends_a_process_changes_no_bit(data, tmp_path):
+def test_what_ends_a_process_changes_no_bit(data, monkeypatch, tmp_path):
     """A source that raises, one that stalls, a full disk, a damaged checkpoint and a SIGKILL, a
     SIGTERM while a save runs: after all of them the same numbers as without."""
-    assert "data source failed" in train(data, tmp_path, "--inject=source_raises@8", code=1)
-    (failed,) = events(tmp_path, "data_failed")
-    assert failed["step"] == 7
-    flags = "--inject=source_stalls@14", "--config.data_timeout=3"
-    error = train(data, tmp_path, *flags, "--config.resume_with_changes=True", code=1)
+    train(tiny_run(data, tmp_path / "whole"))
+    run = tiny_run(data, tmp_path / "run")
+    again = "--config.resume_with_changes=True"  # of data_timeout, and back
+
+    assert "data source failed" in train(run, "--inject=source_raises@3", code=1)
+    (failed,) = events(tmp_path / "run", "data_failed")
+    assert failed["step"] == 2
+    monkeypatch.setattr(faults, "_STALL", 6.0)
+    error = train(run, "--inject=source_stalls@5", "--config.data_timeout=3", again, code=1)
     assert "no batch came within 3 s" in error
-    assert [e["step"] for e in events(tmp_path, "resume")] == [7]
-    again = "--config.resume_with_changes=True"  # data_timeout is as before
-    error = train(data, tmp_path, again, "--inject=full_disk@18", code=1)
-    assert "metrics.jsonl" in error.splitlines()[-1] or "File too large" in error
-    error = train(data, tmp_path, "--inject=corrupt_checkpoint@30,kill@33", again, code=-9)
-    error = train(data, tmp_path, "--inject=sigterm@30")
-    (damaged,) = events(tmp_path, "damaged_checkpoint")
-    assert damaged["step"] == 30 and "changed since it was saved" in damaged["reason"]
-    (stopped,) = events(tmp_path, "stopped")
-    assert stopped["signal"] == "SIGTERM" and stopped["step"] == 31
-    train(data, tmp_path)
-    assert [e["step"] for e in events(tmp_path, "resume")] == [7, 13, 13, 20, 31]
-    train(data, tmp_path / "whole")
-    assert numbers(tmp_path) == numbers(tmp_path / "whole")
+    assert [e["step"] for e in events(tmp_path / "run", "resume")] == [2]
+    error = killed_or_stopped(run, "--inject=full_disk@5", again, code=1)
+    assert re.search("^error: .*File too large", error, re.MULTILINE)
+    killed_or_stopped(run, "--inject=corrupt_checkpoint@9,kill@11", again, code=-signal.SIGKILL)
+    killed_or_stopped(run, "--inject=sigterm@9", code=0)
+    (damaged,) = events(tmp_path / "run", "damaged_checkpoint")
+    assert damaged["step"] == 9 and "changed since it was saved" in damaged["reason"]
+    (stopped,) = events(tmp_path / "run", "stopped")
+    assert stopped["signal"] == "SIGTERM" and stopped["step"] == 10
+    train(run)
+    assert [e["step"] for e in events(tmp_path / "run", "resume")] == [2, 4, 4, 6, 10]
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
-@pytest.mark.slow
+# The programs of the next two tests; the ladder is no part of them. The second layer gets faults.
+SPIKES = ("--config.spike_window=8",)
+TWO = dict(model_overrides__n_layers=2, unroll=2)
+
+
 def test_bad_steps_are_skipped_and_counted(data, tmp_path):
     """NaN loss, infinite gradients of one layer, a spike of one step and one of ten."""
-    flags = "--config.recovery=skip:13", "--config.spike_window=8"
-    train(data, tmp_path, *flags, "--inject=nan_loss@12,inf_gradient@17,spike@24,spike@28x10")
+    injected = "--inject=nan_loss@12,inf_gradient@17,spike@24,spike@28x10"
+    train(longer(data, tmp_path, **TWO), *SPIKES, "--config.recovery=skip:13", injected)
     skipped = events(tmp_path, "skip")
     assert [(e["step"], e["cause"]) for e in skipped] == [
         (12, "non_finite"), (17, "non_finite"), (24, "spike"),
@@ -87,34 +94,41 @@ def test_bad_steps_are_skipped_and_counted(data, tmp_path):
     assert final(tmp_path) < losses[22] and losses[28] > losses[22] + 1
 
 
-@pytest.mark.slow
-def test_a_step_is_repeated_then_rolled_back_then_the_run_stops(data, tmp_path):
-    """The first NaN comes before there is a checkpoint to go back to."""
-    ladder = "--config.recovery=repeat:2,skip:1,rollback:1"
-    faults = "--inject=nan_loss@5,nan_loss@15,nan_loss@25"
-    error = train(data, tmp_path, ladder, "--config.precision=fp8_delayed", faults, code=1)
-    assert "step 25: loss=nan" in error and "output of loss" in error and "No rung of" in error
-    acts = [(e["step"], e["kind"]) for e in events(tmp_path, "repeat", "skip", "rollback", "stop")]
-    assert acts == [
-        (5, "repeat"), (5, "skip"), (15, "repeat"), (15, "rollback"), (25, "stop")
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
 def test_a_permanent_nan_stops_with_its_cause_and_the_first_bad_tensor(data, tmp_path):
-    error = train(data, tmp_path, "--inject=inf_gradient@12x20", "--config.recovery=skip:3", code=1)
+    flags = (*SPIKES, "--config.recovery=skip:3")
+    run = longer(data, tmp_path / "gradient", **TWO)
+    error = train(run, *flags, "--inject=inf_gradient@12x20", code=1)
     first = "layer 1, gradient of mlp/down/kernel"
-    assert first in error and "Traceback" not in error
-    (stop,) = events(tmp_path, "stop")
+    assert first in error and "No rung of" in error and "Traceback" not in error
+    (stop,) = events(tmp_path / "gradient", "stop")
     assert (stop["step"], stop["cause"], stop["first"]) == (15, "non_finite", first)
-    kept = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
+    kept = [p.name for p in (tmp_path / "gradient/checkpoints").iterdir() if p.name.isdigit()]
     assert kept == ["10"]
+    # A gradient that may be infinite is in the compiled step (fp8jax/stability/faults.py): with it
+    # these are the programs of above.
+    run = longer(data, tmp_path / "loss", **TWO)
+    error = train(run, *flags, "--inject=nan_loss@12x20,inf_gradient@40", code=1)
+    assert "step 15: loss=nan" in error and "output of loss" in error
+
+
+def test_a_step_is_repeated_then_skipped_then_rolled_back(data, tmp_path):
+    """The first NaN comes before there is a checkpoint to go back to."""
+    run = longer(data, tmp_path, precision="fp8_delayed")
+    ladder = "--config.recovery=repeat:2,skip:1,rollback:1"
+    # The source ends the run, without programs that say what was not finite, or validate.
+    error = train(run, ladder, "--inject=nan_loss@5,nan_loss@15,source_raises@17", code=1)
+    assert "data source failed" in error
+    acts = [(e["step"], e["kind"]) for e in events(tmp_path, "repeat", "skip", "rollback", "stop")]
+    assert acts == [(5, "repeat"), (5, "skip"), (15, "repeat"), (15, "rollback")]
+    # Step 16 trains on from step 10, and counts: the learning rate follows the accepted steps.
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 17))
 
 
 def test_faults_are_parsed():
-    faults = Faults.parse("nan_loss@3,spike@5x2").faults
-    assert [(f.kind, f.step, f.count) for f in faults] == [("nan_loss", 3, 1), ("spike", 5, 2)]
-    assert [step for step in range(9) if faults[1].hits(step)] == [5, 6]
+    found = Faults.parse("nan_loss@3,spike@5x2").faults
+    assert [(f.kind, f.step, f.count) for f in found] == [("nan_loss", 3, 1), ("spike", 5, 2)]
+    assert [step for step in range(9) if found[1].hits(step)] == [5, 6]
     assert Faults.parse("") == Faults()
 
 
