@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -14,21 +15,24 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from configs import pipeline
-from experiments.pipeline import evaluation, figures, plan, stages
+from experiments.config_flag import PIPELINE_KEYS
+from experiments.pipeline import evaluation, figures, plan, stages, training
 from experiments.pipeline.chains import read_chains
 from experiments.pipeline.stages import Stage, StageError
+from experiments.report import charts
 from fp8jax.data.chat_tokenizer import write_chat_tokenizer
 from fp8jax.inference.accuracy import paired_difference, share
 from fp8jax.inference.paired import measured
+from fp8jax.records.jsonl import read_jsonl
+from fp8jax.stability.faults import Faults
 from tests.support import ROOT
-from tests.support.commands import run_command
+from tests.support.commands import run_command, run_here
 from tests.support.pages import page_of
 from tests.support.text import write_generated_text
 
@@ -46,6 +50,10 @@ def stage(name, made, *, needs=(), asked=None, fails=False, resumes=False):
         return {"number": len(made)}
 
     return Stage(name=name, needs=needs, asked=asked or {}, make=make, resumes=resumes)
+
+
+def pipeline_here(*given):
+    return run_here("pipeline.__main__", *given, keys=PIPELINE_KEYS)
 
 
 def run(workdir, *whole):
@@ -196,7 +204,7 @@ def test_other_folders_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match="a pipeline: it holds thesis; take another --workdir"):
         stages.begin(tmp_path)
     (tmp_path / "work").mkdir()
-    done = run_command("pipeline", "--config=configs/infir2/small.py", f"--workdir={tmp_path}")
+    done = pipeline_here("--config=configs/infir2/small.py", f"--workdir={tmp_path}")
     assert done.returncode == 1 and "it holds thesis and 1 more; take" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"thesis", "work"}  # and no lock
 
@@ -337,11 +345,7 @@ def test_refused_before_anything_is_made(tmp_path, changes, message):
     ("--config=configs/smoke.py", "configs/pipeline.py has no key 'attention'"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused(flag, message):
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.pipeline", "--config=configs/infir2/small.py",
-         "--workdir=nowhere", flag],
-        cwd=ROOT, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    done = pipeline_here("--config=configs/infir2/small.py", "--workdir=nowhere", flag)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert re.search(message, done.stderr), done.stderr
 
@@ -410,7 +414,7 @@ def test_damaged_items_name_the_folder(tmp_path, content):
 
 
 def test_a_url_is_refused(tmp_path):
-    done = run_command("pipeline", "--config=configs/infir2/small.py", "--workdir=gs://b/x")
+    done = pipeline_here("--config=configs/infir2/small.py", "--workdir=gs://b/x")
     assert done.returncode == 1 and "the workdir gs://b/x is a URL" in done.stderr
 
 
@@ -496,9 +500,10 @@ def flags(folder, workdir):
         "chains": '(("bf16","bf16","fp8_block_ue8m0"),)', "tokenizer.vocab_size": 300,
         "cpt.model_overrides.vocab_size": 320, "cpt.num_steps": 12, "cpt.warmup_steps": 2,
         "problems_1.train": 150, "problems_1.test": 5, "problems_2.train": 150,
-        "problems_2.test": 20, "evaluate.rows": 16, "evaluate.max_tokens": 8,
+        "problems_2.test": 6, "evaluate.rows": 16, "evaluate.max_tokens": 8,
         **{f"{stage}.cache_dir": folder / "cache" for stage in plan.TRAINING},
         **{f"{stage}.checkpoint_every": 3 for stage in plan.TRAINING},
+        **{f"{stage}.unroll": 1 for stage in plan.TRAINING}, "cpt.model_overrides.n_layers": 1,
         **{f"sft_{i}.long_examples": "skip" for i in (1, 2)},
     }  # fmt: skip
     return [
@@ -507,26 +512,10 @@ def flags(folder, workdir):
     ]  # fmt: skip
 
 
-def kill_at(arguments, log, path, step, seconds=300):
-    """Starts the command, and kills it once metrics.jsonl at `path` has a line of that step."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.pipeline", *arguments], cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=file, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and f'"step": {step},' in path.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(60) == -signal.SIGKILL
-
-
 def losses(path):
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\n{"prompt": "2?"}\n')
     bad = [
@@ -535,9 +524,7 @@ def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
         ("cpt.model_overrides.d_ff=200", "export of .*fp8_block_ue8m0: .* multiples of 128"),
     ]
     for change, message in bad:
-        done = run_command(
-            "pipeline", *flags(tmp_path, tmp_path / "run"), f"--config.{change}"
-        )  # fmt: skip
+        done = pipeline_here(*flags(tmp_path, tmp_path / "run"), f"--config.{change}")
         assert done.returncode == 1
         assert re.search(f"^error: {message}", done.stderr, re.MULTILINE), done.stderr
         made = {path.name for path in (tmp_path / "run").iterdir()}
@@ -546,32 +533,53 @@ def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
         }  # fmt: skip
 
 
-@pytest.mark.slow
-def test_killed_inside_stages_and_finished(tmp_path):
-    """kill -9 in pre-training and in fine-tuning; then to the end, and once more."""
-    workdir, log = tmp_path / "run", tmp_path / "log"
-    arguments = flags(tmp_path, workdir)
-    kill_at(arguments, log, workdir / "bf16/cpt/metrics.jsonl", 7)
-    assert not (workdir / "bf16/cpt/result.json").exists()
-    kill_at(arguments, log, workdir / "bf16/seed_0/sft_1/metrics.jsonl", 5)
-    cpt = (workdir / "bf16/cpt/result.json").read_bytes()
-    done = run_command("pipeline", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
+def finished(workdir):
+    """When each stage of a whole pipeline was done."""
     results = {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
     assert len(results) == 3 + 2 + 3 + 2 + 2
+    assert len(losses(workdir / "bf16/cpt/metrics.jsonl")) == 12
+    return results
+
+
+def test_failed_inside_stages_and_finished(tmp_path, caplog, monkeypatch):
+    """In pre-training and in fine-tuning, whose data fails; then to the end, and once more."""
+    workdir = tmp_path / "run"
+    arguments = flags(tmp_path, workdir)
+    begun = workdir / "bf16/cpt/result.json", workdir / "bf16/seed_0/sft_1/result.json"
+    whole = training.train_and_evaluate
+    for fault, stage, path in [
+        ("source_raises@8", "stage 4 of 12, bf16/cpt", begun[0]),
+        # Pre-training goes on after step 7.
+        ("source_raises@6", "stage 6 of 12, bf16/seed_0/sft_1", begun[1]),
+    ]:
+        with pytest.MonkeyPatch.context() as patch:
+            failing = functools.partial(whole, faults=Faults.parse(fault))
+            patch.setattr(training, "train_and_evaluate", failing)
+            done = pipeline_here(*arguments)
+        assert done.returncode == 1 and not path.exists()
+        assert f"error: {stage}: the data source failed" in done.stderr
+    cpt = begun[0].read_bytes()
+    done = pipeline_here(*arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for path, step in zip(begun, (7, 5), strict=True):
+        events = read_jsonl(path.with_name("events.jsonl"))
+        assert [event["step"] for event in events if event["kind"] == "resume"] == [step]
+    results = finished(workdir)
     found = json.loads((workdir / "figures.json").read_text())
     report = (workdir / "report.html").read_text()
-    assert (workdir / "bf16/cpt/result.json").read_bytes() == cpt
-    done = run_command("pipeline", *arguments)  # makes nothing again
-    assert "12 of 12 stages are done" in done.stderr and "stage 1" not in done.stderr
-    assert results == {path: path.stat().st_mtime_ns for path in workdir.rglob("result.json")}
+    assert begun[0].read_bytes() == cpt
+    # Makes nothing again, but the report; its figures take seconds.
+    monkeypatch.setattr(charts, "have_matplotlib", lambda: False)
+    with caplog.at_level(logging.INFO, "absl"):
+        done = pipeline_here(*arguments, "--verbosity=0")
+    assert "12 of 12 stages are done" in caplog.text and "stage 1" not in caplog.text
+    assert results == finished(workdir)
     assert json.loads((workdir / "figures.json").read_text()) == found
-    done = run_command("pipeline", *arguments, "--config.cpt.num_steps=13")
+    done = pipeline_here(*arguments, "--config.cpt.num_steps=13")
     assert done.returncode == 1
     assert re.match(
         r"error: bf16/cpt is done with other settings: num_steps: 12 -> 13; take", done.stderr
     )
-    assert len(losses(workdir / "bf16/cpt/metrics.jsonl")) == 12
     late = "bf16+bf16+fp8_block_ue8m0"
     assert 0.9 < found[f"inference_kept/{late}"]["value"] < 1.1
     assert found["inference_kept/bf16"]["value"] == pytest.approx(1, abs=0.01)
@@ -580,3 +588,37 @@ def test_killed_inside_stages_and_finished(tmp_path):
     sections = page_of(report)
     assert list(sections) == ["table-1", "table-2", "table-3", "cpt", "sft_1", "sft_2"]
     assert late in sections["table-1"] and "No figure" not in report
+
+
+KILLED = """
+import functools, runpy, sys
+from experiments.pipeline import training
+from fp8jax.stability.faults import Faults
+
+faults = Faults.parse(sys.argv.pop(1))
+training.train_and_evaluate = functools.partial(training.train_and_evaluate, faults=faults)
+runpy.run_module("experiments.pipeline", run_name="__main__", alter_sys=True)
+"""
+
+
+# The one above goes on in the same stages; faults_test.py kills a run, and it goes on to the bit.
+@pytest.mark.full
+def test_killed_inside_stages_and_finished(tmp_path):
+    """kill -9 in pre-training and in fine-tuning; then to the end."""
+    workdir = tmp_path / "run"
+    arguments = flags(tmp_path, workdir)
+    for fault, stage in (("kill@7", "bf16/cpt"), ("kill@5", "bf16/seed_0/sft_1")):
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, fault, *arguments], cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+        assert not (workdir / stage / "result.json").exists()
+    cpt = (workdir / "bf16/cpt/result.json").read_bytes()
+    done = run_command("pipeline", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    finished(workdir)
+    assert (workdir / "bf16/cpt/result.json").read_bytes() == cpt
+    assert "No figure" not in (workdir / "report.html").read_text()
+    done = run_command("pipeline", *arguments)
+    assert "12 of 12 stages are done" in done.stderr and "stage 1" not in done.stderr
