@@ -1,4 +1,4 @@
-"""The commands of experiments/, as a shell would run them."""
+"""The commands of experiments/ that train no model, in this process."""
 
 import argparse
 import ast
@@ -11,7 +11,7 @@ from fp8jax.data.bpe import train_bpe
 from fp8jax.data.chat import load_chat_template
 from fp8jax.data.documents import training_documents
 from fp8jax.data.tokenizers import tokenizer
-from tests.support.commands import run_command
+from tests.support.commands import run_here
 
 # The tokenizer ------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def data(tmp_path_factory):
 def test_tokenizer_learns_from_the_training_split(tmp_path, data):
     output = tmp_path / "new" / "tokenizer.json"
     flags = [f"--data={data}", "--valid_fraction=0.5", "--vocab_size=600", f"--output={output}"]
-    done = run_command("tokenizer", *flags)
+    done = run_here("tokenizer", *flags)
     assert (done.returncode, done.stderr) == (0, "")
     documents = list(training_documents(data, 0.5))
     assert 20 < len(documents) < 80
@@ -43,7 +43,7 @@ def test_tokenizer_learns_from_the_training_split(tmp_path, data):
         f"on the first {len(documents)} documents of the training split ({num_bytes:,} bytes)",
     ]
     before = output.read_bytes()
-    done = run_command("tokenizer", *flags)
+    done = run_here("tokenizer", *flags)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: --output={output} exists and is not overwritten\n"
     assert output.read_bytes() == before
@@ -51,7 +51,7 @@ def test_tokenizer_learns_from_the_training_split(tmp_path, data):
 
 def test_tokenizer_for_chats(tmp_path, data):
     output = tmp_path / "new" / "tokenizer.json"
-    done = run_command(
+    done = run_here(
         "tokenizer", f"--data={data}", "--vocab_size=600", f"--output={output}", "--chat"
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -72,7 +72,7 @@ def test_tokenizer_for_chats(tmp_path, data):
 )
 def test_tokenizer_refuses_in_one_line(tmp_path, data, flags, message):
     output = tmp_path / "tokenizer.json"
-    done = run_command("tokenizer", f"--data={data}", f"--output={output}", *flags)
+    done = run_here("tokenizer", f"--data={data}", f"--output={output}", *flags)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
     assert not output.exists()
@@ -91,14 +91,14 @@ def test_tokenizer_refuses_in_one_line(tmp_path, data, flags, message):
     ],
 )  # fmt: skip
 def test_study_refuses_in_one_line(tmp_path, flags, message):
-    done = run_command("study", *(flag.format(tmp_path / "study") for flag in flags))
+    done = run_here("study.__main__", *(flag.format(tmp_path / "study") for flag in flags))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "study").exists()
 
 
 def test_study_needs_a_command():
-    done = run_command("study", "--workdir=runs/x")
+    done = run_here("study.__main__", "--workdir=runs/x")
     assert done.returncode == 1
     assert (
         "the first argument must be one of recipes, curves, sweep, inference, intervals, ties,"

@@ -1,6 +1,6 @@
-"""The command that converts models, as a shell would run it."""
+"""The command that converts models, in this process and as a shell would run it."""
 
-import importlib
+import functools
 import json
 import os
 import re
@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 import pytest
-from absl import flags
 
-from experiments import command
+from fp8jax.interop import convert, write
+from fp8jax.records.checkpoint import Checkpointer
 from tests.support import ROOT
-from tests.support.commands import run_command
+from tests.support.commands import run_command, run_here
 from tests.support.hf_folders import config_json, tensors, write_folder
 
 
@@ -25,20 +25,55 @@ def folder(tmp_path):
     return write_folder(tmp_path / "hf", config, tensors(config))
 
 
-@pytest.mark.slow
 def test_there_and_back(folder, tmp_path):
+    """The first as a process of its own, where warnings are errors and nothing else is said."""
     done = run_command("convert", f"--from=hf:{folder}", f"--to={tmp_path}/workdir")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"wrote .*/workdir: [\d,]+ parameters in float32\n", done.stdout)
     back = ("--format=bf16", f"--to=hf:{tmp_path}/back", f"--from={tmp_path}/workdir")
-    done = run_command("convert", *back)
+    done = run_here("convert", *back)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path}/back in bf16\n")
-    done = run_command("convert", *back)
+    done = run_here("convert", *back)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}/back exists and is not overwritten\n"
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config == config_json("llama") | {"dtype": "bfloat16"}
 
+
+@pytest.mark.usefixtures("takes_ctrl_c")
+@pytest.mark.parametrize(
+    "at, sent, code, said",
+    [
+        ((write, "save_file"), signal.SIGINT, 130, "interrupted\n"),
+        ((write, "save_file"), signal.SIGTERM, 143, ""),
+        # Orbax's threads write on, until the signal takes effect.
+        ((Checkpointer, "save"), signal.SIGINT, 130, "interrupted\n"),
+        ((convert, "copy_small_files"), signal.SIGINT, 130, "interrupted\n"),
+    ],
+    ids=["Ctrl-C at a file", "SIGTERM at a file", "Ctrl-C at a checkpoint", "Ctrl-C after it"],
+)
+def test_an_interrupted_conversion_leaves_nothing(
+    at, sent, code, said, folder, monkeypatch, tmp_path
+):
+    begun, whole = [], getattr(*at)
+
+    @functools.wraps(whole)
+    def interrupted(*arguments, **named):
+        result = whole(*arguments, **named)
+        begun.extend((tmp_path / "new").iterdir())  # beside the target
+        signal.raise_signal(sent)
+        return result
+
+    monkeypatch.setattr(*at, interrupted)
+    to = [f"--to=hf:{tmp_path}/new/back", "--format=bf16"]
+    if at[0] is not write:
+        to = [f"--to={tmp_path}/new/workdir"]
+    done = run_here("convert", f"--from=hf:{folder}", *to)
+    assert (done.returncode, done.stderr) == (code, said)
+    assert len(begun) == 1 and list((tmp_path / "new").iterdir()) == []
+
+
+# As a shell would interrupt it; the one above raises the same signals where they hurt.
 
 SLOW = """
 import signal, time
@@ -55,9 +90,9 @@ command.run(convert.main, errors=convert.ERRORS)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_conversion_leaves_nothing(sent, folder, tmp_path):
+def test_an_interrupted_process_leaves_nothing(sent, folder, tmp_path):
     program = subprocess.Popen(
         [sys.executable, "-c", SLOW, f"--from=hf:{folder}", f"--to=hf:{tmp_path}/new/back",
          "--format=bf16"], cwd=ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE,
@@ -105,7 +140,7 @@ for delay in (0, 0.02, 0.05, 0.1, 0.2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_import_leaves_nothing_whenever_it_is_interrupted(tmp_path):
     """Also while Orbax's threads write."""
     config = config_json("llama", vocab_size=2**17)  # 34 MB, so that writing takes a while
@@ -129,7 +164,7 @@ BAD = [
     (["--from=hf:DIR/hf", "--to="], "--to= names no folder"),
     (["--from=hf:DIR/hf", "--to=hf:", "--format=bf16"], "--to=hf: names no folder"),
     (["--from=hf:DIR/hf", "--to=DIR/e/.."], r"/e/\.\. ends in '\.\.': name the folder that"),
-    (["--from=hf:DIR/hf", "--to=DIR/\udcff"], r"argument '--to=.*/\\udcff' is not UTF-8$"),
+    (["--from=hf:DIR/hf", "--to=DIR/\udcff"], r"argument '--to=.*/\\udcff' is not UTF-8"),
     (["--from=hf:DIR/hf", "--to=DIR/hf"], "hf exists and is not overwritten"),
     (["--from=DIR/none", "--to=hf:DIR/x", "--format=bf16"], "none is not a folder: name the work"),
     (
@@ -151,21 +186,7 @@ BAD = [
 
 @pytest.mark.parametrize(("given", "message"), BAD, ids=[row[1][:20] for row in BAD])
 def test_bad_commands_end_in_one_line(given, message, folder, tmp_path):
-    known = set(flags.FLAGS)
-    sys.modules.pop("experiments.convert", None)
-    convert = importlib.import_module("experiments.convert")  # defines its flags anew
-    arguments = [text.replace("DIR", str(tmp_path)) for text in given]
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            parsed = command.parse_flags(["convert", *arguments])
-            command.call(convert.main, convert.ERRORS, parsed)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        for name in set(flags.FLAGS) - known:
-            delattr(flags.FLAGS, name)
-        flags.FLAGS.unparse_flags()
-    line = ended.value.code
-    assert isinstance(line, str) and re.search(f"^error: .*{message}", line), line
-    assert "\n" not in line
+    done = run_here("convert", *[text.replace("DIR", str(tmp_path)) for text in given])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -1,4 +1,4 @@
-"""The command that generates text, as a shell would run it, and in this process."""
+"""The command that generates text, in this process."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from fp8jax.inference.generate import Generator
 from fp8jax.inference.sampling import Sampling
 from fp8jax.inference.text import GrowingText
 from fp8jax.interop.trained import load_model
-from tests.support.commands import command_here, run_command
+from tests.support.commands import command_here, run_here
 from tests.support.hf_folders import config_json, tensors, write_folder
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -30,10 +30,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_prompts_are_continued(folder):
     flags = ["--prompt=one two", "--prompt=seven", "--max_tokens=12", "--temperature=0"]
-    done = run_command("generate", f"--from=hf:{folder}", *flags, "--stop=never to come")
+    done = run_here("generate", f"--from=hf:{folder}", *flags, "--stop=never to come")
     assert done.returncode == 0, done.stderr
     trained, words = load_model(f"hf:{folder}"), tokenizer(f"bpe:{folder}/tokenizer.json")
     generator = Generator(
@@ -54,16 +53,14 @@ def test_prompts_are_continued(folder):
     ]
 
 
-@pytest.mark.slow
 def test_a_chat_streams_the_same_text(folder):
     flags = [f"--from=hf:{folder}", "--chat", "--prompt=three", "--max_tokens=9", "--seed=3"]
     flags += ["--kv_cache=fp8", "--precision=fp8_rowwise", "--top_k=40"]
-    whole, streamed = run_command("generate", *flags), run_command("generate", *flags, "--stream")
+    whole, streamed = run_here("generate", *flags), run_here("generate", *flags, "--stream")
     assert whole.returncode == streamed.returncode == 0, whole.stderr + streamed.stderr
     assert whole.stdout == streamed.stdout and len(whole.stdout) > 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -73,7 +70,7 @@ def test_a_chat_streams_the_same_text(folder):
     ],
 )
 def test_bad_input_is_one_line(folder, flags, message):
-    done = run_command("generate", f"--from=hf:{folder}", *flags)
+    done = run_here("generate", f"--from=hf:{folder}", *flags)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
