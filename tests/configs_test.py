@@ -27,7 +27,7 @@ from fp8jax.numerics.tiles import TOKEN
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.training.build import build
-from fp8jax.training.programs import abstract_numbers
+from fp8jax.training.programs import abstract_numbers, training_programs
 from fp8jax.training.settings import Settings, check_numbers
 from tests.support import ROOT
 from tests.support.commands import command_line
@@ -100,7 +100,8 @@ def test_config_builds_at_smoke_size(name, tmp_path):
     batches.close()
     with jax.set_mesh(run.mesh):
         numbers = abstract_numbers(run, run.stages[0])
-        for step in (run.stages[0].programs.seed_step, run.stages[0].programs.step):
+        for program in training_programs(run.stages[0]):
+            step = getattr(run.stages[0].programs, program)
             state, metrics = jax.eval_shape(step, run.stages[0].state, batch, numbers)
             assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
             promoted = {"promoted": (2,)} if config.gnmr_alpha else {}
@@ -299,7 +300,7 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
 
 
 def test_missing_workdir_is_named():
-    """In a process of its own; bad_commands_test.py has all that is refused."""
+    """With the config of smoke.py; bad_commands_test.py has all that is refused."""
     code, said = command_line()
     assert code == 1 and "Traceback" not in said
     assert re.search("^error: --workdir must have a value", said, re.MULTILINE)

@@ -44,10 +44,17 @@ def test_none_of_the_heavy_modules_is_loaded():
         assert [name for name in HEAVY if name in loaded] == []
 
 
-@pytest.mark.slow
-def test_products_work_where_a_dependency_is_missing():
-    """Each by itself, and all of them; in copies of a process that has imported JAX."""
-    cases = [*((name,) for name in OPTIONAL), OPTIONAL]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [OPTIONAL],
+        # Nothing imports any of them, says the test above: so one is missed no more than all.
+        pytest.param([(name,) for name in OPTIONAL], marks=pytest.mark.full),
+    ],
+    ids=["all", "each"],
+)
+def test_products_work_where_dependencies_are_missing(cases):
+    """In copies of a process that has imported JAX."""
     program = f"""
 import os, sys, traceback
 import jax.numpy

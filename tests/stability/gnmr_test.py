@@ -1,6 +1,7 @@
 """The controller against the paper's formulas in plain Python, and promotions in training."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -115,11 +116,8 @@ def test_settings_that_do_not_fit_a_run_are_refused(data):
         build(tiny(data, gnmr_alpha=(1.5,), gnmr_precision="fp8_delayed"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(unroll=1), dict(unroll=2), dict(remat="full")])
-def test_promotions_change_without_a_compilation(data, changes):
-    """Layer 1 promoted, then not, then all: another loss each time, one program, and histories
-    that were written all the time."""
+def delayed(data, **changes):
+    """A run with and without delayed scaling, layer by layer; and a batch of it."""
     config = tiny(
         data, precision="fp8_delayed", gnmr_alpha=(1.5,), gnmr_precision="bf16", **changes
     )
@@ -127,11 +125,35 @@ def test_promotions_change_without_a_compilation(data, changes):
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
-    losses, amaxes = [], []
+    return run, batch
+
+
+@functools.cache
+def seeded(data):
+    """The state after a first step, which has seeded all histories."""
+    run, batch = delayed(data, unroll=1)
     with jax.set_mesh(run.mesh):
         programs = run.stages[0].programs
         begin = programs.initialize()
-        begin, _ = programs.seed_step(begin, batch, programs.numbers(begin))
+        return programs.seed_step(begin, batch, programs.numbers(begin))[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(unroll=1), dict(unroll=2),
+        # The same branches as without, computed again in the backward pass.
+        pytest.param(dict(remat="full"), marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_promotions_change_without_a_compilation(data, changes):
+    """Layer 1 promoted, then not, then all: another loss each time, one program, and histories
+    that were written all the time."""
+    begin = seeded(data)
+    run, batch = delayed(data, **changes)
+    programs = run.stages[0].programs
+    losses, amaxes = [], []
+    with jax.set_mesh(run.mesh):
         for flags in ([False, False], [False, True], [True, True]):
             gnmr = begin.gnmr | {"promoted": jnp.asarray(flags)}
             state = jax.tree.map(jnp.copy, dataclasses.replace(begin, gnmr=gnmr))
@@ -147,7 +169,6 @@ def test_promotions_change_without_a_compilation(data, changes):
         np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=0.3)  # of nearly the same arrays
 
 
-@pytest.mark.slow
 def test_a_run_writes_how_many_are_promoted_and_when_others_are(data, tmp_path):
     """Thresholds that noise exceeds; both layers at a time."""
     config = tiny(data, precision="fp4_naive", gnmr_alpha=(0.9,), gnmr_most=2, num_steps=12)
