@@ -591,12 +591,17 @@ def test_failed_inside_stages_and_finished(tmp_path, caplog, monkeypatch):
 
 
 KILLED = """
-import functools, runpy, sys
+import runpy, sys
 from experiments.pipeline import training
 from fp8jax.stability.faults import Faults
 
-faults = Faults.parse(sys.argv.pop(1))
-training.train_and_evaluate = functools.partial(training.train_and_evaluate, faults=faults)
+stage, fault = sys.argv.pop(1), Faults.parse(sys.argv.pop(1))
+whole = training.train_and_evaluate
+
+def train(config, workdir, **named):
+    return whole(config, workdir, faults=fault if workdir.endswith(stage) else Faults(), **named)
+
+training.train_and_evaluate = train
 runpy.run_module("experiments.pipeline", run_name="__main__", alter_sys=True)
 """
 
@@ -607,9 +612,9 @@ def test_killed_inside_stages_and_finished(tmp_path):
     """kill -9 in pre-training and in fine-tuning; then to the end."""
     workdir = tmp_path / "run"
     arguments = flags(tmp_path, workdir)
-    for fault, stage in (("kill@7", "bf16/cpt"), ("kill@5", "bf16/seed_0/sft_1")):
+    for stage, fault in (("bf16/cpt", "kill@7"), ("bf16/seed_0/sft_1", "kill@5")):
         done = subprocess.run(
-            [sys.executable, "-c", KILLED, fault, *arguments], cwd=ROOT,
+            [sys.executable, "-c", KILLED, stage, fault, *arguments], cwd=ROOT,
             env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
