@@ -12,6 +12,7 @@ from fp8jax.model.cache import KVCache, attend_cached, empty_cache, written
 from fp8jax.model.models import MODELS
 from fp8jax.numerics.formats import cast
 from fp8jax.numerics.quantization import quantize
+from tests.support import arrays
 
 B, L, S, N, K, H = 2, 3, 8, 4, 2, 16
 CONFIG = dataclasses.replace(MODELS["llama_tiny"], n_layers=1, n_kv_heads=K, head_dim=H)
@@ -23,7 +24,7 @@ def layer(kind: str, fresh: bool) -> KVCache:
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(arrays.normal(shape, seed))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32", "fp8"])

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from fp8jax.linear.frozen import FrozenKernel, StackedKernel
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.freeze import freeze
 from fp8jax.model.transformer import Transformer, abstract_variables
+from tests.support.tiny_models import random_variables
 
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, head_dim=8
@@ -23,17 +23,17 @@ CONFIG = ModelConfig(
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
 POSITIONS = np.broadcast_to(np.arange(16, dtype=np.int32), TOKENS.shape)
+pytestmark = pytest.mark.optimized  # bits of different programs
 
 
 @functools.cache
 def initial(model: Transformer):
-    """Variables with larger kernels, so that every layer matters, and full histories."""
-    one = jnp.zeros((1, 1), jnp.int32)
-    variables = jax.jit(lambda: nn.meta.unbox(model.init(jax.random.key(0), one, one, one)))()
-    enlarge = lambda path, leaf: 10 * leaf if leaf.ndim > 1 else leaf  # noqa: E731
-    params = jax.tree_util.tree_map_with_path(enlarge, variables["params"])
-    histories = jax.tree.map(lambda h: h + 2.5, variables.get(HISTORIES, {}))
-    return {"params": params} | ({HISTORIES: histories} if histories else {})
+    """Variables with kernels so large that every layer matters, and full histories."""
+    variables = random_variables(model)
+    if HISTORIES in variables:
+        fill = lambda h: jnp.asarray(np.full(h.shape, 2.5, h.dtype))  # noqa: E731
+        variables[HISTORIES] = jax.tree.map(fill, variables[HISTORIES])
+    return variables
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -6,9 +6,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fp8jax.model.models import MODELS
-from fp8jax.model.transformer import Transformer
+from fp8jax.model.transformer import Transformer, abstract_variables
 
 WORDS = 24
 
@@ -20,12 +21,26 @@ def tiny_model(
     a trained model do: at initialization all tokens are nearly as likely."""
     sizes = dict(vocab_size=32, d_model=32, n_layers=2, d_ff=48, head_dim=8) | fields
     model = Transformer(dataclasses.replace(MODELS[name], **sizes), policy, dtype=dtype)
-    ids = jnp.zeros((1, 1), jnp.int32)
-    variables = jax.jit(model.init)(jax.random.key(0), ids, ids, ids, jax.random.key(1))
-    variables = nn.meta.unbox(variables)
-    keys = iter(jax.random.split(jax.random.key(2), 64))
+    return model, random_variables(model)
 
-    def grown(leaf):  # biases, too
-        return 6 * leaf + 0.05 * jax.random.normal(next(keys), leaf.shape)
 
-    return model, {**variables, "params": jax.tree.map(grown, variables["params"])}
+def random_variables(model: Transformer) -> Any:
+    """Six times what a model begins with, and noise, so that biases are not zero. NumPy draws it:
+    in JAX each shape would be a program. Histories are empty."""
+    rng, shapes = np.random.default_rng(0), nn.meta.unbox(abstract_variables(model))
+
+    def grown(path, leaf):
+        name = "/".join(key.key for key in path)
+        mean = 1.0 if name.endswith("scale") else 0.0
+        deviation = 0.0 if name.endswith(("scale", "bias")) else 0.02
+        if name.endswith(("attention/o/kernel", "mlp/down/kernel")):  # added to the residual stream
+            deviation /= np.sqrt(2 * model.config.n_layers)
+        noise = np.hypot(6 * deviation, 0.05) * rng.normal(size=leaf.shape)
+        return jnp.asarray(6 * mean + noise, leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(grown, shapes["params"])
+    others = {name: tree for name, tree in shapes.items() if name != "params"}
+    return {
+        **jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), others),
+        "params": params,
+    }
