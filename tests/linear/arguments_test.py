@@ -12,31 +12,38 @@ from jax import lax
 
 from fp8jax.linear.dot import dot_general
 from fp8jax.linear.modules import RNG, Dense, Fp8DotGeneral
+from tests.support.arrays import normal
 
 MATMUL = (((1,), (0,)), ((), ()))
 
 
 def data(shape=(16, 32), seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(normal(shape, seed))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "fp8_amax:margin=1"])
 def test_stock_layers_of_linen_and_nnx_take_the_function(recipe):
     """They compute what our own layer does, bit for bit, forward and backward."""
     product, x = functools.partial(dot_general, recipe=recipe), data()
     ours = Dense(8, recipe)
-    variables = ours.init(jax.random.key(0), x)
+    variables = jax.jit(ours.init)(jax.random.key(0), x)
     stock = nn.Dense(8, use_bias=False, dot_general=product)
     layer = nnx.Linear(32, 8, use_bias=False, dot_general=product, rngs=nnx.Rngs(0))
     layer.kernel.set_value(variables["params"]["kernel"])
 
-    def gradients(apply):
-        return jax.grad(lambda v, x: jnp.sum(jnp.sin(apply(v, x))), argnums=(0, 1))(variables, x)
+    def sum_of_sines(y):
+        return jnp.sum(jnp.sin(y)), y
 
-    right = gradients(ours.apply)
-    jax.tree.map(np.testing.assert_array_equal, gradients(stock.apply), right)
-    np.testing.assert_array_equal(layer(x), ours.apply(variables, x))
-    of_nnx = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(x))))(layer)
+    def gradients(apply):
+        f = jax.grad(lambda v, x: sum_of_sines(apply(v, x)), argnums=(0, 1), has_aux=True)
+        return jax.jit(f)(variables, x)
+
+    right, y = gradients(ours.apply)
+    jax.tree.map(np.testing.assert_array_equal, gradients(stock.apply), (right, y))
+    f = nnx.grad(lambda layer, x: sum_of_sines(layer(x)), has_aux=True)
+    of_nnx, of_layer = nnx.jit(f)(layer, x)
+    np.testing.assert_array_equal(of_layer, y)
     np.testing.assert_array_equal(of_nnx["kernel"].get_value(), right[0]["params"]["kernel"])
 
 
@@ -74,16 +81,18 @@ def test_stock_layers_draw_keys_for_stochastic_rounding_from_a_stream(recipe):
     """Another key gives other gradients, and the same forward; no key is one clear line."""
     layer = nn.Dense(8, dot_general_cls=functools.partial(Fp8DotGeneral, recipe))
     x = data()
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
     with pytest.raises(ValueError, match=f"{recipe}.* rounds stochastically .*RNG stream '{RNG}'"):
         layer.apply(variables, x)
 
-    def gradient(seed):
-        rngs = {RNG: jax.random.key(seed)}
-        loss = lambda v: jnp.sum(jnp.sin(layer.apply(v, x, rngs=rngs)))  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss))(variables)
+    @jax.jit
+    def gradient(key):
+        loss = lambda v: jnp.sum(jnp.sin(layer.apply(v, x, rngs={RNG: key})))  # noqa: E731
+        return jax.value_and_grad(loss)(variables)
 
-    (loss, one), (again, same), (other_loss, other) = (gradient(seed) for seed in (0, 0, 1))
+    (loss, one), (again, same), (other_loss, other) = (
+        gradient(jax.random.key(seed)) for seed in (0, 0, 1)
+    )
     assert loss == again == other_loss
     kernels = [g["params"]["kernel"] for g in (one, same, other)]
     np.testing.assert_array_equal(kernels[0], kernels[1])

@@ -22,7 +22,16 @@ from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.tiles import TENSOR, TILE128
 from tests.support import reference
-from tests.support.products import CONTRACTED, KERNELS, MATMUL, PER_TENSOR, float8_products, variant
+from tests.support.products import (
+    CONTRACTED,
+    KERNELS,
+    MATMUL,
+    PER_TENSOR,
+    float8_products,
+    normal_operands,
+    three_products,
+    variant,
+)
 
 # No tile of 128 divides these; with 128-tiles each axis has two or three of them.
 M, K, N = 136, 264, 144
@@ -49,6 +58,13 @@ PAIRS = [
 REFUSED = [(r, b) for r in RECIPES for b in BACKENDS if (r, b) not in PAIRS]
 KEY = jax.random.key(7)
 SHAPES = {"x": (M, K), "w": (K, N), "g": (M, N)}
+# One recipe of each way through the product: of each tile, with and without histories, rotated.
+WAYS = ("bf16", "fp8_delayed", "fp8_rowwise_wgrad_bf16", "fp8_block", "mxfp8", "nvfp4")
+
+
+def one_of_each_way(names=RECIPES):
+    """The others are in the full tier: `test_exact_on_representable_operands` has all of them."""
+    return [n if n in WAYS else pytest.param(n, marks=pytest.mark.full) for n in names]
 
 
 def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
@@ -60,15 +76,7 @@ def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
     }
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "backend"))
-def run(x, w, g, state, *, recipe: Recipe, backend: str, seeded: bool = True):
-    """y, dx, dw, the new state; of batches of matrices if there are three axes."""
-    numbers = MATMUL if x.ndim == 2 else (((2,), (1,)), ((0,), (0,)))
-    f = functools.partial(
-        dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend, seeded=seeded
-    )
-    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=KEY), x, w, state)
-    return y, *vjp(g)
+run = functools.partial(three_products, key=KEY, seeded=True)
 
 
 def float_products(x, w, g) -> dict[str, np.ndarray]:
@@ -108,34 +116,43 @@ def test_exact_on_representable_operands(name, backend, product):
 @pytest.mark.parametrize("product", CONTRACTED)
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [
-        (name, backend)
-        for name, backend in PAIRS  # one of each way through the product
-        if name in ("bf16", "fp8_delayed", "fp8_rowwise_wgrad_bf16", "fp8_block", "mxfp8", "nvfp4")
-    ],
+    [(name, backend) for name, backend in PAIRS if name in WAYS],
 )
 def test_exact_on_representable_operands_in_bfloat16(name, backend, product):
     check_exact(CASES[name], backend, product, jnp.bfloat16, SHAPES)
 
 
 @pytest.mark.parametrize("product", CONTRACTED)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", one_of_each_way())
 def test_exact_on_representable_batches(name, product):
     """An einsum with a batch axis, [E, M, K] x [E, K, N]: experts, for instance."""
     shapes = {"x": (2, 24, 40), "w": (2, 40, 32), "g": (2, 24, 32)}
     check_exact(RECIPES[name], "emulated", product, jnp.float32, shapes)
 
 
-def random_operands(seed=0):
-    """Normal data of unlike scales: nothing is near 1, and gradients are as small as they are."""
-    rng = np.random.default_rng(seed)
-    sigma = {"x": 3.0, "w": 0.02, "g": 1e-5}
-    return {k: (rng.normal(size=s) * sigma[k]).astype(np.float32) for k, s in SHAPES.items()}
+def random_operands():
+    return normal_operands(M, K, N)
 
 
-def as_seen(value: np.ndarray, name: str, cast: Cast | None, axis: int) -> np.ndarray:
-    """An operand as its product sees it, in float64: rotated where that is asked for, quantized."""
-    return reference.apply_cast(value, cast, axis, key=KEY, name=name)
+def as_seen(name: str, cast: Cast | None, axis: int) -> np.ndarray:
+    """The random operand of the cast of that name, such as "fwd_x", as its product sees it, in
+    float64: rotated where that is asked for, quantized."""
+    stochastic = cast is not None and cast.rounding == "stochastic"
+    return _as_seen(name[-1], cast, axis, name if stochastic else None)
+
+
+@functools.cache  # many recipes have the same casts
+def _as_seen(operand: str, cast: Cast | None, axis: int, name: str | None) -> np.ndarray:
+    return reference.apply_cast(random_operands()[operand], cast, axis, key=KEY, name=name)
+
+
+@functools.cache
+def random_products(name: str, backend: str) -> dict[str, np.ndarray]:
+    """The three products of the random operands."""
+    recipe, operands = CASES[name], random_operands()
+    x, w, g = (operands[k] for k in "xwg")
+    y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
+    return jax.device_get({"fwd": y, "dgrad": dx, "wgrad": dw})
 
 
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
@@ -145,14 +162,11 @@ def test_products_are_those_of_the_reference_quantizers(name, backend):
     Bound: both sides multiply the same numbers, so what differs is float32 accumulation over at
     most 264 terms, 264 * 2^-24 relative to the sum of magnitudes, and the rounding of a scale.
     """
-    recipe, operands = CASES[name], random_operands()
-    x, w, g = (operands[k] for k in "xwg")
-    y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
-    got = {"fwd": y, "dgrad": dx, "wgrad": dw}
-    for product, casts in recipe.gemms.items():
+    got = random_products(name, backend)
+    for product, casts in CASES[name].gemms.items():
         (a, ca), (b, cb) = CONTRACTED[product]
-        left = as_seen(operands[a], f"{product}_{a}", casts.lhs, ca)
-        right = as_seen(operands[b], f"{product}_{b}", casts.rhs, cb)
+        left = as_seen(f"{product}_{a}", casts.lhs, ca)
+        right = as_seen(f"{product}_{b}", casts.rhs, cb)
         left = left if ca == -1 else left.T
         right = right if cb == -2 else right.T
         bound = (264 + 4) * 2.0**-24 * (np.abs(left) @ np.abs(right))
@@ -164,15 +178,13 @@ def test_error_is_what_the_roundings_imply(name, backend):
     """With independent roundings of relative size r and s (root mean square), the product of two
     operands is off by sqrt(r^2 + s^2 + r^2 s^2) in Frobenius norm; both are measured on the
     operands. Two-sided, within 10%: an operand that is silently not quantized fails too."""
-    recipe, operands = CASES[name], random_operands(2)
-    x, w, g = (operands[k] for k in "xwg")
-    y, dx, dw, _ = run(x, w, g, state_for(recipe, operands), recipe=recipe, backend=backend)
-    exact = float_products(x, w, g)
-    for product, got in {"fwd": y, "dgrad": dx, "wgrad": dw}.items():
+    recipe, operands = CASES[name], random_operands()
+    exact = float_products(*(operands[k] for k in "xwg"))
+    for product, got in random_products(name, backend).items():
         roundings = []
         for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
             value = operands[operand]
-            rounded = as_seen(value, f"{product}_{operand}", cast, axis)
+            rounded = as_seen(f"{product}_{operand}", cast, axis)
             if cast is not None:
                 value = reference.hadamard(value, cast.hadamard, axis)
             roundings.append(np.linalg.norm(rounded - value) / np.linalg.norm(value))
@@ -257,15 +269,15 @@ def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
     return jnp.einsum("BMK,BNK->BMN", left, right, precision="highest")
 
 
-@pytest.mark.parametrize("product", CONTRACTED)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, product, monkeypatch):
+def test_blackwells_product_gets_codes_and_scales_in_its_layout(name, monkeypatch):
     monkeypatch.setattr(hardware, "device", lambda: BLACKWELL)
     monkeypatch.setattr(jax.nn, "scaled_matmul", documented_scaled_matmul)
-    jax.clear_caches()  # the other tests' programs
-    check_exact(CASES[name], "xla", product, jnp.float32, SHAPES)
+    three_products.clear_cache()  # the other tests' programs
     shapes = {"x": (2, 24, 40), "w": (2, 40, 30), "g": (2, 24, 30)}
-    check_exact(CASES[name], "xla", product, jnp.bfloat16, shapes)
+    for product in CONTRACTED:
+        check_exact(CASES[name], "xla", product, jnp.float32, SHAPES)
+        check_exact(CASES[name], "xla", product, jnp.bfloat16, shapes)
 
 
 @pytest.mark.gpu
@@ -329,6 +341,7 @@ def test_an_overflow_in_a_source_never_hides(name, bad):
             assert np.isfinite(history).all()
 
 
+@pytest.mark.optimized
 def test_seeding_takes_the_current_amax_and_writes_histories():
     recipe, operands = RECIPES["fp8_delayed"], random_operands()
     operands["g"] *= 0.1  # all below half of e5m2's smallest number, 2^-17
@@ -420,11 +433,16 @@ def test_einsum_equals_jax_on_any_layout(equation):
     rng = np.random.default_rng(0)
     terms = equation.split("->")[0].split(",")
     lhs, rhs = (jnp.asarray(rng.integers(-4, 5, [sizes[c] for c in t]), jnp.float32) for t in terms)
-    ours, vjp = jax.vjp(lambda a, b: einsum(equation, a, b, recipe="bf16"), lhs, rhs)
-    theirs, their_vjp = jax.vjp(lambda a, b: jnp.einsum(equation, a, b), lhs, rhs)
-    np.testing.assert_array_equal(ours, theirs)
-    g = jnp.asarray(rng.integers(-4, 5, ours.shape), jnp.float32)
-    for a, b in zip(vjp(g), their_vjp(g), strict=True):
+    shape = [sizes[c] for c in equation.split("->")[1]]
+    g = jnp.asarray(rng.integers(-4, 5, shape), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(product, lhs, rhs, g):
+        y, vjp = jax.vjp(functools.partial(product, equation), lhs, rhs)
+        return y, *vjp(g)
+
+    ours = with_gradients(functools.partial(einsum, recipe="bf16"), lhs, rhs, g)
+    for a, b in zip(ours, with_gradients(jnp.einsum, lhs, rhs, g), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -434,11 +452,12 @@ def test_a_batched_tensor_has_one_scale_per_tensor_and_one_each_per_tile():
     rhs = np.broadcast_to(np.eye(128, dtype=np.float32), (3, 128, 128))
     for tile in (TENSOR, TILE128):
         cast = Cast(format=FORMATS["e4m3"], tile=tile)
-        y = einsum("bmk,bkn->bmn", jnp.asarray(lhs), jnp.asarray(rhs), recipe=Recipe(fwd_x=cast))
+        f = functools.partial(einsum, "bmk,bkn->bmn", recipe=Recipe(fwd_x=cast))
+        y = jax.jit(f)(lhs, rhs)
         np.testing.assert_allclose(y, reference.apply_cast(lhs, cast, -1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", one_of_each_way())
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 128, 1), (0, 8, 4), (4, 0, 3), (5, 8, 0)])
 def test_empty_and_one_row_operands(name, m, k, n):
     x, w, g = jnp.ones((m, k)), jnp.ones((k, n)), jnp.ones((m, n))
@@ -457,7 +476,7 @@ def test_zero_in_zero_out(name):
         assert (np.asarray(value) == 0).all()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", one_of_each_way())
 def test_eight_devices_equal_one(name):
     """Sharded along tokens and features, amaxes over all devices: the same codes. So results differ
     by the order of float32 sums only, of at most 272 terms on either side."""
@@ -473,8 +492,8 @@ def test_eight_devices_equal_one(name):
     for product, got, expected in zip(recipe.gemms, eight, one, strict=True):
         (a, ca), (b, cb) = CONTRACTED[product]
         casts = recipe.gemms[product]
-        left = np.abs(as_seen(operands[a], f"{product}_{a}", casts.lhs, ca))
-        right = np.abs(as_seen(operands[b], f"{product}_{b}", casts.rhs, cb))
+        left = np.abs(as_seen(f"{product}_{a}", casts.lhs, ca))
+        right = np.abs(as_seen(f"{product}_{b}", casts.rhs, cb))
         sums = (left if ca == -1 else left.T) @ (right if cb == -2 else right.T)
         assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 272 * 2.0**-24 * sums).all()
     for operand, history in histories.items():
@@ -488,7 +507,7 @@ def test_stochastic_casts_follow_the_key():
     plain = Cast(format=FORMATS["e4m3"])
     recipe = Recipe(fwd_x=dataclasses.replace(plain, rounding="stochastic"), fwd_w=plain)
     x, w = (jnp.asarray(random_operands()[k]) for k in "xw")
-    f = functools.partial(dot_general, x, w, MATMUL, recipe=recipe)
+    f = jax.jit(functools.partial(dot_general, x, w, MATMUL, recipe=recipe))
     np.testing.assert_array_equal(f(key=jax.random.key(0)), f(key=jax.random.key(0)))
     assert (f(key=jax.random.key(0)) != f(key=jax.random.key(1))).any()
     with pytest.raises(ValueError, match="needs a key"):

@@ -31,6 +31,7 @@ M, K, N = 24, 160, 144  # ragged: K and N are no multiples of 128
 WEIGHTS_ONLY = ("fp8_block:only=fwd_w", "fp8_rowwise:only=fwd_w", "nvfp4:only=fwd_w")
 SCALED = [name for name, recipe in RECIPES.items() if recipe.casts]
 AMAXES = {"x": 3.0, "w": 0.7, "g": 1.0}  # below the amaxes of x and w: some codes saturate
+pytestmark = pytest.mark.optimized  # bits of different programs
 
 
 def x_MK():
@@ -86,7 +87,6 @@ def test_in_xlas_own_gemms(name):
     assert frozen.backend == "xla"
 
 
-@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_rowwise", "fp8_block"])
 def test_in_the_layout_of_the_kernels(name):

@@ -55,7 +55,7 @@ def whole(x, ws, states, *, recipe):
     )
 
 
-def operands(m: int, k: int, f: int, recipe):
+def mlp_arguments(m: int, k: int, f: int, recipe):
     """x, three weights, their histories, dy; h and its gradient have unlike scales."""
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(m, k)) * size, BF16) for size in (1.0, 1e-3))
@@ -78,14 +78,13 @@ def distance(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.slow
 @needs_pallas
 @pytest.mark.parametrize("shape", [(256, 128, 384), (72, 136, 200)])
 @pytest.mark.parametrize("name", [*NAMES, BLOCKS])
 def test_equals_three_products(name, shape):
     """Bit for bit: codes, products and histories are the same."""
     recipe = as_recipe(name)
-    given = operands(*shape, recipe)
+    given = mlp_arguments(*shape, recipe)
     of_whole = functools.partial(with_gradients, functools.partial(whole, recipe=recipe))
     of_three = functools.partial(apart, recipe=recipe, backend="pallas")
     got = interpret(jax.jit(of_whole), *given)
@@ -98,7 +97,7 @@ def test_equals_three_products(name, shape):
 @needs_pallas
 def test_y_alone_is_the_same():
     recipe = RECIPES["fp8_delayed"]
-    x, ws, states, dy = operands(128, 128, 256, recipe)
+    x, ws, states, dy = mlp_arguments(128, 128, 256, recipe)
     f = functools.partial(whole, recipe=recipe)
     with_grads = interpret(jax.jit(functools.partial(with_gradients, f)), x, ws, states, dy)
     np.testing.assert_array_equal(interpret(jax.jit(f), x, ws, states), with_grads[0])
@@ -122,7 +121,7 @@ def test_which_recipes_fuse(monkeypatch):
 
 def test_refuses_what_does_not_fuse():
     recipe = RECIPES["fp8_current"]
-    x, ws, states, _ = operands(8, 8, 8, recipe)
+    x, ws, states, _ = mlp_arguments(8, 8, 8, recipe)
     with pytest.raises(ValueError, match="no kernels for 'fp8_current' and 'fp8_current'"):
         whole(x, ws, states, recipe=recipe)
 
@@ -138,7 +137,7 @@ def test_equals_three_products_on_the_gpu(name, shape):
     rounds otherwise, and a code with it, by 2^-3 of itself at most: 2^-3 * 2^-6.5 of all. Amaxes
     are within a unit of bfloat16."""
     recipe = as_recipe(name)
-    given = operands(*shape, recipe)
+    given = mlp_arguments(*shape, recipe)
     *got, states = jax.jit(
         functools.partial(with_gradients, functools.partial(whole, recipe=recipe))
     )(*given)

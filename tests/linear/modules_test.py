@@ -16,6 +16,7 @@ import fp8jax.nn as fnn
 from fp8jax.linear.amax_history import HISTORIES, max_combining
 from fp8jax.linear.modules import Dense, Einsum, Fp8DotGeneral
 from fp8jax.numerics.recipes import RECIPES
+from tests.support.arrays import normal
 
 DELAYED = RECIPES["fp8_delayed"]
 H = DELAYED.histories["x"]
@@ -24,8 +25,12 @@ OLD = np.arange(H, 0, -1, dtype=np.float32) / 100  # below every amax of these t
 
 def with_old_histories(variables):
     """The same variables with each history filled with `OLD`."""
-    fill = lambda h: jnp.broadcast_to(jnp.asarray(OLD), h.shape)  # noqa: E731
+    fill = lambda h: jnp.asarray(np.broadcast_to(OLD, h.shape))  # noqa: E731
     return {**variables, HISTORIES: jax.tree.map(fill, variables[HISTORIES])}
+
+
+def initial(model, *inputs):
+    return jax.jit(model.init)(jax.random.key(0), *inputs)
 
 
 def new_histories(model, variables, *inputs):
@@ -59,13 +64,13 @@ class Stock(nn.Module):
 
 
 def data(shape=(4, 8), seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(normal(shape, seed))
 
 
 def test_one_call_writes_the_three_histories():
     x = data()
     model = Dense(8)
-    variables = with_old_histories(model.init(jax.random.key(0), x))
+    variables = with_old_histories(initial(model, x))
     new = new_histories(model, variables, x)
     kernel = variables["params"]["kernel"]
     np.testing.assert_array_equal(new["x_amax_history"], expected(jnp.abs(x).max()))
@@ -76,7 +81,7 @@ def test_one_call_writes_the_three_histories():
 def test_reuse_combines_by_maximum_behind_the_door():
     x = data()
     model = max_combining(Twice)()
-    variables = with_old_histories(model.init(jax.random.key(0), x))
+    variables = with_old_histories(initial(model, x))
     assert jax.tree.structure(variables) == jax.tree.structure(Twice().init(jax.random.key(0), x))
     assert all(h.dtype == jnp.float32 for h in jax.tree.leaves(variables))
     new = new_histories(model, variables, x)["Dense_0"]
@@ -115,12 +120,14 @@ class Scanned(nn.Module):
 
 def layer_inputs(params, histories, x, share):
     """What each of the three layers receives, layer by layer."""
+    params, histories = jax.device_get((params, histories))
+    apply = jax.jit(lambda layer, x: Layer().apply(layer, x, None)[0])
     inputs = []
     for i in range(3):
         pick = (lambda a: a) if share else (lambda a, i=i: a[i])
         inputs.append(x)
         layer = {"params": jax.tree.map(pick, params), HISTORIES: jax.tree.map(pick, histories)}
-        x, _ = Layer().apply(layer, x, None)
+        x = apply(layer, x)
     return inputs
 
 
@@ -129,7 +136,7 @@ def layer_inputs(params, histories, x, share):
 def test_scan_over_layers(remat, share):
     x = data()
     door = max_combining(Scanned)(remat=remat, share=share)
-    variables = with_old_histories(door.init(jax.random.key(0), x))
+    variables = with_old_histories(initial(door, x))
     (inner,) = variables["params"].values()
     (histories,) = variables[HISTORIES].values()
     amaxes = [float(jnp.abs(v).max()) for v in layer_inputs(inner, histories, x, share)]
@@ -148,7 +155,7 @@ def test_vmap_keeps_one_history_an_instance():
         Dense, variable_axes={"params": 0, HISTORIES: 0}, split_rngs={"params": True}
     )
     model = ensemble(8)
-    variables = with_old_histories(model.init(jax.random.key(0), x))
+    variables = with_old_histories(initial(model, x))
     new = new_histories(model, variables, x)["x_amax_history"]
     np.testing.assert_array_equal(new, [expected(jnp.abs(v).max()) for v in x])
 
@@ -157,7 +164,7 @@ def test_a_sharded_batch_gives_the_histories_of_one_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = data((64, 8))
     model = Dense(8)
-    variables = with_old_histories(model.init(jax.random.key(0), x))
+    variables = with_old_histories(initial(model, x))
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
     one, eight = (new_histories(model, variables, v) for v in (x, sharded))
     jax.tree.map(np.testing.assert_array_equal, one, eight)
@@ -172,10 +179,9 @@ def gradients(model, variables, x, y):
     def loss(variables):
         return 1e-4 * jnp.mean((model.apply(variables, x) - y) ** 2)
 
-    return jax.grad(loss)(variables)
+    return jax.jit(jax.grad(loss))(variables)
 
 
-@pytest.mark.slow
 def test_the_first_step_seeds_and_the_second_uses_the_histories():
     """Loss scaled to language-model size, where an empty history flushes gradients."""
     x, y = data((64, 16)), data((64, 8), 1)
@@ -189,7 +195,7 @@ def test_the_first_step_seeds_and_the_second_uses_the_histories():
             x = Dense(32, self.recipe, seeded=self.seeded)(x)
             return Dense(8, self.recipe, seeded=self.seeded)(nn.relu(x))
 
-    variables = Net(DELAYED).init(jax.random.key(0), x)
+    variables = initial(Net(DELAYED), x)
     exact = gradients(Net("bf16"), {"params": variables["params"]}, x, y)["params"]
     seeded = gradients(Net(DELAYED.seeding()), variables, x, y)
     assert cosine(seeded["params"], exact) >= 0.99
@@ -208,7 +214,7 @@ def test_stock_dense_in_a_stock_train_state_trains():
     y = x @ w
 
     model, first = Stock(), None
-    variables = model.init(jax.random.key(0), x)
+    variables = initial(model, x)
     state = TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
 
     @jax.jit
@@ -230,7 +236,7 @@ def test_stock_dense_in_a_stock_train_state_trains():
 def test_dense_and_einsum_agree_and_keep_the_activations_dtype():
     x = data((2, 3, 8)).astype(jnp.bfloat16)
     dense, einsum = Dense(6, "fp8_current"), Einsum("bsd,df->bsf", (8, 6), "fp8_current")
-    variables = dense.init(jax.random.key(0), x)
+    variables = initial(dense, x)
     assert variables["params"]["kernel"].dtype == jnp.float32
     y = dense.apply(variables, x)
     assert y.dtype == jnp.bfloat16 and y.shape == (2, 3, 6)

@@ -20,7 +20,7 @@ from fp8jax.linear.probe import empty_probe
 from fp8jax.numerics.recipes import RECIPES
 from tests.support import reference
 from tests.support.interpreter import TOO_OLD, allowed, interpret, needs_pallas
-from tests.support.products import CONTRACTED, KERNELS, MATMUL, variant
+from tests.support.products import CONTRACTED, KERNELS, MATMUL, normal_operands, variant
 
 H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 BATCHED = (((2,), (1,)), ((0,), (0,)))
@@ -29,11 +29,7 @@ OTHERS = ("current", "amax", "cscale", "rowwise_wgrad_bf16", "block_ue8m0")
 
 
 def operands(m: int, k: int, n: int, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    """Normal numbers of unlike scales; the weight is float32."""
-    rng = np.random.default_rng(0)
-    shapes = {"x": ((m, k), 3.0, dtype), "w": ((k, n), 0.02, jnp.float32),
-              "g": ((m, n), 1e-4, dtype)}  # fmt: skip
-    return {o: jnp.asarray(rng.normal(size=s) * size, d) for o, (s, size, d) in shapes.items()}
+    return jax.tree.map(jnp.asarray, normal_operands(m, k, n, (3.0, 0.02, 1e-4), dtype))
 
 
 def histories(recipe, given: dict[str, jax.Array]):

@@ -87,19 +87,20 @@ def check(probe, i, x, cast, name, amax=None, key=None):
 
 def measured(x, w, g, recipe, what_if=None, state=None):
     """The statistics of one GEMM whose result has the gradient g."""
+    recipe, what_if = as_recipe(recipe), what_if and as_recipe(what_if)
+    state = init_state(recipe) if state is None else state
+    return _measured(x, w, g, state, recipe=recipe, what_if=what_if)
 
-    @jax.jit
-    def statistics(x, w):
-        def loss(probe):
-            y = dot_general(
-                x, w, MATMUL, recipe=recipe, key=KEY, probe=probe, seeded=True,
-                state=init_state(recipe) if state is None else state,
-            )  # fmt: skip
-            return jnp.sum(y * g)
 
-        return jax.grad(loss)(empty_probe(what_if and as_recipe(what_if)))
+@functools.partial(jax.jit, static_argnames=("recipe", "what_if"))
+def _measured(x, w, g, state, *, recipe, what_if):
+    def loss(probe):
+        y = dot_general(
+            x, w, MATMUL, recipe=recipe, key=KEY, probe=probe, seeded=True, state=state
+        )  # fmt: skip
+        return jnp.sum(y * g)
 
-    return statistics(x, w)
+    return jax.grad(loss)(empty_probe(what_if))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,6 @@ def test_no_probe_leaves_no_trace():
 
 
 @h200.needs_plugin
-@pytest.mark.slow
 def test_a_gpu_reads_each_array_once_for_its_statistics():
     """Besides the kernels that cast it. Nothing of an array's size is written but codes, which are
     read in the layout of their array."""
@@ -198,7 +198,7 @@ def parts():
     return halves, [measured(x, w, g, "fp8_current", "fp8_block") for x, _, g in halves]
 
 
-def loss_of(probe, x, w, g):
+def weighted_product(probe, x, w, g):
     x, w, g = map(jnp.asarray, (x, w, g))
     return jnp.sum(dot_general(x, w, MATMUL, recipe="fp8_current", probe=probe) * g)
 
@@ -211,21 +211,21 @@ def test_calls_of_one_module_combine_also_in_a_loop_and_rematerialized():
     empty = empty_probe(as_recipe("fp8_block"))
 
     def twice(probe):
-        return sum(loss_of(probe, x, w, g) for x, _, g in (first, second))
+        return sum(weighted_product(probe, x, w, g) for x, _, g in (first, second))
 
-    def loop(probe, wrap=lambda f: f):
+    def loop(probe):
         def body(total, scanned):
-            return total + wrap(loss_of)(probe, scanned[0], w, scanned[1]), None
+            return total + weighted_product(probe, scanned[0], w, scanned[1]), None
 
         return jax.lax.scan(body, 0.0, stacked)[0]
 
-    for loss in (twice, loop, jax.checkpoint(twice)):
+    for loss in (loop, jax.checkpoint(twice)):
         same(jax.jit(jax.grad(loss))(empty), whole)
 
     def layers(probes):  # a probe for each iteration, as in a stack of layers
         def body(total, scanned):
             x, g, probe = scanned
-            return total + jax.checkpoint(loss_of)(probe, x, w, g), None
+            return total + jax.checkpoint(weighted_product)(probe, x, w, g), None
 
         return jax.lax.scan(body, 0.0, (*stacked, probes))[0]
 
@@ -263,7 +263,7 @@ def test_shard_map_counts_each_element_once(x_spec, w_spec):
     axes = ("data", *filter(None, w_spec))
 
     def body(x, w, g, probe):
-        return jax.lax.psum(loss_of(probe, x, w, g), axes)
+        return jax.lax.psum(weighted_product(probe, x, w, g), axes)
 
     specs = (x_spec, w_spec, P(*axes), P())
     sharded = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P())
@@ -276,16 +276,17 @@ def test_shard_map_counts_each_element_once(x_spec, w_spec):
 def test_a_promoted_linear_has_the_statistics_of_its_high_recipe(promoted):
     x, w, g = map(jnp.asarray, arrays())
     low, high = as_recipe("fp4_naive"), as_recipe("fp8_current")
+    found = promotable_statistics(x, w, g, jnp.asarray(promoted), low=low, high=high)
+    same(found, measured(x, w, g, high if promoted else low))
 
-    @jax.jit
-    def statistics(flag):
-        def loss(probe):
-            y = promotable_dot(x, w, flag, low=low, high=high, state={}, key=None, probe=probe)
-            return jnp.sum(y * g)
 
-        return jax.grad(loss)(empty_probe())
+@functools.partial(jax.jit, static_argnames=("low", "high"))
+def promotable_statistics(x, w, g, flag, *, low, high):
+    def loss(probe):
+        y = promotable_dot(x, w, flag, low=low, high=high, state={}, key=None, probe=probe)
+        return jnp.sum(y * g)
 
-    same(statistics(jnp.asarray(promoted)), measured(x, w, g, high if promoted else low))
+    return jax.grad(loss)(empty_probe())
 
 
 def test_deposit_and_watched_leave_values_alone():
@@ -304,4 +305,4 @@ def test_too_many_elements_are_refused():
     x = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32)
     w = jax.ShapeDtypeStruct((2**16, 1), jnp.float32)
     with pytest.raises(NotImplementedError, match="counts up to 2.32 elements"):
-        jax.eval_shape(lambda x, w: jax.grad(loss_of)(empty_probe(), x, w, 1.0), x, w)
+        jax.eval_shape(lambda x, w: jax.grad(weighted_product)(empty_probe(), x, w, 1.0), x, w)

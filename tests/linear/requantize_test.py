@@ -6,27 +6,26 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp8jax.linear.amax_history import HISTORIES, init_state
 from fp8jax.linear.dot import dot_general_shared
 from fp8jax.linear.modules import Dense, together
 from fp8jax.model.attention import reference
-from fp8jax.model.models import MODELS
-from fp8jax.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.recipes import RECIPES
-from tests.support.products import MATMUL
+from tests.support.products import MATMUL, normal_operands
+from tests.support.tiny_models import tiny_model
 
 M, K, N = 136, 264, 144
+pytestmark = pytest.mark.optimized  # bits of different programs
 QUANTIZED = [name for name in RECIPES if RECIPES[name].wgrad_x is not None]
 
 
-def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x, a kernel and the gradient of the result."""
-    shapes = (M, K), (K, N), (M, N)
-    keys = map(jax.random.key, range(3))
-    x, w, g = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    return x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16)
+    x, w, g = normal_operands(M, K, N, sigma=(1, 1, 1), dtype=jnp.bfloat16).values()
+    return x, w, g
 
 
 def product(name: str, requantize: bool, seeded: bool, x, ws, states):
@@ -37,6 +36,24 @@ def product(name: str, requantize: bool, seeded: bool, x, ws, states):
     )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def results(name: str, requantize: bool, seeded: bool, x, ws, gs, states):
+    """ys, dx, dws and the next histories."""
+    f = functools.partial(product, name, requantize, seeded)
+    ys, vjp = jax.vjp(f, x, ws, states)
+    return ys, vjp(gs)
+
+
+def filled(name: str, value: float) -> dict[str, np.ndarray]:
+    """Histories of a recipe."""
+    return {k: np.full(v.shape, value, np.float32) for k, v in init_state(name).items()}
+
+
+def assert_same(one, other):
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("name", "seeded"),
     [(name, True) for name in RECIPES] + [("fp8_delayed", False)],
@@ -44,30 +61,18 @@ def product(name: str, requantize: bool, seeded: bool, x, ws, states):
 def test_all_results_have_the_same_bits(name, seeded):
     """y, dx, dw and the next histories; not seeded, the empty histories seed themselves."""
     x, w, g = operands()
-    old = 3.0 if seeded else 0.0
-    state = {k: jnp.full_like(v, old) for k, v in init_state(name).items()}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(requantize: bool):
-        f = functools.partial(product, name, requantize, seeded)
-        ys, vjp = jax.vjp(f, x, (w,), (state,))
-        return ys, vjp((g,))
-
-    for one, other in zip(*map(jax.tree.leaves, (run(True), run(False))), strict=True):
-        assert (one == other).all()
+    state = filled(name, 3.0 if seeded else 0.0)
+    one, other = (results(name, how, seeded, x, (w,), (g,), (state,)) for how in (True, False))
+    assert_same(one, other)
 
 
 def test_the_largest_history_of_x_sets_the_scale_of_both_passes():
     x, w, g = operands()
-    state = init_state("fp8_delayed")
-    first, second = ({k: jnp.full_like(v, h) for k, v in state.items()} for h in (1.0, 64.0))
-    results = []
-    for requantize in (True, False):
-        f = functools.partial(product, "fp8_delayed", requantize, True)
-        _, vjp = jax.vjp(f, x, (w, w), (first, second))
-        results.append(vjp((g, g)))
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        assert (one == other).all()
+    states = tuple(filled("fp8_delayed", value) for value in (1.0, 64.0))
+    one, other = (
+        results("fp8_delayed", how, True, x, (w, w), (g, g), states) for how in (True, False)
+    )
+    assert_same(one, other)
 
 
 def residuals(requantize: bool, name: str) -> list[jax.ShapeDtypeStruct]:
@@ -87,7 +92,7 @@ def test_x_is_saved_in_place_of_its_codes(name):
 
 def test_layers_of_other_settings_do_not_share_x():
     """One saves x, the other its codes: they are applied one by one."""
-    x = operands()[0]
+    x = jnp.asarray(operands()[0])
 
     class Pair(nn.Module):
         @nn.compact
@@ -106,17 +111,16 @@ def test_layers_of_other_settings_do_not_share_x():
 def test_a_layer_requantizes_what_attention_keeps():
     """`reference` saves its output, so the projection after it keeps no codes; with an
     implementation that says otherwise it does, and all results are the same."""
-    config = dataclasses.replace(MODELS["llama_tiny"], n_layers=1)
-    tokens = jax.random.randint(jax.random.key(0), (2, 128), 0, config.vocab_size)
-    positions, segments = jnp.tile(jnp.arange(128), (2, 1)), jnp.ones((2, 128), jnp.int32)
+    tiny, variables = tiny_model("llama_tiny", "fp8_delayed", jnp.bfloat16, n_layers=1)
+    histories = jax.tree.map(lambda h: np.ones(h.shape, h.dtype), variables[HISTORIES])
+    draw = np.random.default_rng(0).integers(0, tiny.config.vocab_size, (2, 32))
+    tokens = jnp.asarray(draw, jnp.int32)
+    positions, segments = jnp.asarray(np.tile(np.arange(32), (2, 1))), jnp.ones_like(tokens)
     saves = reference()
     assert saves.saves_output
     codes, results = [], []
     for attention in (saves, dataclasses.replace(saves, saves_output=False)):
-        model = Transformer(config, "fp8_delayed", "emulated", attention, unroll=1)
-        shapes = abstract_variables(model)
-        variables = Transformer(config).init(jax.random.key(1), tokens, segments, positions)
-        histories = jax.tree.map(lambda h: jnp.ones(h.shape, h.dtype), shapes[HISTORIES])
+        model = tiny.clone(backend="emulated", attention=attention)
 
         def loss(params, histories, model=model):
             variables = {"params": params, HISTORIES: histories}
@@ -129,5 +133,4 @@ def test_a_layer_requantizes_what_attention_keeps():
         codes.append(sum(getattr(x, "dtype", None) == jnp.float8_e4m3fn for x in leaves))
         results.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(*given))
     assert codes[1] == codes[0] + 1
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        assert (one == other).all()
+    assert_same(*results)

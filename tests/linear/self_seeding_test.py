@@ -1,36 +1,29 @@
 """Empty histories seed themselves, and damaged ones make the result NaN."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general
 from fp8jax.linear.modules import Dense
 from fp8jax.linear.updates import init_update, raise_if, seed, update
 from fp8jax.numerics.names import as_recipe
+from tests.support.products import normal_operands, three_products
 
 import optax  # isort: skip
 
-MATMUL = (((1,), (0,)), ((), ()))
 DELAYED, CURRENT = (as_recipe(name) for name in ("fp8_delayed", "fp8_current"))
+pytestmark = pytest.mark.optimized  # bits of different programs
 
 
 def operands():
-    rng = np.random.default_rng(0)
-    x, w, g = rng.normal(size=(16, 32)), rng.normal(size=(32, 24)), rng.normal(size=(16, 24))
-    return [jnp.asarray(a, jnp.float32) for a in (x, w, 1e-6 * g)]
+    return [*map(jnp.asarray, normal_operands(16, 32, 24, sigma=(1, 1, 1e-6)).values())]
 
 
 def all_of(recipe, state, **kwargs):
     """(y, dx, dw, the next state) of operands whose gradients are near 1e-6."""
-    x, w, g = operands()
-    f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, **kwargs)
-    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s), x, w, state)
-    return y, *vjp(g)
+    return three_products(*operands(), state, recipe=recipe, **kwargs)
 
 
 @pytest.mark.parametrize("backend", ["emulated", "xla"])
@@ -89,24 +82,26 @@ def test_seed_fills_histories_of_modules_that_do_not_seed_themselves():
 
     x = operands()[0]
     init, loss = network(seeded=True)
-    variables = init(jax.random.key(0), x)
+    variables = jax.jit(init)(jax.random.key(0), x)
     seeded = seed(loss, variables, x)
     assert jax.tree.map(jnp.shape, seeded) == jax.tree.map(jnp.shape, variables)
     current_loss = network(recipe=CURRENT)[1]
     bare = {name: {"params": layer["params"]} for name, layer in variables.items()}
-    right = jax.grad(current_loss)(bare, x)
-    got = jax.grad(loss)(seeded, x)
+    right = jax.jit(jax.grad(current_loss))(bare, x)
+    gradient = jax.jit(jax.grad(loss))
+    got, empty = gradient(seeded, x), gradient(variables, x)
     for name in ("one", "two"):
         np.testing.assert_allclose(
             got[name]["params"]["kernel"], right[name]["params"]["kernel"], rtol=1e-6
         )
-        flushed = jax.grad(loss)(variables, x)[name]["params"]["kernel"]
-        assert not flushed.any()
+        assert not np.any(empty[name]["params"]["kernel"])  # flushed
     # Self-seeding modules record the same in their first step.
     itself = network()[1]
     optimizer = optax.sgd(0.0)
     state = init_update(optimizer, variables)
-    stepped, _, faults = update(optimizer, variables, state, jax.grad(itself)(variables, x))
+    stepped, _, faults = update(
+        optimizer, variables, state, jax.jit(jax.grad(itself))(variables, x)
+    )
     raise_if(faults)
     jax.tree.map(np.testing.assert_array_equal, stepped, seeded)
 
@@ -114,7 +109,7 @@ def test_seed_fills_histories_of_modules_that_do_not_seed_themselves():
 def test_seed_takes_a_loss_with_aux_and_drops_old_histories():
     x = operands()[0]
     layer = Dense(8, seeded=True)
-    variables = layer.init(jax.random.key(0), x)
+    variables = jax.jit(layer.init)(jax.random.key(0), x)
 
     def loss(variables, x):
         y = layer.apply(variables, x)

@@ -15,14 +15,16 @@ from fp8jax.linear.amax_history import HISTORIES, max_combining
 from fp8jax.linear.dot import dot_general
 from fp8jax.linear.modules import Fp8DotGeneral
 from fp8jax.linear.updates import HistoryError, init_update, raise_if, update
+from tests.support.arrays import normal
 
 import optax  # isort: skip
 
-STEPS = 20
+STEPS = 6  # more than a history has entries
+PRODUCT = functools.partial(Fp8DotGeneral, "fp8_delayed:history=4")
 
 
 def stock(features=8, module=nn.Dense):
-    return module(features, use_bias=False, dot_general_cls=Fp8DotGeneral)
+    return module(features, use_bias=False, dot_general_cls=PRODUCT)
 
 
 class Once(nn.Module):
@@ -72,21 +74,27 @@ class Rematerialized(nn.Module):
 
 
 def data():
-    return jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+    return jnp.asarray(normal((4, 8)))
 
 
+@functools.cache
 def variables_of(model):
-    variables = model.init(jax.random.key(0), data())
+    variables = jax.jit(model.init)(jax.random.key(0), data())
     return {name: variables[name] for name in ("params", HISTORIES)}
 
 
-def loss_of(model):
+def sum_of_squares(model):
     return lambda variables: jnp.sum(model.apply(variables, data()) ** 2)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def amaxes_of(model, variables, x):
+    return model.apply(variables, x, mutable=["amaxes"])[1]
+
+
 def largest_amax(model, variables) -> float:
-    seen = model.apply(variables, data(), mutable=["amaxes"])[1]
-    return float(max(jnp.max(leaf) for leaf in jax.tree.leaves(seen)))
+    seen = amaxes_of(model, variables, data())
+    return float(max(np.max(leaf) for leaf in jax.tree.leaves(seen)))
 
 
 def histories_of_x(variables):
@@ -99,7 +107,7 @@ def histories_of_x(variables):
 @pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "jit of grad of remat"])
 @pytest.mark.parametrize("model", [Once(), Twice(), Shared()], ids=lambda m: type(m).__name__)
 def test_the_history_is_the_largest_amax_of_all_calls(model, how):
-    loss, variables = loss_of(model), variables_of(model)
+    loss, variables = sum_of_squares(model), variables_of(model)
     grad = {
         "jit of grad": lambda f: jax.jit(jax.grad(f)),
         "grad of jit": lambda f: jax.grad(jax.jit(f)),
@@ -123,7 +131,7 @@ def test_what_adds_up_all_the_same_is_found_and_is_right_when_wrapped(model):
     optimizer = optax.sgd(1e-3)
 
     def steps(model, variables, count):
-        grad = jax.jit(jax.grad(loss_of(model)))
+        grad = jax.jit(jax.grad(sum_of_squares(model)))
         state = init_update(optimizer, variables)
         for _ in range(count):
             variables, state, faults = update(optimizer, variables, state, grad(variables))
@@ -143,15 +151,15 @@ def test_what_adds_up_all_the_same_is_found_and_is_right_when_wrapped(model):
 def test_outside_jit_a_second_call_is_refused():
     variables = variables_of(Twice())
     with pytest.raises(ValueError, match="called more than once outside jax.jit"):
-        jax.grad(loss_of(Twice()))(variables)
-    jax.grad(loss_of(Once()))(variables_of(Once()))
-    assert jnp.isfinite(loss_of(Twice())(variables))  # the forward alone
+        jax.grad(sum_of_squares(Twice()))(variables)
+    jax.grad(sum_of_squares(Once()))(variables_of(Once()))
+    assert jnp.isfinite(sum_of_squares(Twice())(variables))  # the forward alone
 
 
 def test_vmap_over_a_shared_history_is_refused_and_over_own_ones_is_right():
     """Also nn.vmap; the forward alone and gradients of each example need no maximum."""
     model, x = stock(), data()
-    variables = model.init(jax.random.key(0), x)
+    variables = variables_of(model)
     mapped = jax.vmap(model.apply, in_axes=(None, 0))
     with pytest.raises(ValueError, match="jax.vmap maps the input .* call the module on the whole"):
         jax.jit(jax.grad(lambda v: jnp.sum(mapped(v, x[None]))))(variables)
@@ -174,7 +182,7 @@ def test_a_branch_not_taken_keeps_the_history():
     filled = jax.tree.map(lambda h: h + 3.0, variables[HISTORIES])
     variables = variables | {HISTORIES: filled}
     optimizer = optax.sgd(1e-3)
-    gradients = jax.jit(jax.grad(loss_of(Branches())))(variables)
+    gradients = jax.jit(jax.grad(sum_of_squares(Branches())))(variables)
     after, _, faults = update(optimizer, variables, init_update(optimizer, variables), gradients)
     raise_if(faults)
     taken, other = after[HISTORIES]["Dense_0"], after[HISTORIES]["Dense_1"]
@@ -197,7 +205,7 @@ def test_a_state_that_two_products_share_needs_no_module():
 
 
 def test_no_conversion_outlives_its_trace():
-    loss, variables = loss_of(Twice()), variables_of(Twice())
+    loss, variables = sum_of_squares(Twice()), variables_of(Twice())
     gc.collect()
     before = set(shared_leaf._CONVERSIONS)  # of other tests' errors, which pytest holds
     transformations = (

@@ -29,7 +29,7 @@ SHARED = ALONE.sharing()
 M, K, N, LARGE = 8, 16, 6, 4
 
 
-def operands(seed: int = 0) -> tuple[jax.Array, ...]:
+def small_and_large(seed: int = 0) -> tuple[jax.Array, ...]:
     """x, the small and the large weight, and the gradients of their results.
 
     The large weight's amax is 448, so that the shared scale is 1 and E4M3's spacing near zero 2^-9;
@@ -75,7 +75,7 @@ def run_alone(x, w, g):
 
 
 def test_weights_and_gradients_are_quantized_as_one_fused_tensor():
-    x, small, large, g_small, g_large = operands()
+    x, small, large, g_small, g_large = small_and_large()
     (y, _), _, (dw, _) = run_shared(x, (small, large), (g_small, g_large))
     fused_w, fused_g = jnp.hstack([small, large]), jnp.hstack([g_small, g_large])
     fused_y, _, fused_dw = run_alone(x, fused_w, fused_g)
@@ -91,7 +91,7 @@ def test_weights_and_gradients_are_quantized_as_one_fused_tensor():
 
 def test_the_weights_of_dgrad_share_too():
     """With a gradient of zero for the large weight, dx is the product of the small one alone."""
-    x, small, large, g_small, g_large = operands(1)
+    x, small, large, g_small, g_large = small_and_large(1)
     _, dx, _ = run_shared(x, (small, large), (g_small, 0 * g_large))
     np.testing.assert_array_equal(dx, g_small @ rounded(small, 2.0**-9).T)
     _, alone, _ = run_alone(x, small, g_small)
@@ -111,7 +111,7 @@ class Pair(nn.Module):
 
 
 def test_layers_together_share_and_others_are_refused():
-    x, small, large, _, _ = operands()
+    x, small, large, _, _ = small_and_large()
     params = {"params": {"q": {"kernel": small}, "k": {"kernel": large}}}
     y, _ = Pair((SHARED, SHARED)).apply(params, x)
     np.testing.assert_array_equal(y, x @ rounded(small, 2.0**-9))

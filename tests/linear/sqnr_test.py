@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2
 from tests.support import reference
+from tests.support.products import normal_operands, three_products
 
 # A layer of a Llama, scaled down: tokens, inputs, outputs; all tiles divide them.
 M, K, N = 256, 512, 384
@@ -39,25 +39,15 @@ PRODUCTS = {
 # Measured -----------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="recipe")
-def products(x, w, g, state, key, recipe: Recipe):
-    f = functools.partial(
-        dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe, key=key,
-        backend="emulated",
-    )  # fmt: skip
-    y, vjp = jax.vjp(lambda x, w: f(x, w, state=state), x, w)
-    return y, *vjp(g)
-
-
 @functools.cache
 def sqnr(recipe: Recipe) -> dict[str, float]:
     """y, dx, dw -> dB against float64, activations and gradients being bfloat16 as in a model."""
-    rng = np.random.default_rng(0)
-    x, w, g = ((rng.normal(size=SHAPES[k]) * SIGMA[k]).astype(np.float32) for k in "xwg")
-    a, b = jnp.asarray(x, jnp.bfloat16), jnp.asarray(g, jnp.bfloat16)
-    amax = {k: jnp.abs(v).max().astype(jnp.float32) for k, v in {"x": a, "w": w, "g": b}.items()}
-    state = {k: jnp.full_like(h, amax[k]) for k, h in init_state(recipe).items()}
-    got = products(a, w, b, state, jax.random.key(0), recipe)
+    x, w, g = normal_operands(M, K, N, tuple(SIGMA.values())).values()
+    a, b = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
+    amax = {k: np.abs(v).max().astype(np.float32) for k, v in {"x": a, "w": w, "g": b}.items()}
+    state = {k: np.full(h.shape, amax[k]) for k, h in init_state(recipe).items()}
+    key = jax.random.key(0)
+    *got, _ = three_products(a, w, b, state, key, recipe=recipe, backend="emulated", seeded=True)
     x, w, g = (v.astype(np.float64) for v in (x, w, g))
     exact = {"y": x @ w, "dx": g @ w.T, "dw": x.T @ g}
     return {

@@ -1,5 +1,6 @@
 """The update of parameters and histories, and what it says of a tree that was treated as one."""
 
+import functools
 import warnings
 
 import jax
@@ -22,17 +23,19 @@ from fp8jax.linear.updates import (
     split,
     update,
 )
+from tests.support.arrays import normal
 
 SGD = optax.sgd(0.1)
 LAYER = Dense(8, "fp8_delayed:history=4")
 
 
 def data(scale=1.0, seed=0):
-    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=(16, 8)), jnp.float32)
+    return jnp.asarray(np.float32(scale) * normal((16, 8), seed))
 
 
+@functools.cache
 def fresh():
-    return LAYER.init(jax.random.key(0), data())
+    return jax.jit(LAYER.init)(jax.random.key(0), data())
 
 
 @jax.jit
@@ -40,6 +43,7 @@ def gradients_of(variables, x):
     return jax.grad(lambda v: jnp.sum(LAYER.apply(v, x) ** 2))(variables)
 
 
+@functools.cache
 def after(steps):
     """Variables after some sound steps."""
     variables = fresh()

@@ -1,5 +1,6 @@
 """Weights-only GEMMs on a GPU: against float64, and what an H200 would read."""
 
+import functools
 import re
 
 import jax
@@ -25,7 +26,22 @@ def kernel(shape=(K, N)):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+def freeze(recipe, w):
+    return _freeze(recipe, hardware.device(), w)
+
+
 def multiply(recipe, x, frozen):
+    return _multiply(recipe, hardware.device(), x, frozen)
+
+
+# The device is an argument so that they are traced anew for another one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _freeze(recipe, device, w):
+    return freeze_kernels([w], recipe, [{}])[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _multiply(recipe, device, x, frozen):
     return frozen_dot(
         x, [frozen], recipe=recipe, states=[{}], keys=[None], preferred_element_type=jnp.float32
     )[0]
@@ -45,13 +61,12 @@ def test_the_product_is_that_of_the_dequantized_weights(name, rows, monkeypatch)
     and each term by two roundings, of its scale and of what that multiplies."""
     recipe = weights_only(name)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 1, K)), jnp.bfloat16)
-    (usual,) = freeze_kernels([kernel()], recipe, [{}])
+    usual = freeze(recipe, kernel())
     assert not is_of_codes(recipe, x, usual)
-    jax.clear_caches()
     monkeypatch.setattr(hardware, "device", lambda: H200)
-    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    frozen = freeze(recipe, kernel())
     assert is_of_codes(recipe, x, frozen)
-    got = jax.jit(multiply, static_argnums=0)(recipe, x, frozen)
+    got = multiply(recipe, x, frozen)
     assert got.shape == (rows, 1, N) and got.dtype == jnp.float32
     np.testing.assert_array_equal(frozen.dequantized(), usual.dequantized())
     w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
@@ -65,7 +80,7 @@ def test_a_gpu_multiplies_codes_as_exactly(name, rows):
     """Its matrix unit may cut off bits of a float32 sum, at most one unit in the last place each
     time, where a CPU rounds: twice the bound."""
     recipe = weights_only(name)
-    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    frozen = freeze(recipe, kernel())
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, K)), jnp.bfloat16)
     options = xla.compiler_options(weights_only=True)
     got = jax.jit(multiply, static_argnums=0, compiler_options=options)(recipe, x, frozen)
@@ -76,10 +91,9 @@ def test_a_gpu_multiplies_codes_as_exactly(name, rows):
 def test_codes_in_another_layout_are_left_to_the_emulated_backend(monkeypatch):
     """Such as those of a square kernel that was frozen where there was no GPU."""
     recipe = weights_only("fp8_rowwise")
-    (frozen,) = freeze_kernels([kernel((K, K))], recipe, [{}])
+    frozen = freeze(recipe, kernel((K, K)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, K)), jnp.bfloat16)
     expected = multiply(recipe, x, frozen)
-    jax.clear_caches()
     monkeypatch.setattr(hardware, "device", lambda: H200)
     assert not is_of_codes(recipe, x, frozen)
     np.testing.assert_array_equal(multiply(recipe, x, frozen), expected)
@@ -88,7 +102,7 @@ def test_codes_in_another_layout_are_left_to_the_emulated_backend(monkeypatch):
 def test_a_code_that_is_no_number_reaches_its_column_alone(monkeypatch):
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only("fp8_rowwise")
-    (frozen,) = freeze_kernels([kernel().at[3, 5].set(jnp.nan)], recipe, [{}])
+    frozen = freeze(recipe, kernel().at[3, 5].set(jnp.nan))
     y = multiply(recipe, jnp.ones((1, K), jnp.bfloat16), frozen)
     assert np.flatnonzero(np.isnan(y[0])).tolist() == [5]
 
@@ -107,11 +121,11 @@ def test_float32_weights_are_three_parts(name, rows, size, monkeypatch):
     those have a rounding more."""
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only(name)
-    (frozen,) = freeze_kernels([kernel((size, N))], recipe, [{}])
+    frozen = freeze(recipe, kernel((size, N)))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, size)), jnp.bfloat16)
     traced = str(jax.make_jaxpr(multiply, static_argnums=0)(recipe, x, frozen))
     assert traced.count("dot_general") == 3
-    got = jax.jit(multiply, static_argnums=0)(recipe, x, frozen)
+    got = multiply(recipe, x, frozen)
     w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
     bound = 1.008 * (size + 3) * 2.0**-24 * (np.abs(wide) @ np.abs(w))
     assert (np.abs(got - wide @ w) <= bound).all()
@@ -124,7 +138,7 @@ def test_the_emulated_backend_multiplies_the_others(name, rows, dtype, monkeypat
     """Weights that bfloat16 holds exactly, and activations in float32."""
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only(name)
-    (frozen,) = freeze_kernels([kernel()], recipe, [{}])
+    frozen = freeze(recipe, kernel())
     x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, K)), dtype)
     assert not is_of_codes(recipe, x, frozen)
     w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
@@ -136,7 +150,7 @@ def test_the_emulated_backend_multiplies_the_others(name, rows, dtype, monkeypat
 def test_an_h200_multiplies_parts_in_bfloat16(monkeypatch):
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only("fp8_block")
-    (frozen,) = freeze_kernels([kernel((1024, 1024))], recipe, [{}])
+    frozen = freeze(recipe, kernel((1024, 1024)))
     leaves, structure = jax.tree.flatten(frozen)
 
     def product(x, *leaves):
@@ -155,7 +169,7 @@ def test_an_h200_reads_codes_and_writes_no_widened_weights(name, rows, monkeypat
     """Nor does a loop, as decoding is one, widen them before it begins."""
     monkeypatch.setattr(hardware, "device", lambda: H200)
     recipe = weights_only(name)
-    (frozen,) = freeze_kernels([kernel((4096, 4096))], recipe, [{}])
+    frozen = freeze(recipe, kernel((4096, 4096)))
     leaves, structure = jax.tree.flatten(frozen)
 
     def products(x, *leaves):

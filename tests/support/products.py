@@ -1,8 +1,12 @@
 """Products: their dimension numbers, the recipes of policies, and what a program has of them."""
 
+import functools
+
 import jax
+import numpy as np
 from jax import lax
 
+from fp8jax.linear.dot import dot_general
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipe import Recipe
 
@@ -19,6 +23,28 @@ PER_TENSOR = {
 }  # fmt: skip
 # What kernels/ have, on Hopper.
 KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
+
+
+def normal_operands(
+    m: int, k: int, n: int, sigma=(3.0, 0.02, 1e-5), dtype=np.float32, seed=0
+) -> dict[str, np.ndarray]:
+    """x [m, k] and g [m, n] of a dtype, and w [k, n] in float32, of normal numbers. They are of
+    unlike scales: nothing is near 1, and gradients are as small as they are."""
+    rng = np.random.default_rng(seed)
+    shapes, dtypes = ((m, k), (k, n), (m, n)), (dtype, np.float32, dtype)
+    normal = [rng.normal(size=shape) * size for shape, size in zip(shapes, sigma, strict=True)]
+    return {name: a.astype(d) for name, a, d in zip("xwg", normal, dtypes, strict=True)}
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "backend", "seeded"))
+def three_products(x, w, g, state, key=None, *, recipe, backend=None, seeded=False):
+    """y, dx, dw and the new histories; of batches of matrices if there are three axes."""
+    numbers = MATMUL if x.ndim == 2 else (((2,), (1,)), ((0,), (0,)))
+    f = functools.partial(
+        dot_general, dimension_numbers=numbers, recipe=recipe, backend=backend, seeded=seeded
+    )
+    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=key), x, w, state)
+    return y, *vjp(g)
 
 
 def variant(name: str) -> Recipe:
