@@ -62,19 +62,33 @@ def name(request, monkeypatch):
 
 
 def attention_of(name: str | Implementation):
-    """Traced anew, since `BLOCK` is read then."""
-    return jax.jit(functools.partial(dot_product_attention, implementation=name))
+    return _compiled(_attend, name)
 
 
 def gradients_of(name: str | Implementation):
     """(q, k, v, segments, dy) -> y, dq, dk, dv."""
+    return _compiled(_differentiate, name)
 
-    def f(q, k, v, segments, dy):
-        attend = functools.partial(dot_product_attention, implementation=name)
-        y, vjp = jax.vjp(lambda *args: attend(*args, segments), q, k, v)
-        return y, *vjp(dy)
 
-    return jax.jit(f)
+def _compiled(f, name: str | Implementation):
+    if name == "flash":  # in the interpreter or not, which decides what is traced
+        return jax.jit(functools.partial(f, name))
+    return _compiled_once(f, name, blockwise_attention.BLOCK)
+
+
+@functools.cache
+def _compiled_once(f, name: str | Implementation, block: int):
+    """`BLOCK` is read while f is traced, so that there is one function for each."""
+    return jax.jit(functools.partial(f, name))
+
+
+def _attend(name, q, k, v, segments):
+    return dot_product_attention(q, k, v, segments, implementation=name)
+
+
+def _differentiate(name, q, k, v, segments, dy):
+    y, vjp = jax.vjp(lambda *args: _attend(name, *args, segments), q, k, v)
+    return y, *vjp(dy)
 
 
 def inputs(kv_heads: int, seed=0) -> tuple[np.ndarray, ...]:
@@ -247,8 +261,7 @@ def test_bfloat16_gradients_equal_numpy(name):
         assert (np.abs(np.asarray(gradient, np.float64) - exact) <= bound * magnitude).all()
 
 
-@pytest.mark.parametrize("block", [1, 4, 5, 12, 128])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(("block", "kv_heads"), [(1, 2), (4, 1), (5, 1), (5, 2), (12, 2), (128, 1)])
 def test_the_reference_in_float64_has_the_gradients_of_the_plain_formula(
     monkeypatch, block, kv_heads
 ):
@@ -308,14 +321,19 @@ def rows_with_two_maxima(others: tuple[float, float], base: float = 0.0) -> list
     return [jnp.asarray(a, jnp.bfloat16) for a in (q, k, v, -draw(1, 2, size=SIZE))]
 
 
+@functools.cache
+def as_in_training(implementation: str | Implementation):
+    attend = functools.partial(_attend, implementation)
+    return jax.jit(attend, compiler_options=xla.compiler_options())
+
+
 def lean(implementation: str | Implementation, inputs: list[jax.Array]) -> list[tuple]:
     """(mean, its standard error) of the errors of the output, away from zero, and of delta =
     rowsum(dy * output), over queries that see both maxima and one key more. The queries of a head
     share their values: a head counts as one observation."""
     q, k, v, dy = inputs
-    attend = functools.partial(dot_product_attention, implementation=implementation)
-    compiled = jax.jit(attend, compiler_options=xla.compiler_options())  # as in training
-    y = np.asarray(compiled(q, k, v, jnp.ones((HEADS, LENGTH), jnp.int32)), np.float64)
+    segments = np.ones((HEADS, LENGTH), np.int32)
+    y = np.asarray(as_in_training(implementation)(q, k, v, segments), np.float64)
     q, k, v, dy = (np.asarray(a, np.float64)[:, :, 0] for a in inputs)
     s = np.einsum("bth,bsh->bts", q, k) / np.sqrt(SIZE)
     s = np.where(np.tri(LENGTH, dtype=bool), s, -np.inf)
@@ -469,16 +487,15 @@ def temporary_bytes(name: str, length: int) -> int:
     ).temp_size_in_bytes
 
 
+@pytest.mark.optimized
 def test_memory_grows_with_the_length_in_the_reference_and_with_its_square_in_xla():
     """Four times the length is 4 times the memory and 16 times: told apart at 8. XLA keeps few or
     many of the T x T arrays at once, but one for each of the two heads at least."""
     reference, xla = (
-        [temporary_bytes(name, length) for length in (512, 1024, 2048)]
-        for name in ("reference", "xla")
+        [temporary_bytes(name, length) for length in (512, 2048)] for name in ("reference", "xla")
     )
-    assert reference[2] < 8 * reference[0] and xla[2] > 8 * xla[0]
-    assert sorted(reference) == reference and sorted(xla) == xla
-    assert reference[2] < 2 * 2048**2 * 4 < xla[2]
+    assert reference[0] < reference[1] < 8 * reference[0] and xla[1] > 8 * xla[0]
+    assert reference[1] < 2 * 2048**2 * 4 < xla[1]
 
 
 # On a GPU -----------------------------------------------------------------------------------------

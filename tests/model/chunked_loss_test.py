@@ -28,10 +28,11 @@ from fp8jax.training import step
 
 U = 2.0**-24
 B, L, D, V = 8, 24, 32, 136
+pytestmark = pytest.mark.optimized  # bits of different programs, and HLO
 
 
 @functools.cache
-def operands(dtype=jnp.bfloat16):
+def loss_arguments(dtype=jnp.bfloat16):
     """x, w, targets, weights and their sum. A third of the weights are 0."""
     rng = np.random.default_rng(0)
     x_BLD, w_DV = rng.normal(size=(B, L, D)), rng.normal(size=(D, V))
@@ -51,12 +52,14 @@ def whole_loss(x_BLD, w_DV, targets_BL, weights_BL, total):
     return jnp.sum(chunked.token_losses(logits_BLV, targets_BL) * weights_BL) / total
 
 
+@functools.cache
 def compiled(loss):
     """The loss and its gradients with respect to x, w, the weights and their sum."""
     grad = jax.value_and_grad(loss, argnums=(0, 1, 3, 4))
     return jax.jit(grad, compiler_options=xla.compiler_options())
 
 
+@functools.cache
 def in_chunks(positions):
     return functools.partial(chunked.chunked_loss, HIGH_PRECISION, positions)
 
@@ -82,7 +85,7 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(dtype, positions):
     """The tokens' losses (times 1 / total, they are the gradient of the weights) and dx to the bit.
     Float32 sums have another order: the loss, dw, and dx where the activations are float32. With
     one chunk these have the same bits, too. 7 does not divide 24."""
-    args = operands(dtype)
+    args = loss_arguments(dtype)
     loss, (dx, dw, dweights, dtotal) = compiled(whole_loss)(*args)
     got, (got_dx, got_dw, got_dweights, got_dtotal) = compiled(in_chunks(positions))(*args)
     np.testing.assert_array_equal(got_dweights, dweights)
@@ -100,13 +103,13 @@ def test_chunks_give_the_loss_and_gradients_of_whole_logits(dtype, positions):
 
 
 def test_without_a_gradient_the_loss_is_the_same():
-    args = operands()
+    args = loss_arguments()
     alone = jax.jit(in_chunks(8), compiler_options=xla.compiler_options())(*args)
     np.testing.assert_allclose(alone, compiled(in_chunks(8))(*args)[0], rtol=2 * B * L * U)
 
 
 def test_the_cotangent_scales_both_gradients():
-    args = operands()
+    args = loss_arguments()
     _, grads = compiled(in_chunks(8))(*args)
     _, scaled = compiled(lambda *args: -4 * in_chunks(8)(*args))(*args)
     for one, four in zip(grads, scaled, strict=True):
@@ -115,7 +118,7 @@ def test_the_cotangent_scales_both_gradients():
 
 def test_a_recipe_that_casts_is_refused():
     with pytest.raises(ValueError, match="'fp8_current' does"):
-        chunked.chunked_loss(RECIPES["fp8_current"], 8, *operands())
+        chunked.chunked_loss(RECIPES["fp8_current"], 8, *loss_arguments())
 
 
 # Rows, length, vocabulary and mesh (data, fsdp, tensor) -> positions of a chunk.
@@ -168,7 +171,7 @@ def test_devices_add_their_gradients_once(sizes):
         ("batch", "length"), (),
     )  # fmt: skip
     shardings = [NamedSharding(mesh, spec(*names)) for names in places]
-    args = operands()
+    args = loss_arguments()
     loss, (dx, dw, *_) = compiled(in_chunks(8))(*args)
     with jax.set_mesh(mesh):
         program = jax.jit(
@@ -225,6 +228,12 @@ def batch() -> dict:
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
+@functools.cache
+def initial(model):
+    one = jnp.zeros((1, 1), jnp.int32)
+    return nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), one, one, one)["params"])
+
+
 def gradients_of(model, params):
     """The compiled program of a step's loss and gradients, and the results."""
     state = step.TrainState(
@@ -250,8 +259,7 @@ def test_a_step_in_chunks_has_the_loss_of_one_without(tied, monkeypatch):
     """Gradients of all parameters but the head's have the same bits. No array has all logits, and
     the head's GEMMs have its name."""
     config = ModelConfig(tie_embeddings=tied, **SIZES)
-    model, one = Transformer(config), jnp.zeros((1, 1), jnp.int32)
-    params = nn.meta.unbox(model.init(jax.random.key(0), one, one, one)["params"])
+    model, params = Transformer(config), initial(Transformer(config))
     text, (loss, grads) = gradients_of(model, params)
     assert largest(text)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 4 * ROWS * 16 * WORDS)
@@ -282,8 +290,8 @@ def test_only_a_head_that_casts_nothing_is_split(policy, monkeypatch):
 
 
 def test_validation_in_chunks_sums_the_same_nats(monkeypatch):
-    model, one = Transformer(ModelConfig(**SIZES)), jnp.zeros((1, 1), jnp.int32)
-    params = nn.meta.unbox(model.init(jax.random.key(0), one, one, one)["params"])
+    model = Transformer(ModelConfig(**SIZES))
+    params = initial(model)
     state = step.TrainState(
         step=0, params=params, histories={}, opt_state={}, key=jax.random.key(0)
     )  # fmt: skip
