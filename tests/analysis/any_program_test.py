@@ -28,7 +28,7 @@ class Network(nn.Module):
 @functools.cache
 def compiled(recipe):
     model, x = Network(recipe), jnp.ones((16, 32))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     grad = jax.grad(lambda v, x: jnp.sum(model.apply(v, x) ** 2))
     return jax.jit(grad).lower(variables, x).compile()
 

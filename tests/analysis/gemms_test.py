@@ -463,6 +463,7 @@ def scanned(data):
     return run, step_text(run)
 
 
+@pytest.mark.optimized
 def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     run, text = scanned
     gemms = find_gemms(
@@ -487,10 +488,11 @@ def test_rematerialized_forwards_count_twice():
     assert not any(gemm.kernel == "none" for gemm in gemms)
 
 
+@pytest.mark.optimized
 def test_a_bare_module_is_found_by_its_name():
     model = Dense(32, "fp8_current", "emulated", name="projection")
     x = jnp.ones((16, 48), jnp.bfloat16)
-    params = model.init(jax.random.key(0), x)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss = jax.grad(lambda v, x: model.apply(v, x).astype(jnp.float32).sum(), argnums=(0, 1))
     text = jax.jit(loss).lower(params, x).compile().as_text()
     gemms = find_gemms(text, POLICIES["bf16"], backend="emulated", device=H200)
@@ -503,21 +505,23 @@ def test_a_bare_module_is_found_by_its_name():
 # Training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [(), ((0.5, "fp8_delayed"),)], ids=["first", "later"])
 def test_training_stops_before_the_first_step_where_fp8_falls_back(data, tmp_path, schedule):
     if hardware.device().fp8:
         # Nothing falls back there; that FP8 holds on such a device is the test marked gpu, below.
         pytest.skip("this device has FP8 units")
     precision = "bf16" if schedule else "fp8_delayed"
-    config = tiny(data, precision=precision, precision_schedule=schedule, require_fp8_gemms=True)
+    one_layer = dict(model_overrides__n_layers=1, unroll=1)
+    config = tiny(
+        data, precision=precision, precision_schedule=schedule, require_fp8_gemms=True, **one_layer
+    )
     with pytest.raises(Fp8FallbackError, match="layers/mlp/up dgrad in .*no FP8 matrix unit"):
         train_and_evaluate(config, str(tmp_path))
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
-@pytest.mark.slow
+@pytest.mark.counts_compilations
 def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, monkeypatch):
     """Before the first step, which seeds and is a second program, compiled at the same time; the
     next step compiles none."""
@@ -551,14 +555,17 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     assert stage["memory"].keys() == kinds and stage["memory"]["histories"] > 0
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("low", "high"),
     [("fp8_current", "bf16"), ("fp4_naive", "fp8_current"), ("bf16", "fp8_current")],
 )
 def test_products_of_layers_that_may_be_promoted(data, low, high):
     """Each product of both recipes once a layer, by its module, whatever XLA merged."""
+    one_layer = dict(model_overrides__n_layers=1, unroll=1)
     run = build(
-        tiny(data, precision=low, gnmr_alpha=(1.5,), gnmr_precision=high), jax.devices()[:1]
+        tiny(data, precision=low, gnmr_alpha=(1.5,), gnmr_precision=high, **one_layer),
+        jax.devices()[:1],
     )
     linears = run.stages[0].model.config.linears
     gemms = find_gemms(
@@ -569,7 +576,7 @@ def test_products_of_layers_that_may_be_promoted(data, low, high):
     for gemm in gemms:
         if gemm.role and gemm.operands != ("nothing",):
             counts[gemm.recipe, gemm.role] += gemm.count
-    layers = 2 * (len(linears) - 1)
+    layers = len(linears) - 1
     recipes = [low] if low == "bf16" else [low, high]  # without casts nothing is promoted
     heads = collections.Counter({("bf16", product): 1 for product in ROLES})
     products = {(recipe, product): layers for recipe in recipes for product in ROLES}
@@ -600,9 +607,9 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
     assert missing(sizes) == [(o, "fwd", 4), (up, "fwd", 4)]
 
 
-@pytest.mark.slow
 def test_requiring_fp8_is_a_change_of_config(data, tmp_path):
-    config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
+    config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1, unroll=1)
+    config.model_overrides.n_layers = 1
     train_and_evaluate(config, str(tmp_path))
     config.require_fp8_gemms = True
     with pytest.raises(ValueError, match="require_fp8_gemms: False -> True"):

@@ -17,7 +17,7 @@ from tests.support.interpreter import interpreting, lower, needs_pallas
 ANYWHERE = pytest.mark.parametrize(
     "where",
     [
-        pytest.param("interpreter", marks=[needs_pallas, pytest.mark.slow]),
+        pytest.param("interpreter", marks=needs_pallas),
         pytest.param("gpu", marks=pytest.mark.gpu),
     ],
 )

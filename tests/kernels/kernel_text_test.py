@@ -2,14 +2,12 @@
 
 import re
 
-import pytest
-
 from fp8jax.training.build import build
 from fp8jax.training.programs import lower_program
 from tests.support import h200
 from tests.support.runs import tiny
 
-pytestmark = [h200.needs_plugin, pytest.mark.slow]
+pytestmark = h200.needs_plugin
 
 
 def lowered(data, name: str) -> str:

@@ -300,7 +300,6 @@ def collected(lines: str, name: str) -> set[str]:
     return {test for test, case in cases if name in re.split("[-:]", case)}
 
 
-@pytest.mark.slow
 def test_a_recipe_is_one_entry():
     """One added on the fly gets a case of every test that walks the tables; dot_test's pass."""
     modules = [
