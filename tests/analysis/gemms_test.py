@@ -546,7 +546,8 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     train_and_evaluate(config, str(tmp_path))
     before = noted[0][1]
     both = before + 2
-    assert noted == [("batch", before), ("table", both), ("batch", both), ("batch", both)]
+    stepped = both + 1  # with the program of the learning rate
+    assert noted == [("batch", before), ("table", both), ("batch", stepped), ("batch", stepped)]
     assert len(tables) == 1 and "layers/mlp/down " in tables[0]
     assert (tmp_path / "precision.txt").read_text().endswith(f"policy fp8_delayed:\n{tables[0]}\n")
     (stage,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "stage")
