@@ -49,7 +49,7 @@ def optimizer_and_schedule(config: OptimizerConfig):
 
 def schedule_of(**changes):
     """finished steps -> learning rate, as float."""
-    schedule = make_optimizer(configured(**changes))[1]
+    schedule = jax.jit(make_optimizer(configured(**changes))[1])
     return lambda count: float(schedule(jnp.asarray(count, jnp.int32)))
 
 
@@ -147,9 +147,8 @@ def test_without_a_gradient_only_decay_moves_a_parameter():
     optimizer, rate = optimizer_and_schedule(CONFIG)
     leaves = random_leaves(0)
     params = nested({k: jnp.asarray(p) for k, p in leaves.items()})
-    updates, _ = optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
-    )
+    zeros = jax.tree.map(np.zeros_like, leaves)
+    updates, _ = jax.jit(optimizer.update)(nested(zeros), optimizer.init(params), params)
     new = optax.apply_updates(params, updates)
     shrink = 1 - float(rate(jnp.asarray(0))) * CONFIG.weight_decay
     expected = {k: p * shrink if k in DECAYED else p for k, p in leaves.items()}

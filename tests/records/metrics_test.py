@@ -1,5 +1,6 @@
 """Files of a resumed run read as one run, to the bit; errors name the file; events are logged."""
 
+import inspect
 import io
 import json
 import logging as python_logging
@@ -134,7 +135,7 @@ def test_a_full_disk_names_the_file(tmp_path):
         # beartype knows open()'s files only, so the writer itself is asked.
         with Short(tmp_path / "short.jsonl", "ab") as file:
             with pytest.raises(OSError, match=r"only 9 of 12 bytes .*short\.jsonl"):
-                jsonl.append_line.__wrapped__(file, {"step": 1})
+                inspect.unwrap(jsonl.append_line)(file, {"step": 1})
 
 
 def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):

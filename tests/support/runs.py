@@ -4,16 +4,21 @@ import functools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs import base
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.data.tokenizers import tokenizer
-from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.recipes import RECIPES
 from fp8jax.records.events import SILENT
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.training.build import build
+
+# A policy with histories that compiles nearly as fast as bf16; a test puts it into `POLICIES`.
+ONE_LINEAR = Policy((("layers/mlp/down", RECIPES["fp8_delayed"]),), name="one_linear")
 
 
 @functools.cache
@@ -41,6 +46,15 @@ def tiny(data, **changes):
     return config
 
 
+def one_layer(data, **changes):
+    """`tiny` with one layer, for tests that show nothing of depth.
+
+    Tests whose configs differ only in numbers of the schedule, in lengths and in the data share
+    their compiled programs: take this one with few changes.
+    """
+    return tiny(data, **dict(model_overrides__n_layers=1, unroll=1) | changes)
+
+
 def steps(config, num_steps, devices=None):
     """(losses, run, last state) of the first steps, in the loop's order of programs."""
     run = build(config, devices)
@@ -58,6 +72,12 @@ def steps(config, num_steps, devices=None):
             losses.append(float(out["loss"]))
     batches.close()
     return np.array(losses), run, state
+
+
+@jax.jit
+def copied(tree):
+    """A copy of a state, whose memory a training step takes."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def numbers(workdir: Path) -> list[dict]:

@@ -11,9 +11,11 @@ import pytest
 from configs import base
 from fp8jax.data.corpus import build_corpus
 from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.numerics.policy import POLICIES
 from fp8jax.training import dry_run, memory, parameter_table, profile, programs
 from fp8jax.training.build import build
 from tests.support.commands import command_line
+from tests.support.runs import ONE_LINEAR
 from tests.support.text import write_generated_text
 
 # Two layers of width 32. Cut by fsdp: embedding and head, each 320 x 32; in each layer q, k, v and
@@ -31,6 +33,13 @@ def tiny(**changes):
     config.model_overrides.update(SIZES)
     config.unroll = 2  # compiles in half the time of a loop
     config.update(dict(batch_size=16, seq_len=64, num_steps=20, warmup_steps=5) | changes)
+    return config
+
+
+def one_layer(**changes):
+    """For tests that add nothing up."""
+    config = tiny(unroll=1, **changes)
+    config.model_overrides.n_layers = 1
     return config
 
 
@@ -97,7 +106,7 @@ def test_gradients_are_float32_and_weights_as_the_config_stores_them():
 
 @pytest.mark.slow
 def test_nothing_is_allocated():
-    config = tiny(telemetry_every=5)
+    config = one_layer(telemetry_every=5)
     run = build(config, jax.devices()[:1])
     before = sum(array.nbytes for array in jax.live_arrays())
     made = dry_run.make_plan(run)
@@ -110,7 +119,7 @@ def test_nothing_is_allocated():
 
 def test_programs_are_those_that_training_runs(tmp_path):
     """Same program for a real state and batch, which the compilation cache then has."""
-    config = tiny(precision="fp8_delayed", data=write_generated_text(tmp_path))
+    config = one_layer(precision="fp8_delayed", data=write_generated_text(tmp_path))
     run = build(config)
     corpus = build_corpus(
         config.data, run.tokenizer, seq_len=64, valid_fraction=0.05, cache_dir=str(tmp_path)
@@ -154,9 +163,9 @@ def test_report_says_what_limits():
     assert max(map(len, said.splitlines())) <= 100
 
 
-def test_dump_hlo_writes_every_program(tmp_path):
-    config = tiny(precision="fp8_delayed")
-    run = build(config, jax.devices()[:1])
+def test_dump_hlo_writes_every_program(tmp_path, monkeypatch):
+    monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+    run = build(one_layer(precision="one_linear"), jax.devices()[:1])
     names = ["seed_step", "step", "eval_step"]
     files = programs.dump_hlo(run, tmp_path / "new" / "hlo")
     kinds = ("stablehlo", "hlo")

@@ -10,13 +10,13 @@ from fp8jax.training import loop
 from fp8jax.training.epochs import read_corpus, require_same_epochs, with_steps
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.chats import pairs, write_chats
-from tests.support.runs import numbers, tiny
+from tests.support.runs import numbers, one_layer, tiny
 
 
 def chat_run(folder, **changes):
     """A config of 4 epochs, and batches that do not divide the rows."""
     spec = write_chats(folder, pairs(60))
-    config = tiny((spec, str(folder / "cache")), model_overrides__vocab_size=384)
+    config = one_layer((spec, str(folder / "cache")), model_overrides__vocab_size=384)
     config.tokenizer = f"bpe:{folder}/tokenizer.json"
     config.update(
         seq_len=160, valid_fraction=0.1, num_epochs=4, num_steps=7, batch_size=16, warmup_steps=1,

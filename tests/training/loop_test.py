@@ -23,6 +23,7 @@ from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.device import xla
 from fp8jax.model.attention import ATTENTIONS
 from fp8jax.model.config import MODULES
+from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import Checkpointer, DamagedError
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.workdir_lock import lock_workdir
@@ -32,7 +33,7 @@ from fp8jax.training.programs import abstract_numbers, lower_program
 from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.validate import sample_text
 from tests.support.products import float8_products
-from tests.support.runs import corpus, happened, steps, tiny
+from tests.support.runs import ONE_LINEAR, corpus, happened, one_layer, steps, tiny
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
@@ -43,8 +44,16 @@ TRAINED = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+        yield
+
+
 @functools.cache
 def one_device_losses(precision, data, seed=0):
+    """Of programs compiled as users compile them: each test that asks for them has the mark."""
     return steps(tiny(data, precision=precision, seed=seed, unroll=1), 20, jax.devices()[:1])[0]
 
 
@@ -56,6 +65,7 @@ def golden_key() -> str:
     return f"jaxlib {jax.lib.__version__} {xla.host_fingerprint()}"
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("precision", TRAINED)
 def test_golden_losses(precision, data):
     """A refactoring leaves them bit-identical. FP8JAX_UPDATE_GOLDEN=1 writes this machine's."""
@@ -74,6 +84,7 @@ def test_golden_losses(precision, data):
     assert golden
 
 
+@pytest.mark.optimized
 def test_precisions_differ_and_all_learn(data):
     curves = {name: one_device_losses(name, data) for name in TRAINED}
     for name, losses in curves.items():
@@ -86,6 +97,7 @@ def test_precisions_differ_and_all_learn(data):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "nvfp4_mixed"])
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
@@ -100,7 +112,7 @@ def test_eight_devices_equal_one(precision, data):
 
 @pytest.mark.slow
 def test_two_runs_are_bit_identical_and_no_step_compiles_twice(data):
-    config = tiny(data, precision="fp8_delayed", grad_accum=2)
+    config = one_layer(data, precision="one_linear", grad_accum=2)
     compilations = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compilations.append(event) if "backend_compile" in event else None
@@ -155,8 +167,8 @@ def losses_of(workdir):
 
 
 def delayed(data):
-    """A config of several tests: its programs are compiled once."""
-    return tiny(data, precision="fp8_delayed", mesh="fsdp", schedule="wsd")
+    """A config of several tests: its programs are compiled once. Eight devices train."""
+    return one_layer(data, precision="one_linear", mesh="fsdp", schedule="wsd")
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +191,7 @@ def test_a_run_writes_what_it_should(finished):
     # One source of ASCII: bytes are tokens but for the EOS of each document, which is no byte.
     ratio = last["valid_bits_per_byte"] * np.log(2) / last["valid_loss"]
     assert 1 < ratio < 1.1
-    assert json.loads((tmp_path / "config.json").read_text())["precision"] == "fp8_delayed"
+    assert json.loads((tmp_path / "config.json").read_text())["precision"] == "one_linear"
     assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir()) == [15, 20]
     assert list((tmp_path / "tensorboard").iterdir())
 
@@ -199,17 +211,15 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(data, finished,
 
 @pytest.mark.slow
 def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(data, tmp_path):
-    config = delayed(data)
-    config.update(precision="bf16", num_steps=5, warmup_steps=2)
-    train_and_evaluate(config, str(tmp_path))
-    config = delayed(data)
+    train_and_evaluate(one_layer(data, num_steps=5), str(tmp_path))
+    config = one_layer(data, precision="one_linear", num_steps=8)
     with pytest.raises(ValueError) as error:
         train_and_evaluate(config, str(tmp_path))
-    for line in ("num_steps: 5 -> 20", "precision: 'bf16' -> 'fp8_delayed'", "resume_with_changes"):
+    for line in ("num_steps: 5 -> 8", "precision: 'bf16' -> 'one_linear'", "resume_with_changes"):
         assert line in str(error.value)
     config.resume_with_changes = True
     train_and_evaluate(config, str(tmp_path))
-    assert len(losses_of(tmp_path)) == 20
+    assert len(losses_of(tmp_path)) == 8
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 5 and resume["seeding"]
 
@@ -217,20 +227,19 @@ def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(
 @pytest.mark.slow
 def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data, tmp_path):
     """Both before a file of the run is touched."""
-    train_and_evaluate(tiny(data, precision="bf16", num_steps=2, warmup_steps=1), str(tmp_path))
+    train_and_evaluate(one_layer(data, num_steps=2), str(tmp_path))
 
     def files():
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     whole = files()
-    other = tiny(data, precision="bf16", num_steps=4, warmup_steps=1, optimizer="lion")
+    other = one_layer(data, num_steps=4, optimizer="lion")
     with pytest.raises(ValueError, match=r"optimizer: 'adamw' -> 'lion'"):
         train_and_evaluate(other, str(tmp_path))
     other.resume_with_changes = True  # its moments are others, whoever asks
     with pytest.raises(ValueError, match=r"opt_state/.*nu/embedding: 'float32.* -> \(missing\)"):
         train_and_evaluate(other, str(tmp_path))
-    stored = tiny(data, precision="bf16", num_steps=4, warmup_steps=1, moments="fp8",
-                  resume_with_changes=True)  # fmt: skip
+    stored = one_layer(data, num_steps=4, moments="fp8", resume_with_changes=True)
     with pytest.raises(ValueError, match=r"opt_state/.*\(missing\) -> 'float8_e4m3fn"):
         train_and_evaluate(stored, str(tmp_path))
     assert files() == whole
@@ -240,15 +249,16 @@ def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data
     largest.write_bytes(largest.read_bytes().replace(b"\x00", b"\x01", 1))
     tampered = files()
     with pytest.raises(DamagedError, match="every checkpoint .* is damaged: 2: changed"):
-        train_and_evaluate(tiny(data, precision="bf16", num_steps=4, warmup_steps=1), str(tmp_path))
+        train_and_evaluate(one_layer(data, num_steps=4), str(tmp_path))
     assert files() == tampered
 
 
 @pytest.mark.slow
 def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, tmp_path):
     """A run of 6 steps goes on to 9 with half the batch and another learning rate."""
-    train_and_evaluate(tiny(data, num_steps=6), str(tmp_path))
-    config = tiny(data, num_steps=9, batch_size=8, learning_rate=1e-3, resume_with_changes=True)
+    train_and_evaluate(one_layer(data, num_steps=6), str(tmp_path))
+    changes = dict(num_steps=9, batch_size=8, learning_rate=1e-3, resume_with_changes=True)
+    config = one_layer(data, **changes)
     last = train_and_evaluate(config, str(tmp_path))
     assert len(losses_of(tmp_path)) == 9
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
@@ -268,10 +278,11 @@ def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, t
 def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     """On request: text every 5 steps, a trace of steps 3 and 4, and the step that validated best
     although later ones are kept."""
-    config = tiny(data, num_steps=15, valid_every=5, checkpoint_keep=1, checkpoint_keep_best=1,
-                  sample_every=5, sample_tokens=24, sample_prompt="The ")  # fmt: skip
-    # A learning rate that breaks the model again after step 5.
-    config.update(warmup_steps=14, learning_rate=3.0)
+    config = one_layer(data, num_steps=15, valid_every=5)
+    config.update(checkpoint_keep=1, checkpoint_keep_best=1)
+    config.update(sample_every=5, sample_tokens=24, sample_prompt="The ")
+    # A learning rate that breaks the model again after step 10.
+    config.update(warmup_steps=14, learning_rate=0.3)
     train_and_evaluate(config, str(tmp_path), profile=(3, 4))
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [5, 10, 15]
@@ -298,8 +309,8 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_path):
-    config = tiny(data, learning_rate=1e38, clip_norm=1e30, warmup_steps=0, checkpoint_every=1,
-                  num_steps=10)  # fmt: skip
+    config = one_layer(data, learning_rate=1e38, clip_norm=1e30, warmup_steps=0, num_steps=10)
+    config.checkpoint_every = 1
     with pytest.raises(NonFiniteError, match=r"step \d: .*(loss|grad_norm)=.*not finite"):
         train_and_evaluate(config, str(tmp_path))
     lines = read_jsonl(tmp_path / "metrics.jsonl")
@@ -315,8 +326,8 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
 def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp_path):
     """At a high rate from tiny outputs they grow in each of the first steps; a resumed run goes on
     with what was seen."""
-    config = tiny(data, precision="bf16", num_steps=4, warmup_steps=0, valid_every=1,
-                  learning_rate=2e-2, resume_with_changes=True)  # fmt: skip
+    config = one_layer(data, num_steps=4, warmup_steps=0, valid_every=1, learning_rate=2e-2)
+    config.update(schedule="wsd", decay_fraction=0.0, resume_with_changes=True)
     train_and_evaluate(config, str(tmp_path))
     assert not happened(tmp_path)
     config.num_steps = 9
@@ -389,7 +400,8 @@ def test_samples_may_be_longer_or_shorter_than_the_attention_of_training_takes(d
         ATTENTIONS["xla"], refuses=lambda q: None if q.shape[1] == 64 else f"length {q.shape[1]}"
     )
     monkeypatch.setitem(ATTENTIONS, "picky", picky)
-    run = build(tiny(data, attention="picky", sample_every=5, sample_tokens=8), jax.devices()[:1])
+    config = one_layer(data, attention="picky", sample_every=5, sample_tokens=8)
+    run = build(config, jax.devices()[:1])
     (stage,) = run.stages
     with jax.set_mesh(run.mesh):
         assert isinstance(sample_text(run, stage, stage.programs.initialize()), str)

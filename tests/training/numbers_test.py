@@ -11,40 +11,43 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 
 from fp8jax.device import xla
+from fp8jax.numerics.policy import POLICIES
 from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.programs import lower_program
-from tests.support.runs import tiny
+from tests.support.runs import ONE_LINEAR, one_layer
 
 SHORT = dict(schedule="wsd", learning_rate=0.5, warmup_steps=2, num_steps=13, clip_norm=0.25)
 OTHERS = {"short": SHORT, "unclipped": SHORT | dict(clip_norm=math.inf)}
 GNMR = dict(gnmr_alpha=(1.5, 1.1), gnmr_first=0.5)
 
 
-def one_layer(data, **changes):
-    return tiny(data, model_overrides__n_layers=1, unroll=1, **changes)
-
-
 def one_device(config):
     return build(config, jax.devices()[:1])
 
 
-@pytest.mark.parametrize("recipe", [dict(precision="fp8_delayed"), GNMR], ids=["delayed", "gnmr"])
-def test_runs_that_differ_in_their_numbers_have_one_text(data, recipe):
-    def texts(**numbers):
-        run = one_device(one_layer(data, **recipe, **numbers))
-        names = [*(["seed_step"] if run.stages[0].seeds else []), "step", "repeat_step"]
+@pytest.mark.parametrize(
+    ("recipe", "names", "numbers"),
+    [
+        (dict(precision="one_linear"), ["seed_step", "step"], OTHERS["unclipped"]),
+        (GNMR, ["step", "repeat_step"], OTHERS["short"]),
+    ],
+    ids=["delayed", "gnmr"],
+)
+def test_runs_that_differ_in_their_numbers_have_one_text(data, monkeypatch, recipe, names, numbers):
+    monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+
+    def texts(names=names, **changes):
+        run = one_device(one_layer(data, **recipe, **changes))
         return [lower_program(run, run.stages[0], name).as_text() for name in names]
 
     expected = texts()
-    for numbers in OTHERS.values():
-        assert texts(**numbers) == expected
-    assert texts(weight_decay=0.2) != expected  # what is a constant shows
+    assert texts(**numbers) == expected
+    assert texts(["step"], weight_decay=0.2)[0] not in expected  # what is a constant shows
 
 
 @pytest.mark.parametrize("numbers", [{}, *OTHERS.values()], ids=["base", *OTHERS])
@@ -96,13 +99,13 @@ def programs_kept(tmp_path):
     xla.compilation_cache.reset_cache()
 
 
+@pytest.mark.counts_compilations
 def test_a_run_resumed_with_other_numbers_compiles_no_step_anew(data, tmp_path, programs_kept):
-    # `eps` is a constant of a step: no other test has compiled this one.
-    changes = dict(precision="bf16", eps=3e-8, valid_batches=1)
+    changes = dict(valid_batches=1)
     train_and_evaluate(one_layer(data, num_steps=1, **changes), str(tmp_path / "run"))
     compiled = programs_kept()
     assert len([name for name in compiled if name.endswith("-cache")]) == 1
-    other: ConfigDict = one_layer(data, resume_with_changes=True, **changes | SHORT)
+    other = one_layer(data, resume_with_changes=True, **changes | SHORT)
     other.num_steps = 3
     last = train_and_evaluate(other, str(tmp_path / "run"))
     assert programs_kept() == compiled

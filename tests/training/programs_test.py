@@ -2,11 +2,12 @@
 
 import pytest
 
+from fp8jax.numerics.policy import POLICIES
 from fp8jax.training import loop, programs
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.programs import Compilation
-from tests.support.runs import tiny
+from tests.support.runs import ONE_LINEAR, one_layer, tiny
 
 
 @pytest.mark.slow  # two runs, each of which compiles a step
@@ -21,13 +22,14 @@ def test_a_run_compiles_its_programs_once(data, tmp_path, monkeypatch):
     original = programs.compile_programs
     monkeypatch.setattr(programs, "compile_programs", compile_programs)
     monkeypatch.setattr(loop, "compile_programs", compile_programs)
-    config = tiny(data, precision="fp8_delayed", num_steps=5, batch_size=8)
+    monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+    config = one_layer(data, precision="one_linear", num_steps=5)
     train_and_evaluate(config, str(tmp_path / "run"))
-    assert calls == [("fp8_delayed", "seed_step", "step")]
+    assert calls == [("one_linear", "seed_step", "step")]
     config.num_steps = 6
     config.resume_with_changes = True
     train_and_evaluate(config, str(tmp_path / "run"))
-    assert calls[1:] == [("fp8_delayed", "step")]
+    assert calls[1:] == [("one_linear", "step")]
 
 
 def test_an_error_of_the_thread_ends_the_run(data, tmp_path, monkeypatch):
@@ -40,7 +42,7 @@ def test_an_error_of_the_thread_ends_the_run(data, tmp_path, monkeypatch):
 
 
 def test_its_programs_are_those_of_the_stage(data):
-    run = build(tiny(data))
+    run = build(one_layer(data))
     compiled, seconds = Compilation(run, run.stages[0], ["step", "eval_step"]).result()
     assert list(compiled) == ["step", "eval_step"] and seconds > 0
     assert "jit_step" in compiled["step"].as_text()

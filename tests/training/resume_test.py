@@ -16,7 +16,7 @@ from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.run_checkpoint import require_version
 from fp8jax.training import loop
 from fp8jax.training.loop import train_and_evaluate
-from tests.support.runs import numbers, tiny
+from tests.support.runs import numbers, one_layer
 from tests.support.text import compressed, generated_text, json_lines, write_generated_text
 
 
@@ -48,8 +48,8 @@ SPECS = {
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_resumed_run_equals_one_that_never_stopped(kind, tmp_path, data_dir):  # noqa: F811
     spec = SPECS[kind](tmp_path)
-    config = tiny((spec, str(tmp_path / "cache")), num_steps=5, checkpoint_every=4, valid_every=2)
-    config.warmup_steps = 2
+    changes = dict(num_steps=5, checkpoint_every=4, valid_every=2)
+    config = one_layer((spec, str(tmp_path / "cache")), **changes)
     train_and_evaluate(config, str(tmp_path / "run"))
     whole = numbers(tmp_path / "run")
     assert [line["step"] for line in whole] == list(range(1, 6))
@@ -73,11 +73,11 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
         (tmp_path / name).mkdir()
         parts[name] = write(tmp_path / name)
     cache = str(tmp_path / "cache")
-    before = tiny((f"z=3*{parts['z']},p=1*{parts['p']}", cache), num_steps=4, warmup_steps=2)
+    before = one_layer((f"z=3*{parts['z']},p=1*{parts['p']}", cache), num_steps=4)
     first = train_and_evaluate(before, str(tmp_path / "run"))
     assert (first["rows/z"], first["rows/p"]) == (48, 16)
     spec = f"z=1*{parts['z']},p=3*{parts['p']},j=4*{parts['j']}"
-    after = tiny((spec, cache), num_steps=6, warmup_steps=2, resume_with_changes=True)
+    after = one_layer((spec, cache), num_steps=6, resume_with_changes=True)
     last = train_and_evaluate(after, str(tmp_path / "run"))
     assert (last["rows/z"], last["rows/p"], last["rows/j"]) == (48 + 4, 16 + 12, 16)
     assert {"valid_loss/z", "valid_loss/p", "valid_loss/j"} <= last.keys()
@@ -89,7 +89,7 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
 @pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
     """The first version, whose meta names none, and any other one: by number, before training."""
-    config = tiny(data, num_steps=1, warmup_steps=0, valid_batches=1)
+    config = one_layer(data, num_steps=1, valid_batches=1)
     monkeypatch.setattr(loop, "CHECKPOINT_VERSION", 1)
     train_and_evaluate(config, str(tmp_path))
     monkeypatch.undo()

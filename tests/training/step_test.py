@@ -11,16 +11,25 @@ import pytest
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.model.transformer import abstract_variables
+from fp8jax.numerics.policy import POLICIES
+from fp8jax.optim.master_weights import to_float32
 from fp8jax.training.build import build
 from fp8jax.training.step import accumulate as accumulate_step
 from fp8jax.training.step import loss_sum
-from tests.support.runs import corpus, tiny
+from tests.support.runs import ONE_LINEAR, copied, corpus, one_layer, tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+        yield
 
 
 @functools.cache
 def seeded(data):
     """(run, state, batch) of one device after a first step, which wrote the histories."""
-    run = build(tiny(data, precision="fp8_delayed"), jax.devices()[:1])
+    run = build(one_layer(data, precision="one_linear"), jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
     batch = to_devices(next(batches), run.batch_sharding)
     batches.close()
@@ -35,7 +44,7 @@ def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
     """Against each microbatch by itself: same sums but for float32 order, same maxima."""
     run, state, _ = seeded(data)
     batches = train_batches(corpus(*data).train, seed=5, batch_size=16)
-    batch = {k: jnp.asarray(v) for k, v in next(batches).items()}
+    batch = next(batches)
     batches.close()
     accumulate = functools.partial(accumulate_step, run.stages[0].model, state)
     loss, grads, histories = jax.jit(accumulate, static_argnums=1)(batch, 4)
@@ -77,7 +86,7 @@ def test_histories_reach_neither_clipping_nor_the_optimizer(data):
 def test_a_rejected_step_changes_nothing(data):
     run, state, batch = seeded(data)
     with jax.set_mesh(run.mesh):
-        state = jax.tree.map(jnp.copy, state)  # a step takes the memory of its state
+        state = copied(state)
         bad = dict(batch, weights=batch["weights"].at[3, 3].set(jnp.nan))
         before = jax.tree.map(np.array, dataclasses.replace(state, key=0))
         programs = run.stages[0].programs
@@ -90,11 +99,12 @@ def test_a_rejected_step_changes_nothing(data):
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
+@pytest.mark.optimized
 def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
     """Against a float32 run with the same values: equal loss and optimizer state, and weights equal
     after one rounding. Two microbatches, whose gradients add up in float32."""
     wide, narrow = (
-        build(tiny(data, grad_accum=2, master_weights=dtype), jax.devices()[:1])
+        build(one_layer(data, grad_accum=2, master_weights=dtype), jax.devices()[:1])
         for dtype in ("float32", "bfloat16")
     )
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
@@ -103,10 +113,8 @@ def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
     with jax.set_mesh(wide.mesh):
         state = narrow.stages[0].programs.initialize()
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
-        same = jax.tree.map(jnp.copy, state)  # a step takes the memory of its state
-        same = dataclasses.replace(
-            same, params=jax.tree.map(lambda leaf: leaf.astype(jnp.float32), same.params)
-        )
+        same = copied(state)
+        same = dataclasses.replace(same, params=jax.jit(to_float32)(same.params))
         numbers = narrow.stages[0].programs.numbers(state)
         state, out = narrow.stages[0].programs.step(state, batch, numbers)
         same, expected = wide.stages[0].programs.step(same, batch, numbers)
@@ -120,7 +128,9 @@ def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
 def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
     detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
-    config = tiny(data, precision="fp8_delayed", moments="fp8", spike_window=8)
+    # One moment: to encode one takes as long to compile as all else.
+    moments = dict(moments="fp8", optimizer="lion")
+    config = one_layer(data, precision="one_linear", spike_window=8, **moments)
     run = build(config, jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
     good = [to_devices(next(batches), run.batch_sharding) for _ in range(23)]
