@@ -10,6 +10,8 @@ import pytest
 from fp8jax.data.bpe import train_bpe
 from fp8jax.data.tokenizers import tokenizer
 from fp8jax.interop.folders import keep_small_files
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.recipes import RECIPES
 from fp8jax.records.checkpoint import Checkpointer
 from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
@@ -17,14 +19,14 @@ from fp8jax.training.build import build
 from fp8jax.training.initial_state import InitialState
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.resume import checkpoint_items
-from tests.support.runs import numbers, tiny
+from tests.support.runs import ONE_LINEAR, numbers, one_layer, tiny
 
 STABLE, DECAY = 5, 3  # steps
 
 
 def whole_run(data, **changes):
     """Warm-up and stable phase of 5 steps, and a decay of 3."""
-    return tiny(
+    return one_layer(
         data, schedule="wsd", num_steps=STABLE + DECAY, decay_fraction=DECAY / (STABLE + DECAY),
         warmup_steps=2, checkpoint_every=STABLE, valid_every=4, valid_batches=1, **changes,
     )  # fmt: skip
@@ -55,13 +57,23 @@ def phase(workdir: Path, after: int) -> list[dict]:
     return [*kept, {name: value for name, value in lines[-1].items() if name != "step"}]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def policies():
+    """Of one linear that is quantized: with histories, and rounded stochastically."""
+    noisy = Policy((("layers/mlp/down", RECIPES["nvfp4"]),), name="noisy")
+    with pytest.MonkeyPatch.context() as patch:
+        for policy in (ONE_LINEAR, noisy):
+            patch.setitem(POLICIES, policy.name, policy)
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(precision="fp8_delayed"),  # histories go on
-        dict(precision="nvfp4", moments="fp8"),  # so does the noise of both
-        dict(precision="fp8_block", optimizer="lion", spike_window=8),
+        dict(precision="one_linear"),  # histories go on
+        # So does the noise of policy and moments, and what the spike detector remembers.
+        dict(precision="noisy", moments="fp8", optimizer="lion", spike_window=8),
     ],
     ids=lambda changes: changes["precision"],
 )
@@ -97,7 +109,7 @@ def raw(leaf) -> np.ndarray:
 def test_another_precision_begins_with_fresh_histories(data, tmp_path):
     config = whole_run(data, precision="bf16")
     train_and_evaluate(config, str(tmp_path / "bf16"))
-    decay = decay_of(config, str(tmp_path / "bf16"), precision="fp8_delayed", num_steps=2)
+    decay = decay_of(config, str(tmp_path / "bf16"), precision="one_linear", num_steps=2)
     train_and_evaluate(decay, str(tmp_path / "fp8"))
     before, after = (numbers(tmp_path / name) for name in ("bf16", "fp8"))
     assert after[0]["loss"] == pytest.approx(before[-1]["loss"], rel=0.1)
