@@ -181,7 +181,7 @@ def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_number
     halves = sample(data, 1, precision="fp8_rowwise", grad_accum=2, **HEADS)
     other = sample(
         data, 4, precision="fp8_rowwise", remat="full", grad_accum=2, moments="fp8",
-        gnmr_alpha=(1.5,), mesh_axes__data=2, mesh_axes__tensor=2, **HEADS,
+        optimizer="lion", gnmr_alpha=(1.5,), mesh_axes__data=2, mesh_axes__tensor=2, **HEADS,
     )  # fmt: skip
     assert len(plain) == len(halves) == len(other) == 2 * 7 * 6 + 2
     for whole, half in zip(plain, halves, strict=True):
