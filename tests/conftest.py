@@ -27,6 +27,8 @@ else:
         # The second one does nothing on a CPU, but a dry run sets it (fp8jax/device/xla.py), and
         # programs are only shared between processes that have the same flags.
         + " --xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=0"
+        # The same bits on every x86 processor (docs/results/test_suite.md).
+        + " --xla_cpu_max_isa=AVX2 --xla_cpu_enable_platform_dependent_math=false"
     )
 
 if os.environ.get("FP8JAX_TEST_ANNOTATIONS"):

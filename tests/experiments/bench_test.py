@@ -463,7 +463,6 @@ def test_a_delayed_policy_starts_from_what_its_seeding_step_saw():
     )
 
 
-@pytest.mark.slow
 def test_training(monkeypatch, hasty):
     config = base.get_config()
     config.model_overrides.update(
@@ -484,7 +483,6 @@ def test_training(monkeypatch, hasty):
     assert made.rows[0].note.endswith(" tokens/s") and not made.rows[1].note
 
 
-@pytest.mark.slow
 def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     """Each device has half the parameters and half the rows."""
     config = base.get_config()
@@ -523,7 +521,6 @@ def test_packed_rows_of_steps():
         np.testing.assert_array_equal(positions, np.concatenate(expected))
 
 
-@pytest.mark.slow
 def test_settings_are_values_of_the_config(monkeypatch, hasty):
     """Each policy runs with each of them: with twice the rows a step holds more."""
     config = base.get_config()
@@ -712,7 +709,6 @@ def test_command_refuses_in_one_line():
     assert done.stderr == "error: --remat is not for quantize\n"
 
 
-@pytest.mark.slow
 def test_cost_of_telemetry(data):
     small = dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, mlp="gelu")
     config = tiny(data, num_steps=8, telemetry_every=4, warmup_steps=0, unroll=1, batch_size=8)
@@ -759,7 +755,6 @@ def test_cost_of_telemetry_needs_two_samples(data):
         telemetry.measure_telemetry(tiny(data, num_steps=7, telemetry_every=4))
 
 
-@pytest.mark.slow
 def test_a_cached_start_compiles_less(data, monkeypatch):
     """Two processes of a run with one layer, which end at their third step; the second finds what
     the first has compiled."""

@@ -40,7 +40,6 @@ def rows(name: str) -> dict[str, list[str]]:
     return {line[0].strip(" `"): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-@pytest.mark.slow
 def test_page_is_what_the_code_says():
     made = recipe_page.fill_page(PAGE)
     assert made == PAGE, (
@@ -320,7 +319,6 @@ def test_sweep_by_hand(monkeypatch, tmp_path):
     assert "| all of them |  | none: the interval is empty |" in text
 
 
-@pytest.mark.slow
 def test_a_swept_model_trains_and_is_evaluated_at_each_bias(monkeypatch, data):
     """A scale of 1 takes activations and weights, but of the gradients of a mean over 256 tokens
     only the largest."""

@@ -185,7 +185,6 @@ def test_bytes_an_element(name, most):
             assert one_byte == elements
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FP8)
 def test_eight_devices_keep_the_same_moments(name):
     """Codes and scales are cut as the parameter is, so that no group lies on two devices, and are

@@ -104,7 +104,6 @@ def test_gradients_are_float32_and_weights_as_the_config_stores_them():
     assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
 
 
-@pytest.mark.slow
 def test_nothing_is_allocated():
     config = one_layer(telemetry_every=5)
     run = build(config, jax.devices()[:1])
@@ -226,7 +225,6 @@ def test_profile_is_two_steps():
 # The command line ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     overrides = [f"--config.model_overrides.{key}={value}" for key, value in SIZES.items()]
     code, said = command_line(

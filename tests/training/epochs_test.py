@@ -59,7 +59,6 @@ def test_what_decides_the_examples_must_not_change(key):
         require_same_epochs(["learning_rate: 0.1 -> 0.2", f"{key}: 1 -> 2"])
 
 
-@pytest.mark.slow
 def test_a_run_resumes_inside_epoch_3(tmp_path, monkeypatch):
     """Its batches and numbers are those of a run that never stopped; a smaller batch is refused."""
     config = chat_run(tmp_path)

@@ -14,7 +14,7 @@ from fp8jax.training.programs import lower_program
 from tests.support import h200
 from tests.support.runs import tiny
 
-pytestmark = [h200.needs_plugin, pytest.mark.slow]
+pytestmark = h200.needs_plugin
 
 LAYERS = 3
 

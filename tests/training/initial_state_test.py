@@ -67,7 +67,6 @@ def policies():
         yield
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -105,7 +104,6 @@ def raw(leaf) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
-@pytest.mark.slow
 def test_another_precision_begins_with_fresh_histories(data, tmp_path):
     config = whole_run(data, precision="bf16")
     train_and_evaluate(config, str(tmp_path / "bf16"))

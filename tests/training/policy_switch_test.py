@@ -129,7 +129,6 @@ def whole(data, tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
 def test_each_stage_goes_on_from_the_bits_of_the_one_before(data, whole):
     """Steps 1 to 3 are those of a run without a schedule. Then its weights, moments and data, with
     empty histories, go through the seeding and steady programs of `mlp`, where the switch to the
@@ -153,7 +152,6 @@ def test_each_stage_goes_on_from_the_bits_of_the_one_before(data, whole):
     assert [line["loss"] for line in numbers(whole.workdir)] == expected
 
 
-@pytest.mark.slow
 def test_switches_are_events_at_the_right_steps(whole):
     found = switches(whole.workdir)
     assert [(event["step"], event["from"], event["to"], event["seeding"]) for event in found] == [
@@ -166,7 +164,6 @@ def test_switches_are_events_at_the_right_steps(whole):
     assert as_schedule(config.precision, config.precision_schedule).begins(9) == (0, 3, 5, 7)
 
 
-@pytest.mark.slow
 def test_every_program_is_compiled_once_when_a_stage_needs_it(whole):
     """Validation after the steps 2, 4, 6, 8, 9; a sample after step 5."""
     rates = step = seed = evaluation = sample = 1
@@ -185,14 +182,12 @@ def test_every_program_is_compiled_once_when_a_stage_needs_it(whole):
     assert [line["step"] for line in read_jsonl(whole.workdir / "samples.jsonl")] == [5]
 
 
-@pytest.mark.slow
 def test_a_switch_copies_no_weights(whole):
     assert len(whole.entered) == 3
     for before, after in whole.entered:
         assert before.params is after.params and before.opt_state is after.opt_state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "switched"), [(2, [3, 5, 7]), (3, [3, 5, 7]), (6, [7])], ids=["before", "at", "after"]
 )

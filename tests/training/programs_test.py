@@ -10,7 +10,6 @@ from fp8jax.training.programs import Compilation
 from tests.support.runs import ONE_LINEAR, one_layer, tiny
 
 
-@pytest.mark.slow  # two runs, each of which compiles a step
 def test_a_run_compiles_its_programs_once(data, tmp_path, monkeypatch):
     """A fresh run begins when it is made, a resumed one when it knows what it needs."""
     calls = []

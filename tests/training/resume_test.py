@@ -44,7 +44,6 @@ SPECS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_resumed_run_equals_one_that_never_stopped(kind, tmp_path, data_dir):  # noqa: F811
     spec = SPECS[kind](tmp_path)
@@ -65,7 +64,6 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, tmp_path, data_dir): 
         assert counts == {"z": 40, "p": 30, "t": 10}
 
 
-@pytest.mark.slow
 def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
     """From 3:1 to 1:3 and a new source: rows add up, the change is recorded."""
     parts = {}
@@ -86,7 +84,6 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
     assert json.loads((tmp_path / "run/config.json").read_text())["data"] == spec
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
     """The first version, whose meta names none, and any other one: by number, before training."""
     config = one_layer(data, num_steps=1, valid_batches=1)

@@ -124,7 +124,6 @@ def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, same.opt_state)
 
 
-@pytest.mark.slow
 def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
     detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""

@@ -38,7 +38,6 @@ def test_the_training_programs_stay_byte_identical(data):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
 def test_a_run_is_sampled(data, tmp_path, monkeypatch):
     config = tiny(
         data, precision="fp8_delayed:history=4", telemetry_every=2, num_steps=4, valid_every=4,
@@ -162,7 +161,6 @@ def sample(data, devices, **changes):
     return transformer_rows(stage.model, statistics, step=1, promoted=promoted)
 
 
-@pytest.mark.slow
 def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_numbers(
     data, monkeypatch
 ):
