@@ -1,7 +1,16 @@
-"""The backend `emulated`: exact GEMMs of dequantized operands, on every device.
+"""The backend `emulated`: exact GEMMs of quantized operands, on every device.
 
 It runs every recipe and defines what a recipe computes. `quantize_each` is also the quantizer of
 the backend `xla`.
+
+    y[m, n] = outer * sum over k of    (code a * tile scale a)[m, k] * (code b * tile scale b)[k, n]
+
+What is constant along the contracting axis multiplies the result: the scales of rows and of whole
+tensors, and nvfp4's tensor scale. What is left of an operand, its numbers, has few significant
+bits: where bfloat16 holds them (`Cast.holds`), the matrix unit multiplies them exactly and as fast
+as any bfloat16. A float32 scale for each tile does not fit: those numbers are rounded to float32,
+once, and multiplied in float32, which takes ten times as long. The float32 result is rounded once,
+after its scale.
 
 Sums are in float32, whatever a recipe's accumulation is (numerics/accumulation.py): the backend
 emulates formats, not the accumulators of a matrix unit. That loses less than `fast` may, and is
@@ -16,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.device.hardware import platform
 from fp8jax.linear.operands import (
     CastRequest,
     Operand,
@@ -23,8 +33,8 @@ from fp8jax.linear.operands import (
     QuantizedOperand,
     plain_matmul,
 )
-from fp8jax.numerics.hadamard import hadamard
-from fp8jax.numerics.quantization import dequantize, quantize_unchecked
+from fp8jax.numerics.quantization import ROTATION, Rotation, quantize_unchecked
+from fp8jax.numerics.tiles import spread
 
 
 def quantize_each(
@@ -34,23 +44,36 @@ def quantize_each(
 
     Returns one operand per request, and None in place of max|x|.
     """
+    x = materialized(x, requests)
     operands: list[QuantizedOperand] = []
     for i, request in enumerate(requests):
         operand = None
         for earlier, done in zip(requests[:i], operands, strict=True):
             if _same_values(earlier, request):
                 operand = dataclasses.replace(done, axis=request.axis)
-        operands.append(_quantize_one(x, request) if operand is None else operand)
+        operands.append(quantize_one(x, request) if operand is None else operand)
     return tuple(operands), None
 
 
-def _quantize_one(x: jax.Array, request: CastRequest) -> QuantizedOperand:
+def materialized(x: jax.Array, requests: tuple[CastRequest, ...]) -> jax.Array:
+    """Return x, which XLA writes before it quantizes it, if that takes scales of tiles.
+
+    On GPUs it would otherwise compute the amax of each tile where it computes x, in kernels that
+    take ten times as long as reading x once more.
+    """
+    if platform() != "gpu" or all(request.cast.separable for request in requests):
+        return x
+    return lax.optimization_barrier(x)
+
+
+def quantize_one(
+    x: jax.Array, request: CastRequest, rotation: Rotation = ROTATION
+) -> QuantizedOperand:
+    """Quantize `x` for one request."""
     cast = request.cast
-    if cast.hadamard > 1:
-        x = hadamard(x, cast.hadamard, axis=request.axis)
     q = quantize_unchecked(
         x, cast.format, cast.tile, contract_axis=request.axis, scale=cast.scale,
-        amax=request.amax, rounding=cast.rounding, key=request.key,
+        amax=request.amax, key=request.key, hadamard=cast.hadamard, rotation=rotation,
     )  # fmt: skip
     return QuantizedOperand(q, cast, request.axis)
 
@@ -61,70 +84,60 @@ def _same_values(one: CastRequest, other: CastRequest) -> bool:
 
 
 def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply the dequantized operands exactly, with sums in float32, and round to `dtype`.
+    """Multiply two operands as the module's docstring says; return [..., M, N] in `dtype`.
 
-    `accumulation` changes nothing, as the module's docstring says.
-
-    Scales that are constant along the contracting axis are multiplied into the result.
+    `accumulation` changes nothing, as it says, too.
     """
-    if _is_separable(a) and _is_separable(b):
-        return _matmul_separable(a, b).astype(dtype)
-    left, right = _exact(a), _exact(b)
-    if left.dtype != right.dtype:
-        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
-    left, right = lax.optimization_barrier((left, right))
-    return plain_matmul(
-        PlainOperand(left, a.axis), PlainOperand(right, b.axis), jnp.float32
-    ).astype(dtype)
+    wide = gemm_dtype(a, b)
+    # The barrier keeps XLA from using an FP8 GEMM, which on Hopper keeps only 14 bits of the sums.
+    left, right = lax.optimization_barrier((numbers_of(a, wide), numbers_of(b, wide)))
+    outer = result_scale(a, b)
+    # A GPU's GEMM rounds its float32 sums itself, which saves a pass over the result.
+    rounds = outer is None and dtype == wide and platform() == "gpu"
+    y = plain_matmul(
+        PlainOperand(left, a.axis), PlainOperand(right, b.axis), dtype if rounds else jnp.float32
+    )
+    return (y if outer is None else y * outer).astype(dtype)
 
 
-def _is_separable(operand: Operand) -> bool:
-    """Whether the operand's scales, if it has any, are constant along the contracting axis."""
-    return isinstance(operand, PlainOperand) or operand.cast.separable
+def gemm_dtype(a: Operand, b: Operand) -> jnp.dtype:
+    """Return the narrowest dtype that holds the numbers of both operands, or float32.
 
-
-def _matmul_separable(a: Operand, b: Operand) -> jax.Array:
-    # Codes are exact in bfloat16. The first barrier keeps XLA from undoing the rounding. The second
-    # keeps it from using an FP8 GEMM, which on Hopper keeps only 14 bits of the sums.
-    numbers = lax.optimization_barrier(tuple(map(_numbers, (a, b))))
+    That is bfloat16, or the dtype of an operand in high precision.
+    """
     plain = [each.x.dtype for each in (a, b) if isinstance(each, PlainOperand)]
-    wide = plain[0] if plain else jnp.bfloat16
-    left, right = lax.optimization_barrier(tuple(each.astype(wide) for each in numbers))
-    y = plain_matmul(PlainOperand(left, a.axis), PlainOperand(right, b.axis), jnp.float32)
-    return y * result_scale(a, b)
+    wide = jnp.dtype(plain[0] if plain else jnp.bfloat16)
+    quantized = [each.cast for each in (a, b) if isinstance(each, QuantizedOperand)]
+    return wide if all(cast.holds(wide) for cast in quantized) else jnp.dtype(jnp.float32)
 
 
-def _numbers(operand: Operand) -> jax.Array:
-    """Return the operand's codes without their scales, or its numbers in high precision."""
-    return operand.x if isinstance(operand, PlainOperand) else operand.q.values
-
-
-def _exact(operand: Operand) -> jax.Array:
-    """Return the operand's numbers without rounding: in bfloat16 if it can hold them, else float32.
-
-    A code has at most four significant bits, and multiplying by a power of two adds none.
-    """
+def numbers_of(operand: Operand, dtype: jnp.dtype) -> jax.Array:
+    """Return the operand's numbers in `dtype`, without what `_outer_scale` returns."""
     if isinstance(operand, PlainOperand):
-        return operand.x
-    exact_in_bf16 = operand.cast.scale.power_of_two
-    return dequantize(operand.q, jnp.bfloat16 if exact_in_bf16 else jnp.float32)
+        return operand.x.astype(dtype)
+    q = operand.q
+    # The first cast of codes is exact. XLA may leave out a conversion to a narrow dtype and back,
+    # but not the rounding before it (numerics/formats.py).
+    if operand.cast.separable:
+        return q.values.astype(dtype)
+    numbers = q.values.astype(jnp.float32) * spread(
+        q.scale.astype(jnp.float32), q.tile, q.values.shape
+    )
+    return numbers.astype(dtype)
 
 
-def codes_of(operand: QuantizedOperand) -> PlainOperand:
-    """Return the operand's codes without their scales."""
-    return PlainOperand(operand.q.values, operand.axis)
+def result_scale(a: Operand, b: Operand) -> jax.Array | None:
+    """Return the scales that are constant along the contracting axis, multiplied.
 
-
-def result_scale(a: Operand, b: Operand) -> jax.Array:
-    """Return the scales of quantized operands, multiplied, broadcastable to [..., M, N].
-
-    At least one operand is quantized; scales must be separable.
+    They broadcast to [..., M, N]: those of rows, columns and whole tensors. None for none.
     """
     scales = []
-    if isinstance(a, QuantizedOperand):
-        rows = a.q.float_scale()
-        scales.append(rows if a.axis == -1 else jnp.swapaxes(rows, -1, -2))
-    if isinstance(b, QuantizedOperand):
-        columns = b.q.float_scale()
-        scales.append(columns if b.axis == -2 else jnp.swapaxes(columns, -1, -2))
-    return functools.reduce(operator.mul, scales)
+    for operand, free in ((a, -1), (b, -2)):
+        if isinstance(operand, PlainOperand):
+            continue
+        if not operand.cast.separable:
+            scales += [] if operand.q.tensor_scale is None else [operand.q.tensor_scale]
+            continue
+        scale = operand.q.float_scale()
+        scales.append(scale if operand.axis == free else jnp.swapaxes(scale, -1, -2))
+    return functools.reduce(operator.mul, scales) if scales else None

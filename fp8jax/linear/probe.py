@@ -38,6 +38,7 @@ from fp8jax.linear.emulated import quantize_each
 from fp8jax.linear.manual_axes import largest_like, summed_like, varying
 from fp8jax.linear.operands import CastRequest, Operand, PlainOperand, QuantizedOperand
 from fp8jax.linear.shared_leaf import combining_by_max
+from fp8jax.numerics.formats import folded
 from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.tiles import spread, tensor_amax
@@ -202,7 +203,7 @@ def _what_if(
         cast = dataclasses.replace(cast.seeding(), shared=False)
         cast_key = None
         if cast.rounding == "stochastic":
-            cast_key = jax.random.fold_in(key, len(CASTS) + CASTS.index(name))
+            cast_key = folded(key, len(CASTS) + CASTS.index(name))
         requests[f"what_if.{name}"] = CastRequest(cast, axis, None, cast_key)
     quantized, _ = quantize_each(x, tuple(requests.values()))
     return operands | dict(zip(requests, quantized, strict=True))

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fp8jax.linear.amax_history import (
@@ -66,6 +67,7 @@ from fp8jax.linear.operands import (
 )
 from fp8jax.linear.probe import Probe, Rows, measure, repeated
 from fp8jax.linear.probe import as_cotangent as probe_cotangent
+from fp8jax.numerics.formats import folded
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 
@@ -77,7 +79,7 @@ X_CASTS = {"fwd_x": -1, "wgrad_x": -2}
 G_CASTS = {"dgrad_g": -1, "wgrad_g": -2}
 W_CASTS = {"dgrad_w": -1}  # of the backward
 
-# A cast's key is fold_in(key, index in this order). Changing the order changes training runs.
+# A cast's key is folded(key, index in this order). Changing the order changes training runs.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
 
 
@@ -148,7 +150,7 @@ def cast_requests(
         if cast.timing == "delayed":
             amax = stored_amax(histories[name[-1]], cast)
         if cast.rounding == "stochastic":
-            cast_key = jax.random.fold_in(key, KEY_ORDER.index(name))
+            cast_key = folded(key, KEY_ORDER.index(name))
         requests[name] = CastRequest(cast, axis, amax, cast_key)
     return requests
 
@@ -354,7 +356,8 @@ def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
     if _requantizes(context, probes):
         kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
     else:
-        kept = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
+        # The barrier keeps XLA from saving x itself and quantizing it in the backward.
+        kept = checkpoint_name(lax.optimization_barrier(qx["wgrad_x"]), QUANTIZED_INPUT)
     return ys, _Residuals(kept, ws, histories, new_histories, keys, probes, rows)
 
 

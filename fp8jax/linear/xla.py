@@ -18,8 +18,8 @@ from jax import lax
 
 from fp8jax.device import xla
 from fp8jax.kernels.blackwell import scaled_matmul
-from fp8jax.linear.emulated import codes_of, result_scale
-from fp8jax.linear.operands import Operand, QuantizedOperand, plain_matmul
+from fp8jax.linear.emulated import result_scale
+from fp8jax.linear.operands import Operand, PlainOperand, QuantizedOperand, plain_matmul
 from fp8jax.linear.refusals import is_block_scaled
 
 _PRECISIONS = {"fast": lax.Precision.DEFAULT, "split": lax.Precision.HIGHEST}
@@ -36,8 +36,10 @@ def matmul_xla(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
         return scaled_matmul(a.q, b.q, a.axis, b.axis).astype(dtype)
     # Without the scales, products of codes overflow float16.
     wide = jnp.float32 if dtype == jnp.float16 else dtype
-    y = plain_matmul(codes_of(a), codes_of(b), wide, _PRECISIONS[accumulation])
+    left, right = (PlainOperand(each.q.values, each.axis) for each in (a, b))
+    y = plain_matmul(left, right, wide, _PRECISIONS[accumulation])
     scale = result_scale(a, b)
+    assert scale is not None  # `xla_refuses` excludes operands without one
     if scale.size == 1 and xla.folds_scales():
         # XLA folds only this expression into the GEMM's epilogue, which saves a pass over y. There
         # scale and result are float32 (a GPU test compares the bits).

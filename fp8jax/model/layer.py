@@ -26,7 +26,7 @@ from fp8jax.model.cache import KVCache, attend_cached, written
 from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
 from fp8jax.model.norms import RMSNorm, norm_layer
 from fp8jax.model.rope import rotate
-from fp8jax.numerics.formats import power_of_two_below
+from fp8jax.numerics.formats import folded, power_of_two_below
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import Policy
 
@@ -314,4 +314,4 @@ class Block(nn.Module):
 
 def fold_in(key, index):
     """Returns the key folded with `index`, or None for None."""
-    return None if key is None else jax.random.fold_in(key, index)
+    return None if key is None else folded(key, index)

@@ -10,9 +10,12 @@ that share a scale. The signs are fixed (the first bits of pi), as in NVFP4: dra
 every step gains nothing.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Shaped
 
 _SIGNS = 0x243F6A8885A308D313198A2E03707344  # the first 128 bits of pi's fractional part
 
@@ -31,17 +34,53 @@ def hadamard(x: Float[Array, "..."], size: int, *, axis: int = -1) -> Float[Arra
     Zeros pad that axis to whole blocks. The sums are pairwise, in log2(size) rounds, so every
     device gives the same bits. Raises ValueError unless `size` is a power of two up to 128.
     """
+    return joined(hadamard_parts(x, size, axis=axis), axis)
+
+
+def hadamard_parts(
+    x: Float[Array, "..."], size: int, *, axis: int = -1
+) -> list[Float[Array, "..."]]:
+    """`hadamard`, as `size` arrays: the i-th elements of all blocks along `axis`.
+
+    So that what follows, the amax of a block for instance, is elementwise: a GPU then keeps the
+    transformed numbers in registers.
+    """
     check_hadamard(size)
-    x = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
-    *others, length = x.shape
-    blocks = -(-length // size)
-    x = jnp.pad(x, [(0, 0)] * len(others) + [(0, blocks * size - length)])
-    signs = np.array([1 - 2 * (_SIGNS >> (127 - i) & 1) for i in range(size)], np.float32)
-    x = x.reshape(*others, blocks, size) * signs.reshape((1,) * x.ndim + (-1,))
-    half = 1
+    return butterflies(split(x.astype(jnp.float32), size, axis))
+
+
+def butterflies(parts: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+    """Return the transform of the elements of a block, one float32 array for each element."""
+    size, half = len(parts), 1
+    parts = [-part if _SIGNS >> (127 - i) & 1 else part for i, part in enumerate(parts)]
     while half < size:
-        x = x.reshape(*others, blocks, size // (2 * half), 2, half)
-        x = jnp.stack([x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]], axis=-2)
+        for i in range(size):
+            if not i & half:
+                a, b = parts[i], parts[i + half]
+                parts[i], parts[i + half] = a + b, a - b
         half *= 2
-    x = x.reshape(*others, blocks * size) * np.float32(size**-0.5)
-    return jnp.moveaxis(x, -1, axis)
+    return [part * np.float32(size**-0.5) for part in parts]
+
+
+def split(x: Shaped[Array, "..."], size: int, axis: int) -> list[Shaped[Array, "..."]]:
+    """Return the i-th elements of all blocks of `size` along `axis`, for each i; zeros pad it."""
+    if size == 1:
+        return [x]
+    axis %= x.ndim
+    blocks = -(-x.shape[axis] // size)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, blocks * size - x.shape[axis])
+    if padding[axis][1]:
+        x = jnp.pad(x, padding)
+    x = x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+    return [lax.index_in_dim(x, i, axis + 1, keepdims=False) for i in range(size)]
+
+
+def joined(parts: Sequence[Shaped[Array, "..."]], axis: int) -> Shaped[Array, "..."]:
+    """Undo `split`, but for its padding."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = list(parts[0].shape)
+    axis %= len(shape)
+    shape[axis] *= len(parts)
+    return jnp.stack(parts, axis + 1).reshape(shape)

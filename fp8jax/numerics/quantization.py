@@ -13,7 +13,9 @@ amax is not finite. The result of the GEMM is then NaN, and the training step is
 """
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +25,17 @@ from jaxtyping import Array, Float, Shaped
 
 from fp8jax.lookup import brief
 from fp8jax.numerics.formats import (
+    Format,
     FormatLike,
     as_format,
-    cast,
+    cast_unchecked,
     check_float,
     check_result_dtype,
+    check_rounding,
+    draws,
+    places,
 )
+from fp8jax.numerics.hadamard import hadamard_parts, joined, split
 from fp8jax.numerics.scales import ScaleRule, as_scale_rule
 from fp8jax.numerics.tiles import TileLike, as_tile, spread, tile_amax, tile_grid
 
@@ -110,13 +117,13 @@ def quantize(
              [64, 128, 448]], dtype=float8_e4m3fn)
     """
     check_float("x", x)
+    check_rounding(as_format(fmt), rounding, key)
     if amax is not None:
         axes = as_tile(tile).per_axis(x.ndim, contract_axis)
         grid = tuple(n for n, _ in tile_grid(x.shape, axes))
         amax = _checked_amax(amax, grid)
     return quantize_unchecked(
-        x, fmt, tile, contract_axis=contract_axis, scale=scale, amax=amax, rounding=rounding,
-        key=key,
+        x, fmt, tile, contract_axis=contract_axis, scale=scale, amax=amax, key=key
     )  # fmt: skip
 
 
@@ -143,6 +150,44 @@ def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:
     return amax
 
 
+class Rotation(NamedTuple):
+    """How x is transformed (hadamard.py) and cast: by XLA, or by kernels (kernels/rotate.py).
+
+    Attributes:
+      block_amax: (x, size, axis) -> max|x'| of each block of `size` elements along the axis.
+      codes: (x, size, axis, reciprocals [..., blocks, ...], format, key or None) -> codes of x'.
+    """
+
+    block_amax: Callable[..., Float[Array, "..."]]
+    codes: Callable[..., Shaped[Array, "..."]]
+
+
+def _block_amax(x: jax.Array, size: int, axis: int) -> jax.Array:
+    return functools.reduce(larger, hadamard_parts(x, size, axis=axis))
+
+
+def _rotated_codes(
+    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any
+) -> jax.Array:
+    # Out of a copy that only XLA takes for another array: it transforms x again, instead of writing
+    # the transformed numbers of `_block_amax` in float32 and reading them twice.
+    x, reciprocal = lax.optimization_barrier((x, reciprocal))
+    parts = hadamard_parts(x, size, axis=axis)
+    noise: Sequence[jax.Array | None] = [None] * size
+    if key is not None:
+        shape = list(parts[0].shape)
+        shape[axis] *= size
+        noise = [draws(key, at) for at in split(places(tuple(shape)), size, axis)]
+    codes = [
+        cast_unchecked(part * reciprocal, fmt, each)
+        for part, each in zip(parts, noise, strict=True)
+    ]
+    return joined(codes, axis)
+
+
+ROTATION = Rotation(_block_amax, _rotated_codes)
+
+
 def quantize_unchecked(
     x: Float[Array, "..."],
     fmt: FormatLike,
@@ -151,31 +196,56 @@ def quantize_unchecked(
     contract_axis: int = -1,
     scale: str | ScaleRule = "fp32",
     amax: Float[Array, "..."] | None = None,
-    rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
+    hadamard: int = 1,
+    rotation: Rotation = ROTATION,
 ) -> Quantized:
-    """`quantize` for callers whose x and amax are right: it adds no operation that checks them."""
+    """`quantize` for callers whose x and amax are right: it adds no operation that checks them.
+
+    With `hadamard` above 1 it transforms x before (hadamard.py), along the contracting axis, which
+    it pads with zeros to whole blocks. With a key it rounds stochastically.
+    """
     fmt, rule = as_format(fmt), as_scale_rule(scale)
     axes = as_tile(tile).per_axis(x.ndim, contract_axis)
-    own = tile_amax(x, axes)
+    along = contract_axis % x.ndim
+    if hadamard > 1 and (axes[along] or hadamard) % hadamard:
+        x, hadamard = joined(hadamard_parts(x, hadamard, axis=along), along), 1
+    # In arrays with one element for each block of the transform, tiles have fewer elements.
+    blocks, magnitudes = list(axes), x
+    if hadamard > 1:
+        magnitudes = rotation.block_amax(x, hadamard, along)
+        tile_along = axes[along]
+        blocks[along] = None if tile_along is None else tile_along // hadamard
+    own = tile_amax(magnitudes, tuple(blocks))
     source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
     clean, tensor_scale = rule(source, fmt)
     # The values use the scale before x's own amax is checked: a delayed cast must not wait for the
     # reduction that computes that amax.
     finite = jnp.isfinite(own) & jnp.isfinite(source)
     reciprocal = 1.0 / Quantized(clean, clean, tensor_scale, axes).float_scale()
-    scaled = x.astype(jnp.float32) * spread(reciprocal, axes, x.shape)
-    values = cast(scaled, fmt, rounding=rounding, key=key)
+    reciprocal = spread(reciprocal, tuple(blocks), magnitudes.shape)
+    if hadamard > 1:
+        values = rotation.codes(x, hadamard, along, reciprocal, fmt, key)
+    else:
+        noise = None if key is None else draws(key, places(x.shape))
+        values = cast_unchecked(x.astype(jnp.float32) * reciprocal, fmt, noise)
     checked = jnp.where(finite, clean, jnp.array(jnp.nan, clean.dtype))
     return Quantized(values, checked, tensor_scale, axes)
+
+
+def larger(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the larger magnitude of two float32 numbers; NaN if one is NaN (tiles.py)."""
+    return lax.bitcast_convert_type(jnp.maximum(_magnitude(one), _magnitude(other)), jnp.float32)
+
+
+def _magnitude(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
 
 
 def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
     """Return values * scale in `dtype`, with the shape of the values.
 
-    The barrier preserves the rounding. Without it XLA may replace float32 -> float8 -> bfloat16 by
-    float32 -> bfloat16 (`xla_allow_excess_precision`, on by default on GPUs), and silently skip the
-    emulation of the format.
+    With a tensor scale, a code times the scale of its tile is exact; so the number is rounded once.
 
     Args:
       q: what `fp8jax.quantize` returned.
@@ -202,5 +272,8 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
             f" {brief(q)}"
         )
     check_result_dtype("dtype", dtype)
-    values = lax.optimization_barrier(q.values).astype(jnp.float32)
-    return (values * spread(q.float_scale(), q.tile, q.values.shape)).astype(dtype)
+    scale = spread(q.scale.astype(jnp.float32), q.tile, q.values.shape)
+    numbers = q.values.astype(jnp.float32) * scale
+    if q.tensor_scale is not None:
+        numbers = numbers * q.tensor_scale
+    return numbers.astype(dtype)

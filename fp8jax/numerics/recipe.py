@@ -33,6 +33,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from fp8jax.lookup import brief, unknown
 from fp8jax.numerics.accumulation import ACCUMULATIONS, Accumulation
 from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, table
@@ -157,6 +159,32 @@ class Cast:
         It can if it is constant along the contracting axis.
         """
         return self.tile.contract is None and not isinstance(self.scale, NvFp4)
+
+    def holds(self, dtype: Any) -> bool:
+        """Whether `dtype` holds the operand's numbers exactly: codes times the scales of tiles.
+
+        Scales that are constant along the contracting axis multiply the result instead, and are no
+        part of these numbers: those of a separable cast, and the tensor scale of nvfp4. A code of p
+        significant bits times a scale of q bits has at most p + q bits, or p if the scale is a
+        power of two. Some e2m1 x e4m3 has 2 + 4 = 6 bits between 2^-10 and 2688, within the 8 bits
+        and the range of bfloat16.
+
+        Scales that are powers of two have the range of float32, which is that of bfloat16: there
+        both hold numbers from 2^-126 on, and devices may flush smaller ones to zero. float16 has
+        not that range.
+        """
+        info, smallest, largest = jnp.finfo(dtype), self.format.tiny, self.format.max
+        bits = self.format.mantissa + 1
+        if isinstance(self.scale, NvFp4):
+            e4m3 = FORMATS["e4m3"]
+            bits += e4m3.mantissa + 1
+            smallest, largest = smallest * e4m3.tiny, largest * e4m3.max
+        elif not self.separable:
+            if not self.scale.power_of_two or info.minexp > jnp.finfo(jnp.float32).minexp:
+                return False
+            smallest = largest = 1.0
+        fits = info.smallest_subnormal <= smallest and largest <= info.max
+        return bool(bits <= info.nmant + 1 and fits)
 
     @property
     def any_axis(self) -> bool:

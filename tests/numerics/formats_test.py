@@ -1,11 +1,15 @@
 """All codes of every format against ml_dtypes; saturation; stochastic rounding."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from fp8jax.numerics import formats
 from fp8jax.numerics.formats import FORMATS, Format, as_format, cast
 from tests.support import reference
 
@@ -145,7 +149,7 @@ def test_stochastic_rounding_matches_a_table_given_the_same_draws(name):
     """Over the whole range and far beyond it, against explicit neighbors in float64."""
     rng, shape = np.random.default_rng(0), (DRAWS, POINTS)
     x = (rng.normal(size=shape) * 10.0 ** rng.integers(-6, 6, shape)).astype(np.float32)
-    draws = np.asarray(jax.random.uniform(jax.random.key(1), shape))
+    draws = reference.draws(jax.random.key(1), shape)
     got = round_stochastically(x, name, seed=1)
     np.testing.assert_array_equal(bits(got), bits(reference.stochastic_cast(x, name, draws)))
     assert (bits(got) != bits(cast(jnp.asarray(x), name))).mean() > 0.01  # nearest would fail
@@ -164,16 +168,63 @@ def test_stochastic_rounding_keeps_exact_numbers_and_saturates(name):
     assert np.isnan(y).all() if fmt.has_nan else (y == 0).all()
 
 
-@pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-23])
+@pytest.mark.parametrize("draw", [2.0**-17, 1 - 2.0**-17])
 @pytest.mark.parametrize("name", SIGNED)
 def test_the_smallest_and_the_largest_draw(name, draw, monkeypatch):
-    """Draws lie in [0, 1). Even 0 moves no exact number, and 1 - 2^-23 moves others down."""
-    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, draw))
+    """Draws lie between 0 and 1. The smallest moves no exact number, the largest others down."""
+    monkeypatch.setattr(formats, "draws", lambda key, at: jnp.full(at.shape, draw))
     grid = finite_values(FORMATS[name])
-    middle, moved = (grid[1:] + grid[:-1]) / 2, grid[1:] if draw == 0 else grid[:-1]
+    middle, moved = (grid[1:] + grid[:-1]) / 2, grid[1:] if draw < 0.5 else grid[:-1]
     for x, expected in [(grid, grid), (middle, moved)]:
         y = round_stochastically(np.resize(x, (DRAWS, POINTS)), name).astype(np.float32)
         np.testing.assert_array_equal(y, np.resize(expected, y.shape))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4, 6), (130, 200), (), (0, 4)])
+@pytest.mark.parametrize(
+    "key", [jax.random.key(3), jax.random.PRNGKey(4), jax.random.key(5, impl="rbg")], ids=str
+)
+def test_draws_are_those_of_the_definition(key, shape):
+    """Bit for bit, for every kind of key: it is defined in NumPy, in tests/support/reference.py."""
+    draws = formats.draws(key, formats.places(shape))
+    np.testing.assert_array_equal(draws, reference.draws(key, shape))
+
+
+def test_folded_keys_are_those_of_the_definition_and_differ():
+    for key in (jax.random.key(3), jax.random.PRNGKey(4), jax.random.key(5, impl="rbg")):
+        found = set()
+        for numbers in itertools.product(range(4), range(8), range(6)):
+            got = functools.reduce(formats.folded, numbers, key)
+            assert got.dtype == key.dtype and got.shape == key.shape
+            words = reference.folded(key, *numbers)
+            np.testing.assert_array_equal(reference.words_of(got), words)
+            found.add(tuple(words))
+        assert len(found) == 4 * 8 * 6
+
+
+def test_draws_are_uniform_and_do_not_depend_on_each_other():
+    """2^20 of them, each within six standard deviations: the numbers in each of 256 bins, of the
+    upper and of the lower 8 bits; and correlations between neighbors, rows and keys, which are
+    0 ± 2^-10."""
+    count, bins = 2**20, 256
+    one = reference.draws(jax.random.key(0), (count,)).astype(np.float64)
+    for bits in (one * bins, one * 2**16 % bins):
+        found = np.bincount(bits.astype(int), minlength=bins)
+        assert np.abs(found - count / bins).max() <= 6 * np.sqrt(count / bins)
+    others = [reference.draws(jax.random.key(seed), (count,)).astype(np.float64) for seed in (1, 2)]
+    shifted = [np.roll(one, shift) for shift in (1, 2, 16, 768, 4096)]
+    for other in (*others, *shifted):
+        assert abs(np.corrcoef(one, other)[0, 1]) <= 6 * 2.0**-10
+
+
+def test_each_probability_is_rounded_to_16_bits():
+    """Over all 2^16 draws, a number at p of the way to the next one moves up with the multiple of
+    2^-16 nearest to p: unbiased to within 2^-17, and exact numbers stay."""
+    every = (jnp.arange(2**16) + 0.5) / 2**16
+    for p in (0.0, 2.0**-18, 2.0**-16, 0.1, 0.5, 0.7, 1 - 2.0**-18):
+        x = jnp.full(2**16, 4 + 2 * p, jnp.float32)
+        up = (formats.cast_unchecked(x, FORMATS["e2m1"], every).astype(jnp.float32) == 6).mean()
+        assert float(up) == np.round(p * 2**16) / 2**16
 
 
 def test_stochastic_rounding_is_reproducible():

@@ -1,11 +1,12 @@
 """Plain NumPy and ml_dtypes: what the library's quantizers and products are tested against.
 
 Written for being obviously right, tile by tile, and independent of fp8jax but for the names of
-its scale rules and casts. Only the random draws of stochastic rounding come from JAX.
+its scale rules and casts. Only the words of random keys come from JAX.
 """
 
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import ml_dtypes
@@ -69,9 +70,46 @@ def stochastic_cast(x: np.ndarray, fmt: str, draws: np.ndarray) -> np.ndarray:
     return np.where(draws < (x - lo) / (hi - lo), hi, lo).astype(np.float32).astype(DTYPES[fmt])
 
 
+def mixed(bits: np.ndarray, word) -> np.ndarray:
+    """A permutation of 32 bits, in uint64: Chris Wellons' triple32, with a word in it."""
+    bits = (bits ^ bits >> 17) * 0xED5AD4BB % 2**32 ^ word
+    bits = (bits ^ bits >> 11) * 0xAC4C1B51 % 2**32
+    bits = (bits ^ bits >> 15) * 0x31848BAB % 2**32
+    return bits ^ bits >> 14
+
+
+def words_of(key) -> np.ndarray:
+    """The words of a key of JAX, or the words that `folded` returned."""
+    if not isinstance(key, np.ndarray):
+        key = jax.random.key_data(key)
+    return np.asarray(key).astype(np.uint64)
+
+
+def folded(key, *numbers: int) -> np.ndarray:
+    """The words of the key of a cast: those of the model's key, mixed with each number in turn."""
+    words = words_of(key)
+    for number in numbers:
+        which = np.array([(i + 1) * 0x85EBCA6B % 2**32 for i in range(words.size)], np.uint64)
+        words = mixed(words ^ np.uint64(number * 0x9E3779B9 % 2**32), which)
+    return words
+
+
+def draws(key, shape) -> np.ndarray:
+    """The random numbers of stochastic rounding: odd multiples of 2^-17, one for each element.
+
+    A 32-bit hash of each pair of neighboring elements, in row-major order, and of the key's first
+    and last word; its lower half is for the first of the two, its upper half for the second.
+    """
+    words = words_of(key)
+    place = np.arange(math.prod(shape), dtype=np.uint64)
+    h = mixed(place // 2 ^ words[0], words[-1])
+    half = np.where(place % 2 == 1, h >> 16, h % 2**16)
+    return ((half.astype(np.float32) + np.float32(0.5)) / np.float32(2**16)).reshape(shape)
+
+
 def uniform(key, name: str, shape) -> np.ndarray:
     """The draws of the cast of that name, such as "dgrad_g", under the key of the product."""
-    return np.asarray(jax.random.uniform(jax.random.fold_in(key, KEY_ORDER.index(name)), shape))
+    return draws(folded(key, KEY_ORDER.index(name)), shape)
 
 
 # Scales -------------------------------------------------------------------------------------------
@@ -121,17 +159,33 @@ def quantize(
 ):
     """(values, float32 scale spread over the elements, scales by tile index); rounded to nearest,
     or with `draws`, uniform numbers of x's shape, stochastically."""
+    return quantize_parts(x, fmt, tile, contract_axis, rule, amax, draws=draws)[:3]
+
+
+class Parts(NamedTuple):
+    """What `quantize` returns, and its scales in two: x ≈ values * of_tiles * tensor."""
+
+    values: np.ndarray
+    spread: np.ndarray
+    scales: dict
+    of_tiles: np.ndarray
+    tensor: np.float32
+
+
+def quantize_parts(
+    x: np.ndarray, fmt: str, tile: Tile, contract_axis: int, rule, amax=None, *, draws=None
+) -> Parts:
     x = np.asarray(x, np.float32)
-    spread = np.ones(x.shape, np.float32)
-    scales = {}
+    of_tiles, outer, scales = np.ones(x.shape, np.float32), np.float32(1), {}
     tensor_amax = np.abs(x).max(initial=0)
     for index, where in tiles(x.shape, tile, contract_axis):
         own = np.float32(np.abs(x[where]).max()) if amax is None else np.float32(amax)
         scales[index], tensor = scale_of(rule, own, fmt, tensor_amax)
-        spread[where] = np.float32(scales[index]) * np.float32(1 if tensor is None else tensor)
+        of_tiles[where], outer = np.float32(scales[index]), outer if tensor is None else tensor
+    spread = of_tiles * outer
     scaled = x * (np.float32(1) / spread)
     values = saturating_cast(scaled, fmt) if draws is None else stochastic_cast(scaled, fmt, draws)
-    return values, spread, scales
+    return Parts(values, spread, scales, of_tiles, outer)
 
 
 # The random Hadamard transform --------------------------------------------------------------------
@@ -195,16 +249,14 @@ def rotated(x: np.ndarray, cast: Cast | None, contract_axis: int) -> np.ndarray:
 def apply_cast(
     x: np.ndarray, cast: Cast | None, contract_axis: int, amax=None, *, key=None, name=None
 ) -> np.ndarray:
-    """x as a product sees it, in float64. A cast that rotates gives the rotated operand, to be
-    multiplied with another one; one that is stochastic needs the product's key and its own name."""
+    """x as a product sees it, exact in float64. A cast that rotates gives the rotated operand, to
+    be multiplied with another one; a stochastic one needs the product's key and its own name."""
     if cast is None:
         return np.asarray(x, np.float64)
     x = rotated(x, cast, contract_axis)
     draws = uniform(key, name, x.shape) if cast.rounding == "stochastic" else None
-    values, spread, _ = quantize(
-        x, cast.format.name, cast.tile, contract_axis, cast.scale, amax, draws=draws
-    )  # fmt: skip
-    return values.astype(np.float64) * spread.astype(np.float64)
+    q = quantize_parts(x, cast.format.name, cast.tile, contract_axis, cast.scale, amax, draws=draws)
+    return q.values.astype(np.float64) * q.of_tiles.astype(np.float64) * float(q.tensor)
 
 
 # The smallest step of the numbers -3 to 3 times this, all of which the format holds.
