@@ -19,6 +19,7 @@ from fp8jax.device.hardware import DEVICES, Device
 from fp8jax.linear.amax_history import init_state
 from fp8jax.linear.backends import BACKENDS, choose_backend
 from fp8jax.linear.dot import dot_general
+from fp8jax.linear.refusals import exact_in_bf16, kernels_refuse
 from fp8jax.linear.vjp import KEY_ORDER
 from fp8jax.model.models import MODELS
 from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS
@@ -177,11 +178,28 @@ def _noise_row(name: str, recipe: Recipe) -> list[str]:
 # Native backends ----------------------------------------------------------------------------------
 
 
+def _exact_in_bf16(recipe: Recipe, device: Device) -> bool:
+    """Whether the recipe's GEMMs run on a GPU's BF16 unit, which multiplies them exactly."""
+    backend, pairs = choose_backend(None, recipe, device).name, recipe.gemms.values()
+    has_unit = device.capability is not None and device.capability >= (8, 0)
+    if not has_unit or backend == "xla":
+        return False
+    exact = []
+    for lhs, rhs in pairs:
+        if lhs is None or rhs is None:
+            return False
+        in_fp8 = backend == "pallas" and kernels_refuse(lhs, rhs, "fast") is None
+        exact.append(exact_in_bf16(lhs, rhs) and not in_fp8)
+    return all(exact)
+
+
 def _native_table() -> str:
     """Returns the table of recipes by device, and the reasons that its numbered cells refer to."""
     reasons: dict[str | None, int] = {}
 
     def cell(recipe: Recipe, device: Device) -> str:
+        if _exact_in_bf16(recipe, device):
+            return "bf16"
         if choose_backend(None, recipe, device).name != "emulated":
             return "yes"
         reason = BACKENDS["xla"].refuses(recipe, device) if device.fp8 else "no FP8 matrix unit"

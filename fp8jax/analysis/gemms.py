@@ -29,6 +29,7 @@ from fp8jax.analysis.hlo import BARE, ROLES, UNNAMED, Gemm, module_position, par
 from fp8jax.device import hardware
 from fp8jax.device.hardware import Device
 from fp8jax.linear.backends import BACKENDS, choose_backend
+from fp8jax.linear.refusals import exact_in_bf16
 from fp8jax.model.config import MODULES
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
@@ -94,6 +95,11 @@ def _reason(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> 
     lhs, rhs = recipe.gemms[gemm.role]
     if lhs is None or rhs is None:
         return None
+    if exact_in_bf16(lhs, rhs) and set(gemm.operands) == {"bf16"} and not device.block_scaled:
+        return (
+            f"backend: {device.kind} has no matrix unit for scales of {lhs.tile.contract} elements;"
+            " this GEMM of codes times scales is exact in bf16"
+        )
     if 4 in (lhs.format.bits, rhs.format.bits) and not device.block_scaled:
         return f"backend: {device.kind} has no FP4 matrix unit"
     if choose_backend(backend, recipe, device).name == "emulated":

@@ -193,7 +193,13 @@ def block_scaled_matmul(
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes and tuning of a GEMM. `by_row` is whether each row of b has its own scale."""
+    """The sizes and tuning of a GEMM.
+
+    Attributes:
+      by_row: whether each row of b has its own scale.
+      depth: the elements of K in a slot.
+      k_first: whether the arrays of a and of b have K as their first axis.
+    """
 
     m: int
     k: int
@@ -201,6 +207,8 @@ class Shape:
     by_row: bool
     out_dtype: jnp.dtype
     tuning: TuningConfig
+    depth: int = BLOCK
+    k_first: tuple[bool, bool] = (False, False)
 
     @property
     def tile_m(self) -> int:
@@ -208,7 +216,7 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        return self.k // BLOCK
+        return self.k // self.depth
 
     @property
     def unroll(self) -> int:

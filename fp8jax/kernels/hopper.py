@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.kernels.kernel_text import remove_dump_names
 from fp8jax.kernels.requirements import require
+from fp8jax.numerics.formats import FORMATS, Format
 
 remove_dump_names()
 
@@ -77,6 +78,11 @@ def pad_to_blocks(x: jax.Array) -> jax.Array:
     """Returns `x` [rows, columns] padded with zeros to multiples of `BLOCK`."""
     padding = [(0, -size % BLOCK) for size in x.shape]
     return jnp.pad(x, padding) if any(after for _, after in padding) else x
+
+
+def stored(fmt: Format) -> jnp.dtype:
+    """Returns the dtype in which kernels store codes: e4m3 for e2m1, of which it has all values."""
+    return FORMATS["e4m3"].dtype if fmt.bits == 4 else fmt.dtype
 
 
 def load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:

@@ -7,10 +7,13 @@ the same mesh axes. A scale has one entry per 128 elements along k, or along bot
     quantize_tiles        m k                ->  m k, scale k m; k m, scale m k
     quantize_blocks       m k                ->  m k or k m, scale m k
     cast_rows_columns     m k, m, k          ->  m k, k m
+    rotated_amax          m k                ->  m k                    its m are blocks of rows
+    rotated_codes         m k, m k           ->  m k
     cast_produced         m k ..., scalars   ->  m k, k m of each result, amaxes over all shards
     tiles_produced        m k ...            ->  m k, scale k m; k m, scale m k of each result
     block_scaled_matmul   m k, n k, k m, k n ->  m n                    summed over the shards of k
     row_scaled_matmul     m k, n k, m, n     ->  m n                    summed over the shards of k
+    scaled_matmul         m k, n k, scalar   ->  m n                    summed over the shards of k
     flash_*               rows and heads, see below; each device attends to its own
 
 XLA cannot look inside a kernel. By default it would gather the operands, and run the whole kernel
@@ -41,9 +44,9 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from fp8jax.kernels import block_gemm, flash_backward, quantize, row_gemm, swiglu_quantize
+from fp8jax.kernels import block_gemm, flash_backward, quantize, rotate, row_gemm, swiglu_quantize
 from fp8jax.kernels import flash_forward as forward
 from fp8jax.kernels.hopper import BLOCK
 from fp8jax.kernels.quantize import TileCodes
@@ -228,6 +231,38 @@ def cast_rows_columns(
     )
 
 
+def rotated_amax(x: Float[Array, "M K"], size: int) -> Float[Array, "blocks K"]:
+    """`rotate.rotated_amax` on a mesh."""
+    kernel = functools.partial(rotate.rotated_amax, size=size)
+    return _on_mesh(lambda shards: kernel, (x,), ("mk",), ("mk",), _TILES)
+
+
+def rotated_codes(
+    x: Float[Array, "M K"],
+    reciprocal: Float[Array, "blocks K"],
+    fmt: Format,
+    size: int,
+    words: tuple[UInt32[Array, ""], UInt32[Array, ""]] | None = None,
+) -> Shaped[Array, "M K"]:
+    """`rotate.rotated_codes` on a mesh. Draws are those of the whole array's places."""
+    columns = x.shape[1]
+
+    def kernel(shards: Shards):
+        def of_shard(x, reciprocal, *words):
+            begins = []
+            for letter, size_of_shard in zip("mk", x.shape, strict=True):
+                at = lax.axis_index(shards[letter]) if shards[letter] else 0
+                begins.append(jnp.asarray(at * size_of_shard, jnp.uint32))
+            given = jnp.stack([*words, *begins]) if words else None
+            return rotate.rotated_codes(x, reciprocal, fmt, size, given, columns)
+
+        return of_shard
+
+    scalars = () if words is None else words
+    letters = ("mk", "mk") + ("",) * len(scalars)
+    return _on_mesh(kernel, (x, reciprocal, *scalars), letters, ("mk",), _TILES)
+
+
 def cast_produced(
     producer: Producer,
     sources: tuple[Float[Array, "M K"], ...],
@@ -319,6 +354,21 @@ def row_scaled_matmul(
     multiples = {"k": BLOCK, "m": 8, "n": 64}
     letters = ("mk", "nk", "m", "n")
     return _on_mesh(kernel, (a, b, sa, sb), letters, ("mn",), multiples, sources=2)
+
+
+def scaled_matmul(
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    scale: Float[Array, ""],
+    axes: tuple[int, int],
+    out_dtype: Any = jnp.bfloat16,
+) -> Float[Array, "M N"]:
+    """`row_gemm.scaled_matmul` on a mesh."""
+    gemm = functools.partial(row_gemm.scaled_matmul, axes=axes)
+    letters = ("mk" if axes[0] == -1 else "km", "nk" if axes[1] == -1 else "kn", "")
+    multiples = {"k": row_gemm.DEPTH, "m": 8, "n": 64}
+    kernel = functools.partial(_summed, gemm, out_dtype)
+    return _on_mesh(kernel, (a, b, scale), letters, ("mn",), multiples, sources=2)
 
 
 # Flash attention: b rows, t positions, k key heads, g query heads of each key head, h head size.

@@ -42,8 +42,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.kernels.hopper import BLOCK, launch, load, saturated, scoped, swizzled
-from fp8jax.numerics.formats import Format
+from fp8jax.kernels.hopper import BLOCK, launch, load, saturated, scoped, stored, swizzled
+from fp8jax.numerics.formats import Format, rounded
 from fp8jax.numerics.scales import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -71,8 +71,8 @@ def _check(x: Array, fmt: Format, rule: ScaleRule | None = None) -> None:
         raise ValueError(f"the kernel needs whole tiles of {BLOCK} x {BLOCK}, got shape {x.shape}")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the kernel needs a bfloat16 or float32 array, got {x.dtype}")
-    if fmt.bits != 8 or not fmt.signed:
-        raise ValueError(f"the kernel casts to e4m3 or e5m2, got {fmt.name}")
+    if fmt.name not in ("e4m3", "e5m2", "e2m1"):
+        raise ValueError(f"the kernel casts to e4m3, e5m2 or e2m1, got {fmt.name}")
     if not (rule in (None, E8M0()) or isinstance(rule, Fp32 | Pow2)):
         raise ValueError(f"the kernel supports the scale rules fp32, pow2 and e8m0, got {rule}")
 
@@ -96,7 +96,9 @@ def _as_amax(bits: jax.Array) -> jax.Array:
 
 
 def _codes(x: jax.Array, reciprocal: jax.Array, fmt: Format) -> jax.Array:
-    """Returns the codes of x * reciprocal in `fmt`, saturated; NaN stays NaN."""
+    """Returns the codes of x * reciprocal in `fmt`, saturated; NaN stays NaN if `fmt` has one."""
+    if fmt.bits == 4:  # Hopper has no conversion to it
+        return rounded(x * reciprocal, fmt, None).astype(stored(fmt))
     return saturated(x * reciprocal, fmt.max).astype(fmt.dtype)
 
 
@@ -238,7 +240,7 @@ def cast_transpose(
     Args:
       x: bfloat16 or float32; M and K are multiples of 128.
       scale: float32. The codes are those of x * (1 / scale), saturated.
-      fmt: e4m3 or e5m2.
+      fmt: e4m3, e5m2 or e2m1.
       values, transposed: whether to compute the codes [M, K] and [K, M]; None replaces those that
         are not computed.
 
@@ -251,7 +253,7 @@ def cast_transpose(
     """
     _check(x, fmt)
     direct = x.dtype == jnp.bfloat16
-    (rows, columns), dtype = x.shape, fmt.dtype
+    (rows, columns), dtype = x.shape, stored(fmt)
     out = [jax.ShapeDtypeStruct((rows // BLOCK, columns // BLOCK), jnp.int32)]
     if values:
         out.append(jax.ShapeDtypeStruct((rows, columns), dtype))
@@ -296,7 +298,7 @@ def cast_rows_columns(
       x: bfloat16 or float32; M and K are multiples of 128.
       row_scale, column_scale: float32, or None to leave out their codes. The codes are those of
         x * (1 / scale), saturated.
-      fmt: e4m3 or e5m2.
+      fmt: e4m3, e5m2 or e2m1.
 
     Returns:
       (codes [M, K], codes [K, M]), with None for codes that are left out.
@@ -308,7 +310,7 @@ def cast_rows_columns(
     _check(x, fmt)
     rows, columns = row_scale is not None, column_scale is not None
     scales = [scale for scale in (row_scale, column_scale) if scale is not None]
-    direct, dtype = x.dtype == jnp.bfloat16, fmt.dtype
+    direct, dtype = x.dtype == jnp.bfloat16, stored(fmt)
     out = []
     if rows:
         out.append(jax.ShapeDtypeStruct(x.shape, dtype))
@@ -367,7 +369,7 @@ def quantize_tiles(
 
     Args:
       x: bfloat16; M and K are multiples of 128.
-      fmt: e4m3 or e5m2.
+      fmt: e4m3, e5m2 or e2m1.
       rule: how an amax becomes a scale: `Fp32`, `Pow2` or `E8M0` (as float32).
       rows, columns: which of the two to compute; None replaces the other.
 
@@ -381,7 +383,7 @@ def quantize_tiles(
     _check(x, fmt, rule)
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"tiles of 1 x {BLOCK} need a bfloat16 array, got {x.dtype}")
-    size, dtype = x.shape, fmt.dtype
+    size, dtype = x.shape, stored(fmt)
     out = []
     if rows:
         out += _tile_results(size, dtype)
@@ -439,7 +441,7 @@ def quantize_blocks(
       NotImplementedError: the kernels cannot run here.
     """
     _check(x, fmt, rule)
-    (rows, columns), dtype = x.shape, fmt.dtype
+    (rows, columns), dtype = x.shape, stored(fmt)
     codes_shape = (columns, rows) if transposed else (rows, columns)
     out = [
         jax.ShapeDtypeStruct(codes_shape, dtype),

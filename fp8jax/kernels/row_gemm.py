@@ -51,12 +51,14 @@ from fp8jax.kernels.block_gemm import (
     slots_given_back,
     write,
 )
-from fp8jax.kernels.hopper import BLOCK, load, scoped, swizzled
+from fp8jax.kernels.hopper import load, num_cores, scoped, swizzled
 from fp8jax.kernels.requirements import require
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 TUNING = TuningConfig(tile_n=256, along_n=True, band=16, cluster=2)
+
+DEPTH = 64  # elements of K in a slot of bfloat16: 128 bytes, as of 128 codes
 
 _BUFFERS = 2  # for each warpgroup's result: one is filled while the other is stored
 
@@ -97,17 +99,67 @@ def row_scaled_matmul(
     return launch_product(shape, _matmul, a, b, sa, sb)
 
 
+@functools.partial(jax.jit, static_argnames=("axes", "out_dtype", "tuning"))
+def scaled_matmul(
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    scale: Float[Array, ""],
+    axes: tuple[int, int],
+    out_dtype: Any = jnp.bfloat16,
+    tuning: TuningConfig | None = None,
+) -> Float[Array, "M N"]:
+    """Returns scale * a b, with sums in float32 that are rounded once.
+
+    cuBLAS's GEMM of bfloat16 operands, as XLA calls it, takes no scale that is computed. XLA then
+    writes the sums in float32, and reads them again to multiply.
+
+    Args:
+      a, b: bfloat16 matrices.
+      scale: float32.
+      axes: the contracting axis of each, -1 or -2. K and N are multiples of 64, M of 8.
+      out_dtype: bfloat16 or float32.
+      tuning: the tuning parameters; None uses `TUNING`.
+
+    Raises:
+      ValueError: the kernel does not support the operands, or they do not fit together.
+      NotImplementedError: the kernels cannot run here.
+    """
+    require()
+    (m, k), (n, k_of_b) = (x.shape if axis == -1 else x.shape[::-1]
+                           for x, axis in zip((a, b), axes, strict=True))  # fmt: skip
+    if a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16 or k != k_of_b:
+        raise ValueError(f"expected bfloat16 matrices of one K, got {a}, {b} and {axes=}")
+    if min(m, k, n) == 0 or m % 8 or n % 64 or k % DEPTH:
+        raise ValueError(f"M must be a multiple of 8, N and K of 64, got M={m}, K={k}, N={n}")
+    tuning = TUNING if tuning is None else tuning
+    shape = Shape(
+        m, k, n, True, jnp.dtype(out_dtype), tuning, depth=DEPTH,
+        k_first=(axes[0] == -2, axes[1] == -2),
+    )  # fmt: skip
+    sa = jnp.broadcast_to(scale, (shape.tiles[0] * tuning.cluster * shape.tile_m,))
+    return launch_product(shape, _matmul, a, b, sa, jnp.ones(shape.tiles[1] * tuning.tile_n))
+
+
+def fits_scaled(m: int, k: int, n: int) -> bool:
+    """Whether `scaled_matmul` takes matrices of these sizes, and has tiles for half of the SMs."""
+    if not (min(m, k, n) > 0 and m % 8 == 0 and n % 64 == 0 and k % DEPTH == 0):
+        return False
+    rows = ROWS * TUNING.warpgroups
+    return 2 * -(-m // rows) * -(-n // TUNING.tile_n) >= num_cores()
+
+
 def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
     """The kernel. Suffixes: _g references to global memory, _s to shared memory."""
     t = shape.tuning
 
-    def slots(rows: int, like: Any) -> Any:
-        transforms = swizzled(like.dtype, BLOCK)
-        return plgpu.SMEM((t.stages, rows, BLOCK), like.dtype, transforms=transforms)
+    def slots(rows: int, like: Any, k_first: bool) -> Any:
+        size = (shape.depth, rows) if k_first else (rows, shape.depth)
+        transforms = swizzled(like.dtype, size[1])
+        return plgpu.SMEM((t.stages, *size), like.dtype, transforms=transforms)
 
     @scoped(
-        a_s=slots(shape.tile_m, a_g),
-        b_s=slots(t.tile_n, b_g),
+        a_s=slots(shape.tile_m, a_g, shape.k_first[0]),
+        b_s=slots(t.tile_n, b_g, shape.k_first[1]),
         y_s=result_memory(shape, _BUFFERS),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
         empty=slots_given_back(t),
@@ -115,9 +167,13 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
     )
     def _(a_s, b_s, y_s, full, empty):
         def fetch(c, s, rows, columns):
-            block = pl.ds(c * BLOCK, BLOCK)
-            plgpu.copy_gmem_to_smem(a_g.at[rows, block], a_s.at[s], full.at[s])
-            plgpu.copy_gmem_to_smem(b_g.at[columns, block], b_s.at[s], full.at[s], **shared(t))
+            block = pl.ds(c * shape.depth, shape.depth)
+            of_a, of_b = (
+                (block, of) if first else (of, block)
+                for of, first in zip((rows, columns), shape.k_first, strict=True)
+            )
+            plgpu.copy_gmem_to_smem(a_g.at[of_a], a_s.at[s], full.at[s])
+            plgpu.copy_gmem_to_smem(b_g.at[of_b], b_s.at[s], full.at[s], **shared(t))
 
         def multiply(warpgroup, count, position):
             mine = pl.ds(warpgroup * ROWS, ROWS)
@@ -127,7 +183,8 @@ def _matmul(shape: Shape, a_g, b_g, sa_g, sb_g, y_g) -> None:
                 rows, columns = _scales(shape, sa_g, sb_g, m, n, warpgroup)
 
                 def multiply_tile(accumulator):
-                    end = _add_blocks(shape, accumulator, a_s.at[:, mine], b_s, slot, full, empty)
+                    of_mine = a_s.at[:, :, mine] if shape.k_first[0] else a_s.at[:, mine]
+                    end = _add_blocks(shape, accumulator, of_mine, b_s, slot, full, empty)
                     of_rows, of_columns = rows(), columns(0)
                     sums = plgpu.wgmma_accumulator_load(accumulator, wait_n=0)
                     give_back(t, empty.at[_previous(end, t.stages)])
@@ -181,7 +238,9 @@ def _add_blocks(shape: Shape, accumulator, a_s, b_s, slot, full, empty):
             s = u % stages if static else slot
             before = (u - 1) % stages if static else _previous(slot, stages)
             plgpu.barrier_wait(full.at[s])
-            plgpu.wgmma(accumulator, a_s.at[s], b_s.at[s].transpose((1, 0)))
+            left, right = a_s.at[s], b_s.at[s]
+            left = left.transpose((1, 0)) if shape.k_first[0] else left
+            plgpu.wgmma(accumulator, left, right if shape.k_first[1] else right.transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
             @pl.when((j > 0) | (u > 0))

@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from fp8jax.kernels.hopper import BLOCK, load, scoped
+from fp8jax.kernels.hopper import BLOCK, load, scoped, stored
 from fp8jax.kernels.quantize import (
     WGMMA,
     TileCodes,
@@ -75,7 +75,7 @@ def _buffers(producer: Producer, formats: tuple[Format, ...]) -> dict[str, Any]:
     The first sources arrive in the tiles of the results. The other sources get half a tile each,
     since only 64 rows of them are needed at a time. Codes get half a tile, for any of the formats.
     """
-    codes = plgpu.RefUnion(*(_tile(fmt.dtype, _HALF) for fmt in dict.fromkeys(formats)))
+    codes = plgpu.RefUnion(*(_tile(stored(fmt), _HALF) for fmt in dict.fromkeys(formats)))
     whole = {f"x{i}": _tile(jnp.bfloat16) for i in range(producer.results)}
     more = range(producer.results, producer.sources)
     halves = {f"x{i}": _tile(jnp.bfloat16, _HALF) for i in more}
@@ -188,7 +188,7 @@ def _cast_results(
     out = []
     for fmt, of in zip(formats, axes, strict=True):
         for axis in of:
-            out.append(jax.ShapeDtypeStruct(size if axis == -1 else size[::-1], fmt.dtype))
+            out.append(jax.ShapeDtypeStruct(size if axis == -1 else size[::-1], stored(fmt)))
         if -1 in of:
             out.append(jax.ShapeDtypeStruct((size[0] // BLOCK, size[1] // BLOCK), jnp.int32))
     return out
@@ -293,7 +293,7 @@ def tiles_produced(
                     _store_tiles(x_s, axis, codes_s[0], scale_s, codes_g, rule, fmt)
                     plgpu.copy_smem_to_gmem(scale_s, scales_g.at[k if axis == -1 else m, rows])
 
-    out = _produced_results(size, fmt.dtype, axes, blocks)
+    out = _produced_results(size, stored(fmt), axes, blocks)
     arrays = iter(_over_tiles(size, sources, out, tile, approximate=True))
     results = []
     for of in axes:

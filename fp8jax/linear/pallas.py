@@ -8,12 +8,12 @@ which adds up blocks of 128 in float32.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fp8jax.kernels.hopper import pad_to_blocks
+from fp8jax.kernels.hopper import BLOCK, pad_to_blocks, stored
 from fp8jax.kernels.partition import (
     block_scaled_matmul,
     cast_produced,
@@ -21,16 +21,32 @@ from fp8jax.kernels.partition import (
     cast_transpose,
     quantize_blocks,
     quantize_tiles,
+    rotated_amax,
+    rotated_codes,
     row_scaled_matmul,
+    scaled_matmul,
     tiles_produced,
 )
+from fp8jax.kernels.rotate import SIZES as ROTATED_ROWS
+from fp8jax.kernels.row_gemm import fits_scaled
 from fp8jax.kernels.swiglu import Producer
-from fp8jax.linear.emulated import quantize_each
+from fp8jax.linear.emulated import (
+    materialized,
+    matmul_emulated,
+    numbers_of,
+    quantize_each,
+    quantize_one,
+    result_scale,
+)
 from fp8jax.linear.operands import CastRequest, Operand, QuantizedOperand
+from fp8jax.linear.refusals import kernels_refuse
 from fp8jax.linear.xla import matmul_xla
-from fp8jax.numerics.quantization import Quantized
+from fp8jax.numerics.formats import Format, key_words
+from fp8jax.numerics.quantization import ROTATION, Quantized, Rotation
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax
+
+_KERNEL_TILES = (TENSOR, ROW, TILE128, BLOCK128)
 
 
 class _Codes(NamedTuple):
@@ -64,9 +80,14 @@ def quantize_fused(
 
     Requests for tiles and for blocks of 128 take one pass each. There is no kernel for other
     requests with different casts, nor for tiles of 128 in arrays that are not bfloat16.
-    `quantize_each` handles those.
+    `quantize_each` handles those, and casts to other tiles, whose transform has a kernel.
     """
     cast = requests[0].cast
+    if any(request.cast.hadamard > 1 for request in requests):
+        x = materialized(x, requests)
+        return tuple(_quantize_rotated(x, request) for request in requests), None
+    if not all(request.cast.tile in _KERNEL_TILES for request in requests):
+        return quantize_each(x, requests)
     if any(request.cast != cast for request in requests):
         if all(request.cast.tile in (TILE128, BLOCK128) for request in requests):
             return tuple(quantize_fused(x, (request,))[0][0] for request in requests), None
@@ -85,6 +106,30 @@ def quantize_fused(
     else:
         fused = _quantize_blocks(padded, cast, rows, columns)
     return _operands(fused, requests, x.shape), fused.amax
+
+
+def _quantize_rotated(x: jax.Array, request: CastRequest) -> QuantizedOperand:
+    """Quantize `x` for one request; with the kernels of rotate.py, where there is one for it."""
+    cast = request.cast
+    has_kernel = (
+        request.axis == -2
+        and cast.hadamard in ROTATED_ROWS
+        and cast.format.name in ("e2m1", "e4m3")
+        and cast.tile.free == 1
+        and x.shape[0] % cast.hadamard == 0
+        and x.shape[1] % BLOCK == 0
+    )
+    return quantize_one(x, request, _ROTATION if has_kernel else ROTATION)
+
+
+def _codes_of_rotated(
+    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any
+) -> jax.Array:
+    return rotated_codes(x, reciprocal, fmt, size, None if key is None else key_words(key))
+
+
+# Of rows only: `_quantize_rotated` takes no other axis.
+_ROTATION = Rotation(lambda x, size, axis: rotated_amax(x, size), _codes_of_rotated)
 
 
 def _operands(
@@ -251,6 +296,8 @@ def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array
     """
     assert isinstance(a, QuantizedOperand)  # `pallas_refuses` excludes high-precision operands
     assert isinstance(b, QuantizedOperand)
+    if kernels_refuse(a.cast, b.cast, accumulation) is not None:
+        return _matmul_bf16(a, b, dtype, accumulation)
     if a.cast.tile == b.cast.tile == TENSOR:
         return matmul_xla(a, b, dtype, accumulation)[: _free_length(a), : _free_length(b)]
     assert accumulation == "fast"
@@ -261,6 +308,20 @@ def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array
     else:
         y = block_scaled_matmul(left, right, sa, sb, dtype)
     return y[: _free_length(a), : _free_length(b)]
+
+
+def _matmul_bf16(
+    a: QuantizedOperand, b: QuantizedOperand, dtype: jnp.dtype, accumulation: str
+) -> jax.Array:
+    """Multiply operands whose numbers bfloat16 holds, as the backend `emulated` does."""
+    scale, numbers = result_scale(a, b), [numbers_of(each, jnp.bfloat16) for each in (a, b)]
+    (m, k), (n, _) = (
+        x.shape if each.axis == -1 else x.shape[::-1]
+        for x, each in zip(numbers, (a, b), strict=True)
+    )
+    if scale is None or dtype != jnp.bfloat16 or not fits_scaled(m, k, n):
+        return matmul_emulated(a, b, dtype, accumulation)
+    return scaled_matmul(numbers[0], numbers[1], scale, (a.axis, b.axis), dtype)
 
 
 def _free_length(operand: QuantizedOperand) -> int:
@@ -276,6 +337,8 @@ def _contracted_last(operand: QuantizedOperand) -> tuple[jax.Array, jax.Array]:
     The scales are [K / 128 or 1, n], where n is the number of rows, of blocks of rows, or 1.
     """
     values, scale = operand.q.values, operand.q.float_scale()
+    if operand.cast.format.bits == 4:  # codes by XLA; conversions from and to them are exact
+        values = values.astype(jnp.float32).astype(stored(operand.cast.format))
     if operand.axis == -2:
         values = values.T
     else:

@@ -6,6 +6,8 @@ the backend lacks.
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from fp8jax.device.hardware import Device
 from fp8jax.kernels import requirements
 from fp8jax.numerics.recipe import Cast, GemmCasts, Recipe
@@ -15,6 +17,8 @@ from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128
 # The FP8 formats that matrix units multiply here. (AMD's multiply e4m3fnuz; none was ever tried.)
 _NATIVE_FP8 = ("e4m3", "e5m2")
 _FP8_NAMES = " and ".join(_NATIVE_FP8)
+# The kernels take e2m1 in tiles of 128, too: its codes are e4m3 codes.
+_KERNEL_FORMATS = (*_NATIVE_FP8, "e2m1")
 
 # The (lhs, rhs) tiles that kernels/block_gemm.py multiplies.
 _BLOCK_GEMM_TILES = ((TILE128, BLOCK128), (TILE128, TILE128))
@@ -49,6 +53,12 @@ def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
     mxfp8 = all(c.tile.contract == 32 and isinstance(c.scale, E8M0) for c in casts)
     nvfp4 = all(c.tile.contract == 16 and isinstance(c.scale, NvFp4) for c in casts)
     return nvfp4 or (mxfp8 and all(c.format.name in _NATIVE_FP8 for c in casts))
+
+
+def exact_in_bf16(lhs: Cast, rhs: Cast) -> bool:
+    """Whether the scales of both operands change along the contracting axis and bfloat16 holds
+    their numbers: then a BF16 GEMM is exact, and Hopper has none that is faster."""
+    return all(not c.separable and c.holds(jnp.bfloat16) for c in (lhs, rhs))
 
 
 def emulated_refuses(recipe: Recipe, device: Device) -> str | None:
@@ -110,15 +120,20 @@ def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
         return None
     if lhs is None or rhs is None:
         return "has one quantized and one high-precision operand"
+    return None if exact_in_bf16(lhs, rhs) else kernels_refuse(lhs, rhs, accumulation)
+
+
+def kernels_refuse(lhs: Cast, rhs: Cast, accumulation: str) -> str | None:
+    """Return why the FP8 kernels cannot multiply operands of these casts, or None if they can."""
     both = (lhs, rhs)
     formats = f"{lhs.format.name} by {rhs.format.name}"
-    if any(c.format.bits != 8 for c in both):
-        return f"multiplies {formats}: the kernels take 8-bit formats only"
-    if any(c.format.name not in _NATIVE_FP8 for c in both):
+    if any(c.format.name not in _KERNEL_FORMATS for c in both):
         return f"multiplies {formats}: the kernels take {_FP8_NAMES}"
     if any(c.rounding != "nearest" or c.hadamard > 1 for c in both):
         return "rounds stochastically or has a Hadamard transform: the kernels do neither"
     if {lhs.tile, rhs.tile} <= {TENSOR, ROW}:
+        if any(c.format.bits == 4 for c in both):
+            return f"multiplies {formats} with scales of rows: the kernels take {_FP8_NAMES}"
         if lhs.format.name == rhs.format.name == "e5m2":
             return "multiplies e5m2 by e5m2: no GPU does"
         if accumulation != "fast" and ROW in (lhs.tile, rhs.tile):
@@ -126,8 +141,8 @@ def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
         return None
     if (lhs.tile, rhs.tile) not in _BLOCK_GEMM_TILES:
         return f"multiplies {lhs.tile} by {rhs.tile}: there is no kernel for these tiles"
-    if any(c.format.name != "e4m3" for c in both):
-        return "has one scale per tile: that kernel multiplies e4m3 by e4m3 only"
+    if any(c.format.name not in ("e4m3", "e2m1") for c in both):
+        return "has one scale per tile: that kernel multiplies e4m3 and e2m1 only"
     if not all(isinstance(c.scale, Fp32 | Pow2) or c.scale == E8M0() for c in both):
         return f"uses scale rules that the kernel does not have: {[c.scale for c in both]}"
     return None

@@ -153,8 +153,8 @@ def test_scales_of_gemms_that_are_not_merged_are_folded(name):
 
 
 def test_the_emulated_backend_is_a_fall_back_and_says_so():
-    def said_of(recipe: str, backend: str | None) -> str:
-        text = stored("h200_block").replace("fp8_block.", f"{recipe}.")
+    def said_of(recipe: str, backend: str | None, dtype: str = "f32") -> str:
+        text = stored("h200_block").replace("fp8_block.", f"{recipe}.").replace("f32[", f"{dtype}[")
         gemms = find_gemms(text, POLICIES[recipe], backend=backend, device=H200)
         with pytest.raises(Fp8FallbackError) as error:
             require_fp8(gemms)
@@ -165,17 +165,17 @@ def test_the_emulated_backend_is_a_fall_back_and_says_so():
     assert "layers/mlp/up fwd in f32 (2), layers/mlp/up dgrad in f32 (2)" in said
     assert said.endswith("backend: emulated")
     assert "lm_head" not in said
-    # None of the backends has MXFP8 on a Hopper.
-    said = said_of("mxfp8", None)
-    assert "backend: emulated; xla cannot: fwd has operands with one scale per 32 elements" in said
-    assert "pallas cannot: fwd multiplies mx32 by mx32" in said
+    # Hopper multiplies MXFP8 in bfloat16, which holds its numbers.
+    said = said_of("mxfp8", None, "bf16")
+    assert "no matrix unit for scales of 32 elements; this GEMM of codes times scales is" in said
+    assert said.endswith("exact in bf16")
 
 
 def test_fp4_has_no_unit_on_a_hopper():
     text = stored("h200_block").replace("fp8_block.", "fp4_block.")
     reasons = {
         g.role: g.reason
-        for g in find_gemms(text, POLICIES["fp4_block"], device=H200)
+        for g in find_gemms(text, POLICIES["fp4_block"], backend="emulated", device=H200)
         if g.module != "lm_head"
     }
     assert reasons["fwd"] == "backend: NVIDIA H200 has no FP4 matrix unit"

@@ -25,11 +25,13 @@ from tests.support.products import CONTRACTED, KERNELS, MATMUL, normal_operands,
 H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 BATCHED = (((2,), (1,)), ((0,), (0,)))
 NAMES = sorted(KERNELS)
+KEY = jax.random.key(4)
 OTHERS = ("current", "amax", "cscale", "rowwise_wgrad_bf16", "block_ue8m0")
 
 
 def operands(m: int, k: int, n: int, dtype=jnp.bfloat16) -> dict[str, jax.Array]:
-    return jax.tree.map(jnp.asarray, normal_operands(m, k, n, (3.0, 0.02, 1e-4), dtype))
+    given = normal_operands(m, k, n, (3.0, 0.02, 1e-4), dtype)
+    return {operand: jnp.asarray(a) for operand, a in given.items()}  # jax.tree would sort them
 
 
 def histories(recipe, given: dict[str, jax.Array]):
@@ -42,7 +44,7 @@ def histories(recipe, given: dict[str, jax.Array]):
 def run(x, w, g, state, *, recipe, backend):
     """y, dx, dw and the new histories."""
     f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, backend=backend)
-    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s), x, w, state)
+    y, vjp = jax.vjp(lambda x, w, s: f(x, w, state=s, key=KEY), x, w, state)
     return y, *vjp(g)
 
 
@@ -58,7 +60,8 @@ def magnitudes(recipe, product: str, given: dict[str, jax.Array]) -> np.ndarray:
     parts = []
     for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
         value = np.asarray(given[operand], np.float32)
-        parts.append(np.abs(reference.apply_cast(value, cast, axis)))
+        name = f"{product}_{operand}"
+        parts.append(np.abs(reference.apply_cast(value, cast, axis, key=KEY, name=name)))
     (a, b), ((_, of_a), (_, of_b)) = parts, CONTRACTED[product]
     return (a if of_a == -1 else a.T) @ (b if of_b == -2 else b.T)
 
@@ -100,6 +103,12 @@ def check(recipe, given: dict[str, jax.Array], got, expected):
         ("fp8_delayed", (1, 128, 1), jnp.float32),
         ("fp8_rowwise", (1, 128, 1), jnp.bfloat16),
         ("fp8_block_ue8m0", (1, 128, 1), jnp.bfloat16),
+        ("fp4_block", (200, 136, 72), jnp.bfloat16),
+        ("fp4_naive", (72, 136, 40), jnp.bfloat16),
+        ("mxfp8", (72, 136, 40), jnp.bfloat16),
+        ("mxfp4", (128, 256, 128), jnp.bfloat16),
+        ("nvfp4", (128, 256, 128), jnp.bfloat16),  # with the kernels of rotate.py and our GEMM
+        ("nvfp4", (72, 136, 40), jnp.bfloat16),  # without
     ],
 )
 def test_products_gradients_and_histories_are_those_of_emulated(name, shape, dtype):

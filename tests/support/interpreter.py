@@ -38,6 +38,7 @@ def allowed(cores: int):
     with (
         mock.patch.object(requirements, "refuses", lambda device: None),
         mock.patch.object(block_gemm, "num_cores", lambda: cores),
+        mock.patch.object(row_gemm, "num_cores", lambda: cores),
         # The interpreter does not get on with three multiplying warpgroups, nor with clusters.
         mock.patch.object(block_gemm, "_BY_BLOCK", block_gemm._BY_BLOCK[1:]),
         mock.patch.object(row_gemm, "TUNING", dataclasses.replace(row_gemm.TUNING, cluster=1)),

@@ -23,6 +23,8 @@ PER_TENSOR = {
 }  # fmt: skip
 # What kernels/ have, on Hopper.
 KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
+# What the backend of those kernels runs there: also FP4 in tiles of 128, and what bfloat16 holds.
+ON_HOPPER = KERNELS | {"fp4_block", "fp4_naive", "mxfp8", "mxfp4", "nvfp4"}
 
 
 def normal_operands(
