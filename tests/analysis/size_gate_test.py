@@ -327,6 +327,8 @@ def test_the_gate_of_a_run_refuses_another_device(data):
         build(tiny(data, size_gate=True))
 
 
+# Two whole runs: what the gate leaves in BF16, writes and refuses is tested above without one.
+@pytest.mark.full
 def test_the_gains_are_written_once_and_a_run_resumes_under_the_gate(
     on_h200, data, tmp_path, caplog
 ):

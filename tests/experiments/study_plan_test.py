@@ -169,7 +169,7 @@ def test_two_gpus_run_two_chains_at_once_and_nothing_twice(tmp_path, launch):
     assert gpus == {"0", "1"} and len(stub.ran()) == 6
     line, _ = parity_ledger.read(tmp_path / "ledger.jsonl")
     assert (line.loss, line.card, line.tokens) == (3.0, "H100", FORKS[0].tokens)
-    assert 0 < line.seconds < 60 and len(line.commands) == 3
+    assert 0 <= line.seconds < 60 and len(line.commands) == 3
     assert sorted(launch(stub, [chain("a"), chain("b")], machine="two")) == sorted(done)
     assert len(stub.ran()) == 6  # finished: on another machine, too
     assert not (tmp_path / "one" / "a-seed0").exists()  # its checkpoints have been removed

@@ -557,7 +557,15 @@ def check_mlp_on_mesh(mesh, recipe, of_x: P, of_w: P, bound: float):
 @pytest.mark.parametrize(
     ("of_x", "of_w"), [(P("a", None), P()), (P(("a", "b"), None), P("b", None))]
 )
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "fp8_block:wgrad_g_tile=block128"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8_delayed",
+        "fp8_block",
+        # The network above has blocks in its weight gradients, too.
+        pytest.param("fp8_block:wgrad_g_tile=block128", marks=pytest.mark.full),
+    ],
+)
 def test_a_gated_mlp_on_a_mesh(stand_ins, recipe, of_x, of_w):
     """Sums of 1024 terms in float32: in another order they differ by 1024 * 2^-24 of the sum of the
     magnitudes, which is 0.64 * sqrt(1024) < 21 times the sum of terms of random signs."""

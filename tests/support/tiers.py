@@ -27,7 +27,7 @@ import pytest
 from tests.support import ROOT, shared_programs
 
 TABLE = ROOT / "tests" / "seconds.json"
-QUICK_SECONDS = 0.5
+QUICK_SECONDS = 1.0
 BUDGET_SECONDS = 1200.0  # of processor time, of the default
 DEARER = ("full", "extended", "gpu")  # marks of tests that the default leaves out
 SPEED_SECONDS = 1.0  # functions that take longer tell how fast the machine is

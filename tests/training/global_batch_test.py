@@ -64,8 +64,8 @@ DIVISIONS = [
     pytest.param((4, 1, "data"), marks=pytest.mark.full),
     pytest.param((1, 8, "data"), marks=pytest.mark.full),
     (16, 1, "data"),
-    (1, 8, "fsdp"),
-    (2, 8, "data"),
+    pytest.param((1, 8, "fsdp"), marks=pytest.mark.full),
+    (2, 8, "data"),  # microbatches and devices at once
 ]
 
 # Largest relative difference of loss and gradients. Losses of BF16 and of recipes with scales of

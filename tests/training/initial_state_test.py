@@ -72,7 +72,11 @@ def policies():
     [
         dict(precision="one_linear"),  # histories go on
         # So does the noise of policy and moments, and what the spike detector remembers.
-        dict(precision="noisy", moments="fp8", optimizer="lion", spike_window=8),
+        # resume_test.py shows the same of a run that resumes.
+        pytest.param(
+            dict(precision="noisy", moments="fp8", optimizer="lion", spike_window=8),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda changes: changes["precision"],
 )

@@ -51,6 +51,9 @@ def policies():
         yield
 
 
+DEFAULT = ("bf16", "fp8_delayed", "fp8_block", "nvfp4_mixed")
+
+
 @functools.cache
 def one_device_losses(precision, data, seed=0):
     """Of programs compiled as users compile them: each test that asks for them has the mark."""
@@ -65,8 +68,13 @@ def golden_key() -> str:
     return f"jaxlib {jax.lib.__version__} {platform.machine()}"
 
 
+def in_its_tier(precision):
+    """Whole steps of one policy for each tile; dot_test.py has the casts of all, exactly."""
+    return precision if precision in DEFAULT else pytest.param(precision, marks=pytest.mark.full)
+
+
 @pytest.mark.optimized
-@pytest.mark.parametrize("precision", TRAINED)
+@pytest.mark.parametrize("precision", map(in_its_tier, TRAINED))
 def test_golden_losses(precision, data):
     """A refactoring leaves them bit-identical. FP8JAX_UPDATE_GOLDEN=1 writes this jaxlib's."""
     losses = [float(loss) for loss in one_device_losses(precision, data)[:5]]
@@ -79,8 +87,9 @@ def test_golden_losses(precision, data):
 
 
 @pytest.mark.optimized
-def test_precisions_differ_and_all_learn(data):
-    curves = {name: one_device_losses(name, data) for name in TRAINED}
+@pytest.mark.parametrize("names", [DEFAULT, pytest.param(TRAINED, marks=pytest.mark.full)])
+def test_precisions_differ_and_all_learn(names, data):
+    curves = {name: one_device_losses(name, data) for name in names}
     for name, losses in curves.items():
         assert losses[-1] < 0.7 * losses[0], name
         if name != "bf16":
@@ -91,7 +100,14 @@ def test_precisions_differ_and_all_learn(data):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "nvfp4_mixed"])
+@pytest.mark.parametrize(
+    "precision",
+    # Histories are what devices combine; the others have the same program but for their casts.
+    [
+        "fp8_delayed",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("bf16", "nvfp4_mixed")),
+    ],
+)
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
