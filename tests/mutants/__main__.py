@@ -1,0 +1,152 @@
+"""Faults that are planted in the library, and the tests that find them.
+
+    python -m tests.mutants record [FILE…]        # which test functions enter which functions
+    python -m tests.mutants run [--at-most S]     # plants each mutant, runs what covers it
+    python -m tests.mutants report [--over S]     # what the default finds, and what may leave it
+
+`record` needs Python 3.12. Its record is build/mutants/record.json, which git ignores; a test
+function that is recorded again replaces its entry. `run` goes on where it was stopped: a mutant
+that two test functions killed, or that all covering ones have let live, is not run again. Its
+results are tests/mutants/kills.json. Both work in a copy of the tree, in one process, and take what
+a test function costs from tests/seconds.json.
+
+The mutants are in library.py, planted.py and past.py; docs/results/mutants.md has the results.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.mutants import copies, runs, table
+from tests.mutants.library import LIBRARY_MUTANTS
+from tests.mutants.mutant import Mutant
+from tests.mutants.past import PAST
+from tests.mutants.planted import PLANTED
+from tests.mutants.recorder import function_of
+from tests.support import ROOT
+
+SECONDS = ROOT / "tests" / "seconds.json"
+TRIED = runs.BUILD / "tried.json"  # a mutant's name -> the test functions that were run
+
+
+def recorded_seconds(path: Path) -> dict[str, float]:
+    """test function -> processor seconds."""
+    return json.loads(path.read_text("utf-8"))
+
+
+def record(args: argparse.Namespace) -> None:
+    if sys.version_info < (3, 12):
+        sys.exit("record needs Python 3.12, which has sys.monitoring")
+    chosen: set[str] = set()
+    if args.at_most is not None:
+        seconds = recorded_seconds(args.seconds)
+        chosen = {name for name, cost in seconds.items() if args.over < cost <= args.at_most}
+        if args.new:
+            chosen -= set(runs.read_record())
+        args.files = args.files or sorted({name.partition("::")[0] for name in chosen})
+    runs.record(args.files, chosen)
+
+
+def run(args: argparse.Namespace) -> None:
+    known, seconds = runs.read_record(), recorded_seconds(args.seconds)
+    tried = json.loads(TRIED.read_text("utf-8")) if TRIED.exists() else {}
+    with copies.copied_tree() as copy:
+        for mutant in [*LIBRARY_MUTANTS, *PLANTED, *PAST]:
+            if args.only not in mutant.name:
+                continue
+            run_one(copy, mutant, known, seconds, tried, args)
+
+
+def run_one(
+    copy: Path, mutant: Mutant, known: dict, seconds: dict, tried: dict, args: argparse.Namespace
+) -> None:
+    """Runs what is left of a mutant, unless it is finished, and writes what came of it."""
+    entries = table.read_table()
+    old = entries[mutant.name] if mutant.name in entries else None
+    if old is not None and len(old["killed_by"]) >= runs.WANTED:
+        return
+    outcome = runs.Outcome(
+        killed_by={} if old is None else dict(old["killed_by"]),
+        tried=tried[mutant.name] if mutant.name in tried else [],
+        seconds=0.0 if old is None else old["seconds"],
+    )
+    tests = runs.covering(known, mutant, seconds)
+    cheap = [test for test in tests if test.seconds <= args.at_most]
+    if old is not None and not {test.name for test in cheap} - set(outcome.tried):
+        return
+    runs.run(copy, mutant, cheap, outcome, args.limit)
+    left = len({test.name for test in tests} - set(outcome.tried))
+    table.write_entry(mutant, outcome, left)
+    tried[mutant.name] = outcome.tried
+    TRIED.write_text(json.dumps(tried, indent=0), "utf-8")
+    print(
+        f"{time.strftime('%H:%M:%S')} {len(outcome.killed_by)} killed, {len(outcome.tried)} tried, "
+        f"{left} left, {outcome.seconds:.0f} s: {mutant.name!r}",
+        flush=True,
+    )
+
+
+def default_functions() -> set[str]:
+    """The test functions that plain `pytest` runs."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "--no-header"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {function_of(line) for line in listed.splitlines() if "::" in line}
+
+
+def report(args: argparse.Namespace) -> None:
+    entries, seconds = table.read_table(), recorded_seconds(args.seconds)
+    found = table.figures(entries, default_functions())
+    total, killed = len(entries), len(found.killed)
+    print(
+        f"{total} mutants, {killed} killed, {len(found.default)} by the default, "
+        f"{len(found.two)} by two functions of it"
+    )
+    for title, names in (
+        ("Killed, but not by the default", sorted(set(found.killed) - set(found.default))),
+        ("Survived", found.survived),
+    ):
+        print(f"\n{title}:")
+        for name in names:
+            entry = entries[name]
+            print(f"  {name!r} ({entry['tried']} tried, {entry['left']} left)")
+    choice = table.choose(entries, seconds, args.over)
+    print(f"\nOf the functions that take more than {args.over:g} s, these must stay:")
+    for name, needed in sorted(choice.stay.items()):
+        print(f"  {name} ({seconds[name]:.1f} s): {len(needed)} mutants, such as {needed[0]!r}")
+    saved = sum(seconds[name] for name in choice.leave)
+    print(f"\nThese {len(choice.leave)} may leave, {saved:.0f} s:")
+    for name in choice.leave:
+        print(f"  {name} ({seconds[name]:.1f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=Path, default=SECONDS, help="the table of seconds")
+    commands = parser.add_subparsers(required=True)
+    each = commands.add_parser("record", help="record what test functions enter")
+    each.add_argument("files", nargs="*", metavar="FILE")
+    each.add_argument("--at-most", type=float, help="only functions of so many seconds")
+    each.add_argument("--over", type=float, default=0.0, help="and of more than these")
+    each.add_argument("--new", action="store_true", help="and that are not recorded yet")
+    each.set_defaults(command=record)
+    each = commands.add_parser("run", help="plant mutants and run what covers them")
+    each.add_argument("--at-most", type=float, default=float("inf"), help="seconds of a function")
+    each.add_argument("--only", default="", help="mutants with this text in their name")
+    each.add_argument("--limit", type=float, default=1800.0, help="seconds for a mutant")
+    each.set_defaults(command=run)
+    each = commands.add_parser("report", help="what the table says")
+    each.add_argument("--over", type=float, default=5.0, help="seconds of an expensive function")
+    each.set_defaults(command=report)
+    args = parser.parse_args()
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()

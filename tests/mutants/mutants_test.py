@@ -1,0 +1,70 @@
+"""Every mutant still fits the library; and what the kill table is computed with."""
+
+import collections
+
+import pytest
+
+from tests.mutants import table
+from tests.mutants.library import LIBRARY_MUTANTS
+from tests.mutants.mutant import KINDS, Mutant, StaleMutant, check, place
+from tests.mutants.past import PAST
+from tests.mutants.planted import PLANTED
+from tests.support import ROOT
+
+ALL = [*LIBRARY_MUTANTS, *PLANTED, *PAST]
+
+
+def test_all_mutants_fit_and_compile():
+    for mutant in ALL:
+        check(ROOT, mutant)
+    assert len({mutant.name for mutant in ALL}) == len(ALL)
+
+
+def test_the_list_covers_each_folder_and_kind():
+    folders = collections.Counter(place(ROOT, each).path.split("/")[1] for each in LIBRARY_MUTANTS)
+    library = {path.name for path in (ROOT / "fp8jax").iterdir() if (path / "__init__.py").exists()}
+    assert all(folders[folder] >= 3 for folder in library), folders
+    assert {mutant.kind for mutant in LIBRARY_MUTANTS} == set(KINDS)
+    assert len(LIBRARY_MUTANTS) == 120 and len(PLANTED) == 10 and len(PAST) >= 10
+
+
+@pytest.mark.parametrize(
+    "symbol, before, after, message",
+    [
+        ("Pow2.__cal__", "a", "b", "defined nowhere"),
+        ("_parse", "a", "b", "jsonl.py:.*sinks.py:"),
+        ("jsonl:_parse", "nothing of this kind", "b", "occurs 0 times in jsonl:_parse"),
+        ("record_amax", "history", "b", "occurs . times"),
+        ("record_amax", "newest = jnp", "newest = (jnp", "does not compile"),
+        ("record_amax", "newest = jnp", "newest  = jnp", "changes nothing"),
+    ],
+)
+def test_a_mutant_that_does_not_fit_is_named(symbol, before, after, message):
+    mutant = Mutant(symbol, "sign", before, after)
+    with pytest.raises(StaleMutant, match=f"(?s){symbol}.*{message}"):
+        check(ROOT, mutant)
+
+
+def entry(*killers, left=0):
+    return {"killed_by": dict.fromkeys(killers, "failed"), "tried": 3, "left": left, "seconds": 1.0}
+
+
+def test_an_expensive_function_leaves_only_if_two_that_stay_kill_its_mutants():
+    seconds = {"cheap": 0.1, "also_cheap": 0.2, "nine": 9.0, "ten": 10.0, "twenty": 20.0}
+    choose = lambda **kills: table.choose(kills, seconds, over=5.0)  # noqa: E731
+    assert choose(a=entry("cheap", "also_cheap")).leave == ["nine", "ten", "twenty"]
+    assert choose(a=entry("cheap", "nine")).stay == {"nine": ["a"]}
+    assert choose(a=entry("nine", "ten"), b=entry("ten")).leave == ["twenty"]
+    # Twenty covers three mutants for the price of two.
+    both = choose(
+        a=entry("nine", "twenty", "cheap"), b=entry("ten", "twenty", "cheap"), c=entry("twenty")
+    )
+    assert both.stay == {"twenty": ["a", "b", "c"]}
+
+
+def test_figures_of_a_table():
+    kills = {"a": entry("fast", "slow"), "b": entry("slow"), "c": entry(), "d": entry("fast", "x")}
+    found = table.figures(kills, {"fast", "x"})
+    assert found.killed == ["a", "b", "d"] and found.default == ["a", "d"]
+    assert found.two == ["d"] and found.survived == ["c"]
+    assert table.finished(kills["c"]) and not table.finished(entry("fast", left=2))
