@@ -47,11 +47,13 @@ def record(args: argparse.Namespace) -> None:
         if args.new:
             chosen -= set(runs.read_record())
         args.files = args.files or sorted({name.partition("::")[0] for name in chosen})
+    copies.preload()
     runs.record(args.files, chosen)
 
 
 def run(args: argparse.Namespace) -> None:
     known, seconds = runs.read_record(), recorded_seconds(args.seconds)
+    copies.preload()
     tried = json.loads(TRIED.read_text("utf-8")) if TRIED.exists() else {}
     with copies.copied_tree() as copy:
         for mutant in [*LIBRARY_MUTANTS, *PLANTED, *PAST]:
@@ -75,7 +77,7 @@ def run_one(
     )
     tests = runs.covering(known, mutant, seconds)
     cheap = [test for test in tests if test.seconds <= args.at_most]
-    if old is not None and not {test.name for test in cheap} - set(outcome.tried):
+    if not {test.name for test in cheap} - set(outcome.tried) and tests:
         return
     runs.run(copy, mutant, cheap, outcome, args.limit)
     left = len({test.name for test in tests} - set(outcome.tried))

@@ -59,8 +59,8 @@ def record(paths: list[str], functions: set[str]) -> None:
             everything = {"functions": sorted(functions), "wanted": 10**9, "out": "/dev/null"}
             (copy / "order.json").write_text(json.dumps(everything), "utf-8")
             variables[ORDER] = str(copy / "order.json")
-        arguments = ["-p", "tests.mutants.killer", *paths]
-        copies.pytest_in(copy, "tests.mutants.recorder", arguments, variables)
+        plugins = ["tests.mutants.killer", "tests.mutants.recorder"]
+        copies.pytest_in(copy, plugins, paths, variables)
 
 
 def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) -> list[Covering]:
@@ -110,7 +110,7 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
         expected = sum(test.seconds for test in tests)
         status = copies.pytest_in(
             copy,
-            "tests.mutants.killer",
+            ["tests.mutants.killer"],
             sorted({name.partition("::")[0] for name in names}),
             {ORDER: str(order)},
             cpu_s=round(90 + 4 * expected),
@@ -125,7 +125,8 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
         how = "timed out" if status is None or status in (-24, -9) else "crashed"
         killed[unfinished[-1]] = how
     elif not lines and status != 0:
-        raise RuntimeError(f"pytest ended with {status} before any test: {names[:3]}")
+        said = (copy / copies.OUTPUT).read_text("utf-8", errors="replace")
+        raise RuntimeError(f"pytest ended with {status} before any test of {names[:3]}: {said}")
     return killed, [*ended, *(name for name in killed if name not in ended)]
 
 
