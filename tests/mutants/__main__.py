@@ -15,6 +15,7 @@ The mutants are in library.py, planted.py and past.py; docs/results/mutants.md h
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -77,7 +78,9 @@ def run_one(
     )
     tests = runs.covering(known, mutant, seconds)
     cheap = [test for test in tests if test.seconds <= args.at_most]
-    if not {test.name for test in cheap} - set(outcome.tried) and tests:
+    if not {test.name for test in cheap} - set(outcome.tried) and (
+        tests or args.at_most < math.inf
+    ):
         return
     runs.run(copy, mutant, cheap, outcome, args.limit)
     left = len({test.name for test in tests} - set(outcome.tried))
@@ -139,7 +142,7 @@ def main() -> None:
     each.add_argument("--new", action="store_true", help="and that are not recorded yet")
     each.set_defaults(command=record)
     each = commands.add_parser("run", help="plant mutants and run what covers them")
-    each.add_argument("--at-most", type=float, default=float("inf"), help="seconds of a function")
+    each.add_argument("--at-most", type=float, default=math.inf, help="seconds of a function")
     each.add_argument("--only", default="", help="mutants with this text in their name")
     each.add_argument("--limit", type=float, default=1800.0, help="seconds for a mutant")
     each.set_defaults(command=run)

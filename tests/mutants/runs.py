@@ -59,7 +59,7 @@ def record(paths: list[str], functions: set[str]) -> None:
             everything = {"functions": sorted(functions), "wanted": 10**9, "out": "/dev/null"}
             (copy / "order.json").write_text(json.dumps(everything), "utf-8")
             variables[ORDER] = str(copy / "order.json")
-        plugins = ["tests.mutants.killer", "tests.mutants.recorder"]
+        plugins = ["tests.mutants.recorder", "tests.mutants.killer"]
         copies.pytest_in(copy, plugins, paths, variables)
 
 
