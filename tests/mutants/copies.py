@@ -24,13 +24,10 @@ from tests.support import ROOT
 # One folder for the compiled programs of all runs, so that only what a fault changes is compiled.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fp8jax" / "mutants"
 
-# The checks of annotations are off, as in the default tier: a fault that they alone find is not
-# found there.
 _VARIABLES = {
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-    "JAXTYPING_DISABLE": "1",
 }
 OUTPUT = "output.txt"  # in the copy: what the last run of pytest wrote
 _PRELOADED = (
@@ -116,6 +113,7 @@ def pytest_in(
       cpu_s, wall_s: limits on processor time and time, without which pytest is also heard.
     """
     options = ["-n", "0", "-q", "--no-header", "--tb=no", "--durations=1", "-p", "no:cacheprovider"]
+    options += ["-m", "not gpu and not extended"]  # but what takes long, too
     options += ["--continue-on-collection-errors", *(f"-p{name}" for name in plugins)]
     sys.stdout.flush()
     with warnings.catch_warnings():

@@ -26,6 +26,7 @@ FIRST, LATER = 3, 4  # ids of tools of sys.monitoring
 FOLDER = "MUTANTS_RECORD_FOLDER"  # the environment variable of the folder for what is recorded
 ENTERED = "entered.txt"  # there: what the programs of the running test have entered
 RECORD = "record.json"
+WRITE_EVERY_S = 60.0
 
 # Runs in every program that a test starts, before anything else.
 SITE = """
@@ -65,7 +66,7 @@ class Recorder:
     """Collects what the running test, or the fixture that is being made for it, enters."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self._folder, self._written = folder, time.monotonic()
         self._entered: set[str] = set()
         self._made: dict[object, set[str]] = defaultdict(set)  # by fixture
         self.symbols: dict[str, set[str]] = defaultdict(set)  # by test function, as all below
@@ -120,6 +121,8 @@ class Recorder:
             for made in item._fixtureinfo.name2fixturedefs.values():
                 for fixture in made:
                     self.symbols[name] |= self._made[fixture]
+            if time.monotonic() > self._written + WRITE_EVERY_S:
+                self.pytest_sessionfinish()
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -127,6 +130,7 @@ class Recorder:
 
     def pytest_sessionfinish(self):
         write(self._folder, self)
+        self._written = time.monotonic()
 
 
 def write(folder: Path, recorder: Recorder) -> None:
