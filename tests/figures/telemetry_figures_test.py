@@ -134,11 +134,12 @@ def test_zero_is_blank_and_what_is_not_cast_is_hatched(tmp_path):
 
 def test_the_worst_cast_of_an_operand_is_shown(tmp_path):
     rows = [row(underflow=0.1, bias=4), row(cast="wgrad_x", underflow=0.4, bias=3)]
-    run = write_run(tmp_path, rows=rows)
-    (mesh,) = figures.underflow(run).axes[0].collections
-    assert float(mesh.get_array().ravel()[0]) == pytest.approx(40)
-    (line,) = figures.scaling_bias(run).axes[0].get_lines()
-    assert line.get_ydata()[0] == 3
+    for i, ordered in enumerate((rows, rows[::-1])):
+        run = write_run(tmp_path / str(i), rows=ordered)
+        (mesh,) = figures.underflow(run).axes[0].collections
+        assert float(mesh.get_array().ravel()[0]) == pytest.approx(40)
+        (line,) = figures.scaling_bias(run).axes[0].get_lines()
+        assert line.get_ydata()[0] == 3
 
 
 def test_biases_by_linear_are_counted(tmp_path):

@@ -9,7 +9,8 @@ def test_growth_is_five_rises_in_a_row_and_fourfold():
     dip = [1.0, 9.0, 8.0, 16.0, 32.0, 64.0]
     validations = list(zip(slow, fast, steady, dip, strict=True))
     assert growing(validations) == [1]
-    assert growing(validations[1:]) == []  # too few
+    assert growing([(4.0**i,) for i in range(5)]) == []  # too few
+    assert growing([(4.0**i,) for i in range(6)]) == [0]
     assert growing([(0.1, 0.1, 0.1, 0.1), *validations]) == [1]  # only the last six count
     assert growing([(x,) for x in (1.0, 2.0, 4.0, float("nan"), 16.0, 32.0)]) == []
     assert growing([]) == []

@@ -71,7 +71,8 @@ def test_files_hold_each_step_once_and_only_whole(tmp_path):
     table = pyarrow.dataset.dataset(tmp_path / "telemetry").to_table()
     assert tuple(table.column_names) == FIELDS and table.num_rows == 18
 
-    files = StepFiles(tmp_path, 100)  # resumed from step 100: 150 never was
+    files.write(101, some_rows(101))
+    files = StepFiles(tmp_path, 100)  # resumed from step 100: 101 and 150 never were
     assert not half.exists()
     assert {row.step for row in read_rows(tmp_path).rows} == {50, 100}
     files.write(150, some_rows(150))
@@ -155,3 +156,17 @@ def test_reasons_and_order():
     first, *_ = out_of_line(rows)
     assert (first.layer, first.operand, first.followers) == (2, "w", 1)
     assert str(first).endswith("1024 times the median of its peers; 1 other tensor follows")
+
+
+def test_three_layers_are_the_peers_of_each_other():
+    """Those of a linear whose tensors are all larger than in the others are not out of line."""
+    rows = some_rows(layers=3, recipe="fp8_block")
+    others = [dataclasses.replace(row, linear="layers/mlp/gate") for row in rows]
+    larger = [
+        dataclasses.replace(row, linear="layers/mlp/down", amax=row.amax * 2.0**20) for row in rows
+    ]
+    assert out_of_line([*rows, *others, *larger]) == []
+    alone = [row for row in larger if row.layer == 0]
+    assert {finding.linear for finding in out_of_line([*rows, *others, *alone])} == {
+        "layers/mlp/down"
+    }
