@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> None:
         for mutant in [*LIBRARY_MUTANTS, *PLANTED, *PAST]:
             if args.only not in mutant.name:
                 continue
+            if args.again and mutant.name in tried:
+                tried[mutant.name] = [name for name in tried[mutant.name] if name not in args.again]
             run_one(copy, mutant, known, seconds, tried, args)
 
 
@@ -144,6 +146,12 @@ def main() -> None:
     each = commands.add_parser("run", help="plant mutants and run what covers them")
     each.add_argument("--at-most", type=float, default=math.inf, help="seconds of a function")
     each.add_argument("--only", default="", help="mutants with this text in their name")
+    each.add_argument(
+        "--again",
+        nargs="*",
+        metavar="TEST",
+        help="test functions to try again, as they have changed",
+    )
     each.add_argument("--limit", type=float, default=1800.0, help="seconds for a mutant")
     each.set_defaults(command=run)
     each = commands.add_parser("report", help="what the table says")
