@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.mutants import copies
 from tests.mutants.killer import ORDER
 from tests.mutants.mutant import Mutant, place
@@ -74,6 +76,7 @@ def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) 
         Covering(test, seconds[test] if test in seconds else entry["seconds"])
         for test, entry in known.items()
         if entry["passed"] and f"{stem}:{name}" in entry["symbols"]
+        if (ROOT / test.partition("::")[0]).exists()
     ]
 
     def cost(each: Covering) -> float:
@@ -124,7 +127,7 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
     if unfinished:
         how = "timed out" if status is None or status in (-24, -9) else "crashed"
         killed[unfinished[-1]] = how
-    elif not lines and status != 0:
+    elif not lines and status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         said = (copy / copies.OUTPUT).read_text("utf-8", errors="replace")
         raise RuntimeError(f"pytest ended with {status} before any test of {names[:3]}: {said}")
     return killed, [*ended, *(name for name in killed if name not in ended)]
