@@ -68,10 +68,10 @@ def record(paths: list[str], functions: set[str]) -> None:
 def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) -> list[Covering]:
     """The test functions that enter a mutant's symbol and pass without it, cheapest first.
 
-    Among equally cheap ones, those of the file with the module's name come first.
+    Those of the module's own tests, and of its folder's, come before others that are as cheap.
     """
-    at = place(ROOT, mutant)
-    stem, name = Path(at.path).stem, mutant.symbol.rpartition(":")[2]
+    path, name = Path(place(ROOT, mutant).path), mutant.symbol.rpartition(":")[2]
+    stem, folder = path.stem, path.parent.name
     found = [
         Covering(test, seconds[test] if test in seconds else entry["seconds"])
         for test, entry in known.items()
@@ -80,8 +80,9 @@ def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) 
     ]
 
     def cost(each: Covering) -> float:
-        own = Path(each.name.partition("::")[0]).stem == f"{stem}_test"
-        return max(each.seconds, 0.01) * (0.25 if own else 1.0)
+        test = Path(each.name.partition("::")[0])
+        near = 0.1 if test.stem == f"{stem}_test" else 0.3 if test.parent.name == folder else 1.0
+        return max(each.seconds, 0.01) * near
 
     return sorted(found, key=cost)
 
