@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     tried = json.loads(TRIED.read_text("utf-8")) if TRIED.exists() else {}
     with copies.copied_tree() as copy:
         for mutant in [*LIBRARY_MUTANTS, *PLANTED, *PAST]:
-            if args.only not in mutant.name:
+            if not any(text in mutant.name for text in args.only):
                 continue
             if args.again and mutant.name in tried:
                 tried[mutant.name] = [name for name in tried[mutant.name] if name not in args.again]
@@ -145,7 +145,13 @@ def main() -> None:
     each.set_defaults(command=record)
     each = commands.add_parser("run", help="plant mutants and run what covers them")
     each.add_argument("--at-most", type=float, default=math.inf, help="seconds of a function")
-    each.add_argument("--only", default="", help="mutants with this text in their name")
+    each.add_argument(
+        "--only",
+        nargs="*",
+        default=[""],
+        metavar="TEXT",
+        help="mutants with one of these in the name",
+    )
     each.add_argument(
         "--again",
         nargs="*",
