@@ -101,6 +101,6 @@ def test_study_needs_a_command():
     done = run_here("study.__main__", "--workdir=runs/x")
     assert done.returncode == 1
     assert (
-        "the first argument must be one of recipes, curves, sweep, inference, intervals, corpus,"
-        " parity, parity_table, ties, kv_cache; got " in done.stdout + done.stderr
+        "the first argument must be one of recipes, curves, sweep, inference, intervals, ties,"
+        " corpus, parity, parity_table, kv_cache; got " in done.stdout + done.stderr
     )

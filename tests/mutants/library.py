@@ -23,17 +23,17 @@ NUMERICS = (
     ),
     M("Pow2.__call__", "off by one", "(1 << 23) - 1) >> 23", "(1 << 23)) >> 23"),
     M(
-        "hadamard",
+        "butterflies",
         "swapped arguments",
-        "x[..., 0, :] - x[..., 1, :]",
-        "x[..., 1, :] - x[..., 0, :]",
+        "parts[i], parts[i + half] = a + b, a - b",
+        "parts[i], parts[i + half] = a + b, b - a",
     ),
     M("PrecisionSchedule.policy_of", "comparison", "begin < step", "begin <= step"),
     M(
         "dequantize",
         "dtype",
-        "spread(q.float_scale(),",
-        "spread(q.float_scale().astype(dtype),",
+        "spread(q.scale.astype(jnp.float32),",
+        "spread(q.scale.astype(dtype),",
     ),
 )
 
@@ -147,7 +147,7 @@ OPTIM = (
     M("_stochastic_sign", "key", "jax.random.fold_in(key, i) for i", "key for i"),
     M("moments:_encode", "comparison", "if second and fmt.positive", "if fmt.positive"),
     M(
-        "stored",
+        "moments:stored",
         "key",
         "jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), i)",
         "jax.random.fold_in(jax.random.key(seed), i)",

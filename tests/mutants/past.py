@@ -128,10 +128,4 @@ PAST = (
         "raise",
         "an export to a full disk ended in a traceback",
     ),
-    _past(
-        "dequantize",
-        "lax.optimization_barrier(q.values)",
-        "q.values",
-        "XLA undid the emulation of a format (docs/results/xla_findings.md)",
-    ),
 )
