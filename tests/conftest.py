@@ -116,9 +116,12 @@ def data_dir(tfds, dataset, monkeypatch):
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol(item, nextitem):
     shared_programs.begin_test(frozenset(mark.name for mark in item.iter_markers()))
-    return (yield)
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        shared_programs.end_file()
+    return result
 
 
 def pytest_collection_modifyitems(config, items):

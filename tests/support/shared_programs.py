@@ -14,9 +14,11 @@ A program that calls back into Python, or that Python partitions, is always comp
 the address of a Python object, and Python reuses addresses.
 """
 
+import gc
 import hashlib
 import io
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +30,7 @@ _ADDRESSES = (b"CustomSPMDPartitioning", b"callback")
 _jax_compile = compiler.compile_or_get_cached
 _programs: dict[bytes, Any] = {}
 _seconds = [0.0]
+_MOST_MAPS = 25_000
 _LEVELS = frozenset({"optimized", "portable"})  # marks that decide how a program is compiled
 _marks: frozenset[str] = frozenset()  # of the test that runs
 
@@ -38,6 +41,19 @@ def begin_test(marks: frozenset[str]) -> None:
     if _marks & _LEVELS != marks & _LEVELS:
         jax.clear_caches()  # functions that tests of the other kind have compiled
     _marks = marks
+
+
+def end_file() -> None:
+    """Forgets all programs if this process is near the number of memory maps that Linux allows.
+
+    A training step has some 150, a small program 8; Linux allows 65,530, and beyond that LLVM
+    crashes. Files share programs with each other less than tests of one file do.
+    """
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        _programs.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 def seconds() -> float:

@@ -135,6 +135,8 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report):
+        if not hasattr(report, "seconds"):  # of a test process that crashed
+            return
         name, seconds = function(report.nodeid), report.seconds
         self.by_cause["XLA"] += seconds["xla"]
         self.by_cause["child processes"] += seconds["children"]

@@ -74,7 +74,7 @@ def in_its_tier(precision):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("precision", map(in_its_tier, TRAINED))
+@pytest.mark.parametrize("precision", [in_its_tier(name) for name in TRAINED])
 def test_golden_losses(precision, data):
     """A refactoring leaves them bit-identical. FP8JAX_UPDATE_GOLDEN=1 writes this jaxlib's."""
     losses = [float(loss) for loss in one_device_losses(precision, data)[:5]]
