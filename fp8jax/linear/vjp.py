@@ -332,13 +332,13 @@ def forward_matmul(
 
 
 @jax.custom_jvp
-def _first_derivative(gradient: jax.Array) -> jax.Array:
-    """Return a gradient that cannot be differentiated again.
+def _first_derivative(arrays: Any) -> Any:
+    """Return arrays, gradients or what they are computed from, that nobody may differentiate.
 
-    JAX would differentiate the casts of the backward, which are constant almost everywhere: second
-    derivatives would be wrong, mostly zero.
+    JAX would differentiate the casts of forward and backward, which are constant almost everywhere:
+    second derivatives would be wrong, mostly zero.
     """
-    return gradient
+    return arrays
 
 
 @_first_derivative.defjvp
@@ -350,6 +350,8 @@ def _refuse_second_derivative(primals, tangents):
 
 
 def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
+    if context.recipe.casts:  # whose derivatives are zero: they would hide a second derivative
+        x, ws = _first_derivative((x, ws))
     in_float32 = tuple(map(to_float32, histories))
     casts = {"fwd_x": -1} if _requantizes(context, probes) else X_CASTS
     ys, qx, new_histories, rows = forward(context, x, ws, in_float32, keys, casts, probes)

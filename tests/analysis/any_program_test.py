@@ -11,6 +11,7 @@ import fp8jax
 from fp8jax.analysis.gemms import Fp8FallbackError, find_gemms
 from fp8jax.device import hardware
 from fp8jax.linear import backends
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import POLICIES
 from tests.support.stored_hlo import H200, STORED, stored
 
@@ -98,7 +99,7 @@ def test_one_is_warned_once_where_another_jax_would_run_the_kernels(monkeypatch,
         for _ in range(2):
             backends.choose_backend(None, fp8jax.RECIPES["fp8_block"])
             backends.choose_backend(None, fp8jax.RECIPES["fp8_current"])  # XLA has GEMMs for it
-            backends.choose_backend(None, fp8jax.RECIPES["nvfp4"])  # no kernels at all
+            backends.choose_backend(None, as_recipe("fp8_block:wgrad_tile=token"))  # no kernels
         said = [r.getMessage() for r in caplog.records if "EMULATED" in r.getMessage()]
         assert len(said) == lines
         assert all("fp8_block runs EMULATED" in line and "Python 3.12" in line for line in said)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.linear.amax_history import HISTORIES
+from fp8jax.device import xla
 from fp8jax.linear.frozen import FrozenKernel, StackedKernel
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.freeze import freeze
@@ -36,12 +37,14 @@ def initial(model: Transformer):
     return variables
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# With every rounding executed, as in all programs of the library.
+@functools.partial(jax.jit, static_argnums=0, compiler_options=xla.compiler_options())
 def logits_of(model, variables, tokens):
     key = jax.random.key(1)  # for recipes whose gradients are rounded stochastically
     return model.apply(variables, tokens, jnp.ones_like(tokens), jnp.asarray(POSITIONS), key)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     ("config", "policy"),
     [
