@@ -20,6 +20,7 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.scales import SCALES
 from fp8jax.numerics.tiles import NV16, TENSOR, TILE128
 from tests.support import reference
 from tests.support.products import (
@@ -387,7 +388,7 @@ def test_bfloat16_holds_what_the_table_of_bits_says(fmt, rule):
     numbers below 2^-126, which float32 does not hold either where devices flush them."""
     if rule == "nvfp4" and fmt != "e2m1":
         return
-    cast = Cast(format=fmt, tile=NV16, scale=rule)
+    cast = Cast(format=FORMATS[fmt], tile=NV16, scale=SCALES[rule])
     if rule == "fp32":
         assert not cast.holds(jnp.bfloat16)
         return

@@ -18,7 +18,7 @@ from tests.support.interpreter import TOO_OLD, interpret, needs_pallas
 from tests.support.products import MATMUL
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-NAMES = ("fp8_delayed", "fp8_block", "fp8_block_ue8m0")
+NAMES = ("fp8_delayed", "fp8_block", "fp8_block_ue8m0", "fp4_naive")
 BLOCKS = "fp8_block:wgrad_g_tile=block128"
 H200 = hardware.Device("gpu", "NVIDIA H200", (9, 0))
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax.device import xla
 from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.device import xla
 from fp8jax.linear.frozen import FrozenKernel, StackedKernel
 from fp8jax.model.config import ModelConfig
 from fp8jax.model.freeze import freeze
