@@ -125,17 +125,24 @@ def scaled_matmul(
       NotImplementedError: the kernels cannot run here.
     """
     require()
-    (m, k), (n, k_of_b) = (x.shape if axis == -1 else x.shape[::-1]
-                           for x, axis in zip((a, b), axes, strict=True))  # fmt: skip
+    (m, k), (n, k_of_b) = (
+        x.shape if axis == -1 else x.shape[::-1] for x, axis in zip((a, b), axes, strict=True)
+    )
     if a.dtype != jnp.bfloat16 or b.dtype != jnp.bfloat16 or k != k_of_b:
         raise ValueError(f"expected bfloat16 matrices of one K, got {a}, {b} and {axes=}")
     if min(m, k, n) == 0 or m % 8 or n % 64 or k % DEPTH:
         raise ValueError(f"M must be a multiple of 8, N and K of 64, got M={m}, K={k}, N={n}")
     tuning = TUNING if tuning is None else tuning
     shape = Shape(
-        m, k, n, True, jnp.dtype(out_dtype), tuning, depth=DEPTH,
+        m,
+        k,
+        n,
+        True,
+        jnp.dtype(out_dtype),
+        tuning,
+        depth=DEPTH,
         k_first=(axes[0] == -2, axes[1] == -2),
-    )  # fmt: skip
+    )
     sa = jnp.broadcast_to(scale, (shape.tiles[0] * tuning.cluster * shape.tile_m,))
     return launch_product(shape, _matmul, a, b, sa, jnp.ones(shape.tiles[1] * tuning.tile_n))
 

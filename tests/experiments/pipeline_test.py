@@ -614,9 +614,12 @@ def test_killed_inside_stages_and_finished(tmp_path):
     arguments = flags(tmp_path, workdir)
     for stage, fault in (("bf16/cpt", "kill@7"), ("bf16/seed_0/sft_1", "kill@5")):
         done = subprocess.run(
-            [sys.executable, "-c", KILLED, stage, fault, *arguments], cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-c", KILLED, stage, fault, *arguments],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
         assert not (workdir / stage / "result.json").exists()
     cpt = (workdir / "bf16/cpt/result.json").read_bytes()

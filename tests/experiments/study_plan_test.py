@@ -74,9 +74,12 @@ def test_commands_of_a_fork(tmp_path):
 def test_scores_by_hand(tmp_path):
     def number(precision, nats):
         return {
-            "of": "jsonl-heldout", "measured": "perplexity", "precision": precision,
-            "items": nats, "weights": [10] * 64,
-        }  # fmt: skip
+            "of": "jsonl-heldout",
+            "measured": "perplexity",
+            "precision": precision,
+            "items": nats,
+            "weights": [10] * 64,
+        }
 
     numbers = [number("bf16", [20] * 64), number("nvfp4", [20, 22] * 32)]
     (path := tmp_path / "scores.json").write_text(json.dumps({"numbers": numbers}))
@@ -92,10 +95,8 @@ def test_scores_by_hand(tmp_path):
 
 FACTS = {"setting": "s", "data": "d", "commit": "c", "code": "x", "versions": {}}
 SCORES = {
-    "numbers": [
-        {"measured": "perplexity", "precision": "bf16", "items": [30.0], "weights": [10]}
-    ]
-}  # fmt: skip
+    "numbers": [{"measured": "perplexity", "precision": "bf16", "items": [30.0], "weights": [10]}]
+}
 
 # Notes its name and GPU; waits until so many notes are there; ends with a status.
 PROGRAM = """
@@ -147,10 +148,15 @@ def launch(tmp_path, monkeypatch):
 
     def launch(stub, chains, *, machine="one", gpus=2, card="H100", budget=60.0, lasts=1e6):
         given = runner.Run(
-            chains=chains, parts=stub.parts, workdir=tmp_path / machine,
+            chains=chains,
+            parts=stub.parts,
+            workdir=tmp_path / machine,
             gpus=[runner.Gpu(index, card) for index in range(gpus)],
-            ledger=tmp_path / "ledger.jsonl", budget=budget, machine=lasts, facts=FACTS,
-        )  # fmt: skip
+            ledger=tmp_path / "ledger.jsonl",
+            budget=budget,
+            machine=lasts,
+            facts=FACTS,
+        )
         return [(line.arm, line.seed, line.fork) for line in runner.run(given)]
 
     return launch
@@ -240,11 +246,24 @@ def test_a_loss_that_is_not_finite_is_a_result_and_a_failure_is_none(tmp_path, l
 def made(arm, seed, loss, fork="75M", **fields):
     return parity_ledger.Line(
         **dict(
-            arm=arm, seed=seed, fork=fork, tokens=1, setting="s", data="d", card="H100", trunk="t",
-            commit="c", code="x", versions={}, commands=[], seconds=1.0, loss=loss, rows="r",
+            arm=arm,
+            seed=seed,
+            fork=fork,
+            tokens=1,
+            setting="s",
+            data="d",
+            card="H100",
+            trunk="t",
+            commit="c",
+            code="x",
+            versions={},
+            commands=[],
+            seconds=1.0,
+            loss=loss,
+            rows="r",
         )
         | fields
-    )  # fmt: skip
+    )
 
 
 def ledger(rng, shifts, seeds=5, scatter=0.1):

@@ -68,8 +68,11 @@ def test_killed_stopped_and_resumed_equals_never_stopped(two_sources, tmp_path):
         given = tiny_run(two_sources, workdir, **hard)
         done = subprocess.run(
             [sys.executable, "-m", "experiments.train", *given, *flags],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == code, done.stderr
         return done.stderr.splitlines()
 
@@ -126,9 +129,14 @@ def test_two_processes_train_as_one(precision, finish, data, monkeypatch, tmp_pa
     monkeypatch.setattr(build, "make_mesh", two)
     workdir = tmp_path / "run"
     run = tiny_run(
-        data, workdir, precision=precision, mesh="fsdp", valid_every=12, checkpoint_every=4,
+        data,
+        workdir,
+        precision=precision,
+        mesh="fsdp",
+        valid_every=12,
+        checkpoint_every=4,
         checkpoint_keep=3,
-    )  # fmt: skip
+    )
     train(run)
     whole = numbers(workdir)
     for step in (8, 12):

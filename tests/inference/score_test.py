@@ -68,7 +68,7 @@ def test_scores_through_a_cache():
     plain = np.asarray(likelihoods(*arguments))
     np.testing.assert_allclose(likelihoods(*arguments, cache="fp32"), plain, atol=1e-4)
     fp8 = np.asarray(likelihoods(*arguments, cache="fp8"))
-    assert 1e-3 < np.abs(fp8 - plain).max()
+    assert 1e-3 < np.abs(fp8 - plain).max() < 1.0
     assert np.linalg.norm(fp8 - plain) < 2**-4 * np.linalg.norm(plain)
 
 

@@ -49,10 +49,11 @@ def test_a_folder_has_the_logits_of_hugging_face(family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("gpt2", dict(fsdp=2, tensor=2, data=2)), ("llama", dict(fsdp=8)),
+        ("gpt2", dict(fsdp=2, tensor=2, data=2)),
+        ("llama", dict(fsdp=8)),
         ("qwen3", dict(fsdp=2, tensor=2, data=2)),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_gets_its_shards_and_the_same_values(family, axes, tmp_path):
     config = config_json(family)
     folder = write_folder(tmp_path, config, tensors(config))
@@ -70,9 +71,7 @@ def test_a_mesh_gets_its_shards_and_the_same_values(family, axes, tmp_path):
 def run(data, tmp_path_factory):
     """Of a run of three steps in delayed scaling, the last in BF16: the last two checkpoints."""
     workdir = tmp_path_factory.mktemp("trained") / "run"
-    config = tiny(
-        data, precision="fp8_delayed", num_steps=3, precision_schedule=((0.7, "bf16"),)
-    )  # fmt: skip
+    config = tiny(data, precision="fp8_delayed", num_steps=3, precision_schedule=((0.7, "bf16"),))
     write_checkpoints(workdir, config, (2, 3))
     return workdir
 

@@ -323,13 +323,14 @@ def scale_spec(mesh, spec: P, scale: np.ndarray) -> P:
     [
         # How shards are cut depends on no dtype. Where parts are added, float32 is not rounded.
         pytest.param(
-            *case, dtype,
+            *case,
+            dtype,
             marks=pytest.mark.full if dtype == jnp.float32 and case[-1] != REDUCE else (),
         )
         for case in PRODUCTS
         for dtype in (jnp.bfloat16, jnp.float32)
     ],
-)  # fmt: skip
+)
 def test_products_take_their_shards(stand_ins, mesh, shape, by_row, of_a, of_b, of_y, moved, dtype):
     """Sums are exact in any order (block_gemm_test.py), and rounded once."""
     given, mesh = block_products.operands(*shape, by_row), make_mesh(mesh)

@@ -62,8 +62,9 @@ def test_a_part_of_an_array_has_the_draws_of_its_places():
     whole = interpret(lambda x, r: kernel(x, r, words=of(0, 0)), x, reciprocal)
     part = interpret(
         lambda x, r: kernel(x, r, words=of(32, 128), columns=256),
-        x[32:, 128:], reciprocal[2:, 128:],
-    )  # fmt: skip
+        x[32:, 128:],
+        reciprocal[2:, 128:],
+    )
     np.testing.assert_array_equal(part.view(jnp.uint8), whole[32:, 128:].view(jnp.uint8))
 
 

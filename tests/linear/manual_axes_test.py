@@ -101,9 +101,12 @@ def test_eight_devices_equal_one(recipe, seeded, sharding):
     spec_x, spec_w, spec_y, _ = SHARDINGS[sharding]
     state, one = on_one_device(recipe, seeded)
     eight = jax.shard_map(
-        product_of(recipe, seeded), mesh=mesh(), in_specs=(spec_x, spec_w, P()), out_specs=spec_y,
+        product_of(recipe, seeded),
+        mesh=mesh(),
+        in_specs=(spec_x, spec_w, P()),
+        out_specs=spec_y,
         check_vma=True,
-    )  # fmt: skip
+    )
     for got, right in zip(results(eight, *arrays(), state), one, strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, right)
 

@@ -95,9 +95,7 @@ def measured(x, w, g, recipe, what_if=None, state=None):
 @functools.partial(jax.jit, static_argnames=("recipe", "what_if"))
 def _measured(x, w, g, state, *, recipe, what_if):
     def loss(probe):
-        y = dot_general(
-            x, w, MATMUL, recipe=recipe, key=KEY, probe=probe, seeded=True, state=state
-        )  # fmt: skip
+        y = dot_general(x, w, MATMUL, recipe=recipe, key=KEY, probe=probe, seeded=True, state=state)
         return jnp.sum(y * g)
 
     return jax.grad(loss)(empty_probe(what_if))

@@ -30,8 +30,11 @@ def switched(x, w, state, g, key, promoted, *, low, high):
     y, back = jax.vjp(
         lambda x, w, state: promotable_dot(
             x, w, promoted, low=RECIPES[low], high=RECIPES[high], state=state, key=key
-        ), x, w, state,
-    )  # fmt: skip
+        ),
+        x,
+        w,
+        state,
+    )
     return y, *back(g)
 
 
@@ -51,9 +54,7 @@ def test_it_is_one_of_the_two_products(low, high, promoted):
     key = jax.random.key(7)
     state = {k: np.full(h.shape, 3.0, np.float32) for k, h in init_state(low).items()}
     got = switched(x, w, state, g, key, jnp.asarray(promoted), low=low, high=high)
-    expected = alone(
-        x, w, {} if promoted else state, g, key, recipe=high if promoted else low
-    )  # fmt: skip
+    expected = alone(x, w, {} if promoted else state, g, key, recipe=high if promoted else low)
     for a, b in itertools.islice(zip(got, expected, strict=True), 3):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))

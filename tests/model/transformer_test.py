@@ -457,7 +457,7 @@ def by_hand(params, histories, policies, batch, dtype):
             head[HISTORIES] = histories["lm_head"]
         value, got = _head_by_hand(
             recipe, params["final_norm"], head, zeros["lm_head"][0], x, batch
-        )  # fmt: skip
+        )
         return value, inputs | {"lm_head": [got]}
 
     return zeros, loss

@@ -141,11 +141,12 @@ def seeded(data):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(unroll=1), dict(unroll=2),
+        dict(unroll=1),
+        dict(unroll=2),
         # The same branches as without, computed again in the backward pass.
         pytest.param(dict(remat="full"), marks=pytest.mark.full),
     ],
-)  # fmt: skip
+)
 def test_promotions_change_without_a_compilation(data, changes):
     """Layer 1 promoted, then not, then all: another loss each time, one program, and histories
     that were written all the time."""

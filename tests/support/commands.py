@@ -89,16 +89,27 @@ def tiny_run(text: tuple[str, str], workdir: Path, **changes: object) -> list[st
     """
     spec, cache = text
     settings: dict[str, object] = dict(
-        precision="bf16", data=spec, cache_dir=cache, seq_len=64, batch_size=8, num_steps=12,
-        warmup_steps=2, learning_rate=3e-3, valid_every=6, valid_batches=2, checkpoint_every=3,
-        valid_fraction=0.1, unroll=1,
-    )  # fmt: skip
+        precision="bf16",
+        data=spec,
+        cache_dir=cache,
+        seq_len=64,
+        batch_size=8,
+        num_steps=12,
+        warmup_steps=2,
+        learning_rate=3e-3,
+        valid_every=6,
+        valid_batches=2,
+        checkpoint_every=3,
+        valid_fraction=0.1,
+        unroll=1,
+    )
     small = dict(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16)
     settings |= {f"model_overrides__{name}": value for name, value in small.items()}
     return [
-        "--config=configs/base.py", f"--workdir={workdir}",
+        "--config=configs/base.py",
+        f"--workdir={workdir}",
         *(f"--config.{key.replace('__', '.')}={v}" for key, v in (settings | changes).items()),
-    ]  # fmt: skip
+    ]
 
 
 # Of several processes, each gives the run one device.
@@ -127,8 +138,11 @@ def train_alone(*given: str) -> subprocess.Popen:
     """
     return subprocess.Popen(
         [sys.executable, "-c", _TRAIN_ALONE, *given],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def run_command(name: str, *given: str) -> subprocess.CompletedProcess:

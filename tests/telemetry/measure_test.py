@@ -230,7 +230,7 @@ def transformer():
     """(model, variables, the same with frozen kernels, ids)."""
     config = ModelConfig(
         vocab_size=64, d_model=32, n_layers=3, n_heads=2, n_kv_heads=1, d_ff=64, head_dim=16
-    )  # fmt: skip
+    )
     model = Transformer(config, "fp8_current", attention="xla")
     variables = random_weights(abstract_variables(model))
     tokens = np.random.default_rng(1).integers(0, 64, (2, 16)).astype(np.int32)
@@ -247,8 +247,10 @@ def test_a_transformer_with_frozen_kernels():
     )
     casts = {(r.recipe, r.what_if, r.cast) for r in table.rows}
     assert casts == {
-        ("fp8_current", False, "fwd_x"), ("bf16", True, "fwd_x"), ("fp8_current", False, "")
-    }  # fmt: skip
+        ("fp8_current", False, "fwd_x"),
+        ("bf16", True, "fwd_x"),
+        ("fp8_current", False, ""),
+    }
     run = table.where(lambda r: not r.what_if).rows
     assert len(run) == (7 + 1) * 3
     hidden = [r.amax for r in run if r.operand == "hidden"]
