@@ -85,6 +85,9 @@ def _join_processes() -> None:
         raise ValueError("--coordinator, --num_processes and --process_id need each other")
     if process >= number:
         raise ValueError(f"--process_id={process} must be below --num_processes={number}")
+    # Processes that are CPUs exchange with Gloo, which pairs messages by their order. Programs that
+    # do not depend on each other, as a step and a request to stop, must not overtake each other.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(address, number, process)
     if process > 0:
         logging.set_verbosity(logging.WARNING)
