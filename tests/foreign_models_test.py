@@ -673,7 +673,7 @@ def test_second_derivatives_are_right_without_casts():
     assert relative_error(ours, penalty(nn.Dense(8, use_bias=False))) < 1e-5
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_checkpoint_policies_change_no_bit():
     """Also with stochastic rounding of gradients, whose key is used twice."""
     recipe = fp8jax.RECIPES["fp8_delayed"]

@@ -92,7 +92,7 @@ class LinenMLP(nn.Module):
 # Equal to linen -----------------------------------------------------------------------------------
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_block", "nvfp4"])
 def test_losses_and_histories_equal_linens_bit_for_bit(recipe):
     def error(y, x):
@@ -128,7 +128,7 @@ def test_losses_and_histories_equal_linens_bit_for_bit(recipe):
     assert faults.updates == optimizer.step[...] == STEPS
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_flaxs_own_linear_computes_what_ours_does(dtype):
     ours = Linear(32, 8, DELAYED, rngs=nnx.Rngs(0))

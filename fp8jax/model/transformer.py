@@ -238,11 +238,13 @@ class Transformer(nn.Module):
             stacked = jax.vmap(lambda key: block.init(key, *inputs)["params"])(keys)
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
-        given: Any = None if self.is_initializing() else self.get_variable("params", "layers")
-        # flax would compare the shapes of a tuple of layers, or of frozen kernels, with those of
-        # the stack. The layers check theirs.
-        separate = isinstance(given, tuple) or has_frozen(given)
-        params: Any = given if separate else self.param("layers", init_params)
+        # Where they are given, flax would trace `init_params` to compare shapes, which takes longer
+        # than the layers themselves. Those check the shapes of their own slices.
+        params: Any = nn.meta.unbox(self.get_variable("params", "layers"))
+        if params is None or self.is_initializing():
+            params = self.param("layers", init_params)
+        elif not (isinstance(params, tuple) or has_frozen(params)):
+            _check_layers(params, c.n_layers)
         if not _has_layer_histories(policy):
             return params, {}
 
@@ -251,6 +253,15 @@ class Transformer(nn.Module):
             return jax.tree.map(lambda s: jnp.zeros((c.n_layers, *s.shape), s.dtype), shapes)
 
         return params, self.variable(HISTORIES, "layers", init_histories).value
+
+
+def _check_layers(params: Any, n_layers: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if leaf.shape[:1] != (n_layers,):
+            raise ValueError(
+                f"params of layers{jax.tree_util.keystr(path)} have the shape {leaf.shape}, "
+                f"but the model has {n_layers} layers"
+            )
 
 
 class Stretch(NamedTuple):

@@ -159,8 +159,8 @@ def _stage(
     model, gated = _model(config, shared.shape, policy, words, shared.mesh)
     if shared.gnmr is not None:
         model = model.clone(high=config.gnmr_precision)
-    initial = _initial_state(model, shared, config.seed)
-    boxed = jax.eval_shape(initial)
+    initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
+    boxed = initial.eval_shape()
     shardings = tree_shardings(boxed, shared.mesh)
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

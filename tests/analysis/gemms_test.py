@@ -463,7 +463,7 @@ def scanned(data):
     return run, step_text(run)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_a_step_of_this_machine_has_every_module_and_product(scanned):
     run, text = scanned
     gemms = find_gemms(
@@ -488,7 +488,7 @@ def test_rematerialized_forwards_count_twice():
     assert not any(gemm.kernel == "none" for gemm in gemms)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_a_bare_module_is_found_by_its_name():
     model = Dense(32, "fp8_current", "emulated", name="projection")
     x = jnp.ones((16, 48), jnp.bfloat16)
@@ -556,7 +556,7 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     assert stage["memory"].keys() == kinds and stage["memory"]["histories"] > 0
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize(
     ("low", "high"),
     [

@@ -63,7 +63,7 @@ def test_greedy_tokens_with_cache_are_those_without(name, unrolled):
     require_likeliest(model, variables, PROMPTS, new)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize(
     "policy, cache",
     [
@@ -106,7 +106,7 @@ def first_logits(policy: str, rows: int, positions: int, filler: int):
     return [np.asarray(logits[row, : lengths[row]]) for row in (0, 1)]
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize(
     "policy",
     [

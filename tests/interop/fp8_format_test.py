@@ -76,7 +76,7 @@ GRIDS = [("fp8_block", "fp8_block"), ("fp8_block_ue8m0", "fp8_block"),
     ("policy", "fmt"),
     # Float32 scales are divided by; powers of two are exact in any program.
     [
-        pytest.param(*grid, marks=pytest.mark.optimized if grid == GRIDS[0] else ())
+        pytest.param(*grid, marks=pytest.mark.optimized_too if grid == GRIDS[0] else ())
         for grid in GRIDS
     ],
 )

@@ -40,7 +40,7 @@ from tests.support.products import MATMUL
 E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "3": ((3,), ("a",))}
 COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
-pytestmark = pytest.mark.optimized  # bits of different programs, and HLO
+pytestmark = pytest.mark.optimized_too  # bits of different programs, and HLO
 
 
 def make_mesh(name: str) -> jax.sharding.Mesh:

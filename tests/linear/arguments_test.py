@@ -21,7 +21,7 @@ def data(shape=(16, 32), seed=0):
     return jnp.asarray(normal(shape, seed))
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "fp8_amax:margin=1"])
 def test_stock_layers_of_linen_and_nnx_take_the_function(recipe):
     """They compute what our own layer does, bit for bit, forward and backward."""

@@ -350,7 +350,7 @@ def test_an_overflow_in_a_source_never_hides(name, bad):
             assert np.isfinite(history).all()
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_seeding_takes_the_current_amax_and_writes_histories():
     recipe, operands = RECIPES["fp8_delayed"], random_operands()
     operands["g"] *= 0.1  # all below half of e5m2's smallest number, 2^-17

@@ -17,7 +17,7 @@ from tests.support.products import normal_operands
 MATMUL = (((2,), (0,)), ((), ()))
 PAIRS = [("fp4_naive", "fp8_current"), ("fp8_delayed", "bf16"), ("fp8_block", "fp8_current"),
          ("nvfp4", "bf16")]  # fmt: skip
-pytestmark = pytest.mark.optimized  # bits of different programs
+pytestmark = pytest.mark.optimized_too  # bits of different programs
 
 
 def arrays():

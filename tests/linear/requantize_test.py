@@ -18,7 +18,7 @@ from tests.support.products import MATMUL, normal_operands
 from tests.support.tiny_models import tiny_model
 
 M, K, N = 136, 264, 144
-pytestmark = pytest.mark.optimized  # bits of different programs
+pytestmark = pytest.mark.optimized_too  # bits of different programs
 QUANTIZED = [name for name in RECIPES if RECIPES[name].wgrad_x is not None]
 
 

@@ -14,7 +14,7 @@ from tests.support.products import normal_operands, three_products
 import optax  # isort: skip
 
 DELAYED, CURRENT = (as_recipe(name) for name in ("fp8_delayed", "fp8_current"))
-pytestmark = pytest.mark.optimized  # bits of different programs
+pytestmark = pytest.mark.optimized_too  # bits of different programs
 
 
 def operands():

@@ -17,7 +17,7 @@ from fp8jax.model.attention import dot_product_attention
 
 T, N, K, H, BLOCK = 10, 4, 2, 4, 4  # blocks of 4, 4 and 2 keys; sqrt(H) is a power of two
 SEGMENTS = np.array([[1] * 10, [1] * 5 + [2] * 4 + [0]], np.int32)
-pytestmark = pytest.mark.optimized  # bits that users get
+pytestmark = pytest.mark.optimized_too  # bits that users get
 
 
 def bf16(x) -> np.ndarray:

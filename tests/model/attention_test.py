@@ -487,7 +487,7 @@ def temporary_bytes(name: str, length: int) -> int:
     ).temp_size_in_bytes
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_memory_grows_with_the_length_in_the_reference_and_with_its_square_in_xla():
     """Four times the length is 4 times the memory and 16 times: told apart at 8. XLA keeps few or
     many of the T x T arrays at once, but one for each of the two heads at least."""

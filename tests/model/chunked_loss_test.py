@@ -28,7 +28,7 @@ from fp8jax.training import step
 
 U = 2.0**-24
 B, L, D, V = 8, 24, 32, 136
-pytestmark = pytest.mark.optimized  # bits of different programs, and HLO
+pytestmark = pytest.mark.optimized_too  # bits of different programs, and HLO
 
 
 @functools.cache

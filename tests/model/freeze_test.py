@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16)).astype(np.int32)
 POSITIONS = np.broadcast_to(np.arange(16, dtype=np.int32), TOKENS.shape)
-pytestmark = pytest.mark.optimized  # bits of different programs
+pytestmark = pytest.mark.optimized_too  # bits of different programs
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def logits_of(model, variables, tokens):
     return model.apply(variables, tokens, jnp.ones_like(tokens), jnp.asarray(POSITIONS), key)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize(
     ("config", "policy"),
     [

@@ -187,6 +187,15 @@ def test_the_parameter_tree_is_always_the_same(policy, kwargs):
         assert set(variables) == {"params"}
 
 
+@pytest.mark.parametrize("n_layers", [LAYERS - 1, LAYERS + 1])
+def test_parameters_of_another_number_of_layers_are_refused(n_layers):
+    params = nn.meta.unbox(abstract_variables(Transformer(CONFIG))["params"])
+    model = Transformer(dataclasses.replace(CONFIG, n_layers=n_layers))
+    said = rf"layers\['attention'\].* have the shape \({LAYERS}, .* the model has {n_layers} layers"
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(model.apply, {"params": params}, *[jnp.zeros((1, 8), jnp.int32)] * 3)
+
+
 @pytest.mark.parametrize(
     ("policy", "kwargs"),
     [
@@ -230,7 +239,7 @@ def gradients_under(name: str, remat: str):
     return gradients(Transformer(CONFIG, policy, remat=remat), enlarged(), histories, batch())
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -565,7 +574,7 @@ def test_an_exempt_layer_runs_in_bf16_and_keeps_its_histories():
     assert error <= 1e-5 * right and error < 0.1 * min(abs(ours - w) for w in wrong)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize("ends", [(LAYERS, 0), (0, LAYERS)])
 def test_all_layers_exempt_are_the_bf16_policy(ends):
     tokens = batch()["tokens"]
@@ -611,7 +620,7 @@ def test_smoothing_keeps_the_parameter_tree(policy):
     )
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_a_smooth_model_has_the_same_bits_in_high_precision_and_trains_in_fp8():
     """Powers of two are taken from one factor and given to the other. In FP8, where rounding tells
     them apart, a step down the gradient is one down the loss."""
@@ -662,7 +671,7 @@ def mlp_inputs(dtype, larger: float = 1.0):
     return params, jnp.asarray(rng.normal(size=(B, L, D)), dtype)
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
 def test_smoothing_is_the_same_function(dtype):
     """To the bit (for float64, 1e-12 of each array's norm is what was asked for), forward and
@@ -777,7 +786,7 @@ def test_exempt_layers_make_no_float8_products(first, last):
 # Attention ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_an_attention_object_is_as_good_as_its_name():
     """The same bits; and an equal object is an equal model, so that nothing is compiled anew."""
     named, given = (

@@ -56,29 +56,18 @@ DEFAULT = ("bf16", "fp8_delayed", "fp8_block", "nvfp4_mixed")
 
 @functools.cache
 def one_device_losses(precision, data, seed=0):
-    """Of programs compiled as users compile them: each test that asks for them has the mark."""
-    return steps(tiny(data, precision=precision, seed=seed, unroll=1), 20, jax.devices()[:1])[0]
+    return steps(tiny(data, precision=precision, seed=seed, unroll=1), 10, jax.devices()[:1])[0]
 
 
 # Numbers ------------------------------------------------------------------------------------------
 
 
-def golden_key() -> str:
-    """What the bits of losses depend on, given the flags of tests/conftest.py."""
-    return f"jaxlib {jax.lib.__version__} {platform.machine()}"
-
-
-def in_its_tier(precision):
-    """Whole steps of one policy for each tile; dot_test.py has the casts of all, exactly."""
-    return precision if precision in DEFAULT else pytest.param(precision, marks=pytest.mark.full)
-
-
-@pytest.mark.optimized
-@pytest.mark.parametrize("precision", [in_its_tier(name) for name in TRAINED])
-def test_golden_losses(precision, data):
-    """A refactoring leaves them bit-identical. FP8JAX_UPDATE_GOLDEN=1 writes this jaxlib's."""
-    losses = [float(loss) for loss in one_device_losses(precision, data)[:5]]
-    golden, key = json.loads(GOLDEN.read_text()), golden_key()
+def check_golden(losses, precision, compiled):
+    """Compares the first losses with those of this jaxlib, `compiled` so, given the flags of
+    tests/conftest.py. FP8JAX_UPDATE_GOLDEN=1 writes them."""
+    losses = [float(loss) for loss in losses[:5]]
+    golden = json.loads(GOLDEN.read_text())
+    key = f"jaxlib {jax.lib.__version__} {platform.machine()} {compiled}"
     if "FP8JAX_UPDATE_GOLDEN" in os.environ:
         golden[key] = (golden[key] if key in golden else {}) | {precision: losses}
         GOLDEN.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
@@ -86,7 +75,25 @@ def test_golden_losses(precision, data):
     assert losses == golden[key][precision]
 
 
+def in_its_tier(precision):
+    """Whole steps of one policy for each tile; dot_test.py has the casts of all, exactly."""
+    return precision if precision in DEFAULT else pytest.param(precision, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("precision", [in_its_tier(name) for name in TRAINED])
+def test_golden_losses(precision, data):
+    """A refactoring leaves them bit-identical."""
+    check_golden(one_device_losses(precision, data), precision, "not optimized")
+
+
+@pytest.mark.full  # the same sums in another order
 @pytest.mark.optimized
+@pytest.mark.parametrize("precision", TRAINED)
+def test_golden_losses_as_users_compile(precision, data):
+    config = tiny(data, precision=precision, unroll=1)
+    check_golden(steps(config, 5, jax.devices()[:1])[0], precision, "optimized")
+
+
 @pytest.mark.parametrize("names", [DEFAULT, pytest.param(TRAINED, marks=pytest.mark.full)])
 def test_precisions_differ_and_all_learn(names, data):
     curves = {name: one_device_losses(name, data) for name in names}
@@ -94,12 +101,11 @@ def test_precisions_differ_and_all_learn(names, data):
         assert losses[-1] < 0.7 * losses[0], name
         if name != "bf16":
             assert (losses[1:] != curves["bf16"][1:]).all(), name
-            # Twenty steps of one model: FP8 within 1%, FP4 within 5% at the end.
+            # Ten steps of one model: FP8 within 1%, FP4 within 5% at the end.
             bound = 0.01 if name.startswith("fp8") else 0.05
             assert abs(losses[-1] / curves["bf16"][-1] - 1) < bound, name
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     "precision",
     # Histories are what devices combine; the others have the same program but for their casts.
@@ -111,7 +117,7 @@ def test_precisions_differ_and_all_learn(names, data):
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
-    eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 20)
+    eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 10)
     assert len(state.params["layers"]["mlp"]["up"]["kernel"].sharding.device_set) == 8
     one, other_seed = (one_device_losses(precision, data, seed) for seed in (0, 1))
     assert abs(eight[0] / one[0] - 1) <= 1e-5

@@ -99,7 +99,7 @@ def test_a_rejected_step_changes_nothing(data):
     jax.tree.map(np.testing.assert_array_equal, before, dataclasses.replace(after, key=0))
 
 
-@pytest.mark.optimized
+@pytest.mark.optimized_too
 def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
     """Against a float32 run with the same values: equal loss and optimizer state, and weights equal
     after one rounding. Two microbatches, whose gradients add up in float32."""
