@@ -14,6 +14,7 @@ The policy decides by module path (`MODULES`) in which recipe a linear runs. The
 `ModelConfig` (config.py) decides which parts the model has.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -233,9 +234,12 @@ class Transformer(nn.Module):
         ids = jnp.zeros((1, 1), jnp.int32)
         inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), ids, ids, jax.random.key(0))
 
+        # Initial parameters do not depend on the policy, and casts are slow to trace.
+        plain = block.clone(policy=as_policy("bf16"))
+
         def init_params(rng):
             keys = jax.random.split(rng, c.n_layers)
-            stacked = jax.vmap(lambda key: block.init(key, *inputs)["params"])(keys)
+            stacked = jax.vmap(lambda key: plain.init(key, *inputs)["params"])(keys)
             return nn.meta.add_axis(stacked, 0, {nn.meta.PARTITION_NAME: "layers"})
 
         # Where they are given, flax would trace `init_params` to compare shapes, which takes longer
@@ -446,8 +450,16 @@ def stretches(policy: Policy, n_layers: int) -> list[Stretch]:
 def abstract_variables(model: Transformer) -> Any:
     """Returns the shapes of the model's variables, boxed with logical axis names.
 
-    Nothing is allocated.
+    Nothing is allocated. A model is traced once, as that takes a fraction of a second.
     """
+    resolved = model.clone(policy=as_policy(model.policy))
+    found = _abstract_variables(resolved, jax.sharding.get_abstract_mesh())
+    return jax.tree.map(lambda leaf: leaf, found)  # dicts of the caller's own
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract_variables(model: Transformer, mesh: jax.sharding.AbstractMesh) -> Any:
+    """Under the mesh `mesh`, on which shapes and their shardings may depend."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     key = jax.random.key(0)
     return jax.eval_shape(model.init, key, tokens, tokens, tokens, key)
