@@ -499,11 +499,12 @@ def flags(folder, workdir):
         "cpt.data": text, "precisions": '("bf16",)',
         "chains": '(("bf16","bf16","fp8_block_ue8m0"),)', "tokenizer.vocab_size": 300,
         "cpt.model_overrides.vocab_size": 320, "cpt.num_steps": 12, "cpt.warmup_steps": 2,
-        "problems_1.train": 150, "problems_1.test": 5, "problems_2.train": 150,
+        "problems_1.train": 80, "problems_1.test": 5, "problems_2.train": 80,
         "problems_2.test": 6, "evaluate.rows": 16, "evaluate.max_tokens": 8,
         **{f"{stage}.cache_dir": folder / "cache" for stage in plan.TRAINING},
         **{f"{stage}.checkpoint_every": 3 for stage in plan.TRAINING},
         **{f"{stage}.unroll": 1 for stage in plan.TRAINING}, "cpt.model_overrides.n_layers": 1,
+        **{f"{stage}.batch_size": 4 for stage in plan.TRAINING},
         **{f"sft_{i}.long_examples": "skip" for i in (1, 2)},
     }  # fmt: skip
     return [
