@@ -80,6 +80,12 @@ def test_split_and_join_are_inverse(tree):
     assert set(jax.tree.leaves(histories)) <= {2}
 
 
+@pytest.mark.parametrize("rest", [{}, {"other": {}}])
+def test_histories_of_another_tree_are_refused(rest):
+    with pytest.raises(KeyError, match="has no 'layer', .* pass both results of fp8jax.split"):
+        join(rest, {"layer": {HISTORIES: {"x_amax_history": 1}}})
+
+
 # A step -------------------------------------------------------------------------------------------
 
 

@@ -192,6 +192,17 @@ def test_quantized_is_a_pytree_with_a_static_tile():
     assert np.asarray(out.values).dtype == ml_dtypes.float8_e4m3fn
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_dequantize_multiplies_in_float32_and_rounds_once(dtype):
+    x = normal((4, 256))
+    parts = reference.quantize_parts(x, "e4m3", TILE128, -1, Fp32())
+    numbers = parts.values.astype(np.float32) * parts.of_tiles
+    got = np.asarray(dequantize(quantize(jnp.asarray(x), "e4m3", TILE128), dtype))
+    np.testing.assert_array_equal(got, numbers.astype(dtype))
+    rounded_twice = (parts.values.astype(np.float32) * parts.of_tiles.astype(dtype)).astype(dtype)
+    assert (got != rounded_twice).any()
+
+
 def test_dequantize_is_not_collapsed_when_compiled():
     x = jnp.asarray(normal((4, 256)))
     f = jax.jit(lambda x: dequantize(quantize(x, "e4m3", TILE128), jnp.bfloat16))
