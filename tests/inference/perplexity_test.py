@@ -90,3 +90,11 @@ def test_exhausted_memory_is_one_line():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.memory_errors(""):
         raise jax.errors.JaxRuntimeError("INTERNAL: another one")
+
+
+def test_each_document_of_a_source_is_a_segment(tmp_path):
+    (tmp_path / "two.jsonl").write_text('{"text": "ab"}\n{"text": "cde"}\n')
+    (row,) = read_texts(f"x=jsonl:{tmp_path}/two.jsonl", BYTES, seq_len=8)["x"]
+    np.testing.assert_array_equal(row["tokens"], [BYTES.bos, *b"ab", BYTES.eos, BYTES.bos, *b"cde"])
+    np.testing.assert_array_equal(row["segments"], [1] * 4 + [2] * 4)
+    np.testing.assert_array_equal(row["positions"], [0, 1, 2, 3, 0, 1, 2, 3])

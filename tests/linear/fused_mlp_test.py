@@ -78,9 +78,23 @@ def distance(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+RAGGED = (72, 136, 200)
+
+
 @needs_pallas
-@pytest.mark.parametrize("shape", [(256, 128, 384), (72, 136, 200)])
-@pytest.mark.parametrize("name", [*NAMES, BLOCKS])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, RAGGED) for name in [*NAMES, BLOCKS]),
+        # Whole tiles go through the same code; one recipe of them is in every run.
+        *(
+            pytest.param(
+                name, (256, 128, 384), marks=() if name == "fp8_block" else pytest.mark.full
+            )
+            for name in [*NAMES, BLOCKS]
+        ),
+    ],
+)
 def test_equals_three_products(name, shape):
     """Bit for bit: codes, products and histories are the same."""
     recipe = as_recipe(name)

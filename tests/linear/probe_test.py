@@ -117,6 +117,16 @@ def test_statistics_equal_numpy(recipe, what_if):
         check(probe, i, of_names[name[-1]], as_recipe(what_if).by_name()[name], name)
 
 
+def test_what_if_rounds_with_draws_of_its_own():
+    """Else its statistics would be those of the run's own codes, where both round alike."""
+    probe, casts = measured(*arrays(), "nvfp4", "nvfp4"), as_recipe("nvfp4").by_name()
+    assert row_names(as_recipe("nvfp4"))[6:] == tuple(f"what_if.{name}" for name in CASTS)
+    for i, name in enumerate(CASTS):
+        alike = numbers(probe, i)["noise"] == numbers(probe, i + 6)["noise"]
+        assert alike == (casts[name].rounding != "stochastic"), name
+    assert {cast.rounding for cast in casts.values()} == {"nearest", "stochastic"}
+
+
 def test_delayed_scales_saturate_and_are_compared_with_the_current_one():
     x, w, g = arrays()
     amaxes = {"x": np.float32(np.abs(x).max() / 8), "w": np.float32(np.abs(w).max() * 8)}
