@@ -8,9 +8,12 @@ tested is the partitioning, the kernels are in quantize_test.py and block_gemm_t
 import contextlib
 import dataclasses
 import functools
+import gc
+import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,7 +42,9 @@ from tests.support.products import MATMUL
 
 E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 MESHES = {"8": ((8,), ("a",)), "2x4": ((2, 4), ("a", "b")), "3": ((3,), ("a",))}
-COLLECTIVES = r"\b(all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+GATHER, REDUCE = {"all-gather"}, {"all-reduce"}
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute"
+COLLECTIVES = rf"\b({KINDS})(?:-start)?\("
 pytestmark = pytest.mark.optimized_too  # bits of different programs, and HLO
 
 
@@ -142,12 +147,24 @@ def stand_ins(monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "pallas", pallas)
 
 
-def on_mesh(mesh, f, *args: tuple[np.ndarray, P]):
-    """(f of the arrays so sharded, the kinds of collectives of its program)."""
+def run_on_mesh(mesh, f, *args: tuple[np.ndarray, P]):
+    """(f of the arrays so sharded, the text of its program)."""
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in args]
         compiled = jax.jit(f).lower(*placed).compile()
-        return compiled(*placed), set(re.findall(COLLECTIVES, compiled.as_text()))
+        return compiled(*placed), compiled.as_text()
+
+
+def on_mesh(mesh, f, *args: tuple[np.ndarray, P]):
+    """(f of the arrays so sharded, the kinds of collectives of its program)."""
+    got, text = run_on_mesh(mesh, f, *args)
+    return got, set(re.findall(COLLECTIVES, text))
+
+
+def sizes(text: str, kind: str, dtype: str = r"\w+") -> list[int]:
+    """0, and how many elements each collective of a kind gives, of a program on a CPU."""
+    shapes = re.findall(rf"= {dtype}\[([\d,]*)\]\S* {kind}\(", text)
+    return [0, *(math.prod(map(int, shape.split(","))) if shape else 1 for shape in shapes)]
 
 
 def check_bits(got, expected):
@@ -218,7 +235,8 @@ SOURCES = [
     ("2x4", (1024, 256), P(("a", "b"), None), P(("a", "b"), None)),
     ("2x4", (128, 512), P(None, "b"), P(None, "b")),
     ("2x4", (128, 256), P(), P()),
-    # Shards that are not whole tiles: that dimension is gathered, the other one is not.
+    # Shards that are not whole tiles: that dimension is gathered, the other one is not. Kernels
+    # that are not `TILED` take them, too.
     ("8", (384, 128), P("a", None), P()),
     ("2x4", (256, 384), P("a", "b"), P("a", None)),
     ("2x4", (640, 512), P("a", "b"), P(None, "b")),
@@ -236,6 +254,7 @@ def source(shape, dtype, seed=0) -> np.ndarray:
 # One kernel of each rule of partitioning takes all sources in the default tier, the others that
 # share the rule take three: cut in rows, in both, and gathered.
 EVERYWHERE, SOME = ("cast", "tiles", "blocks_transposed", "cast_produced"), (0, 2, 7)
+TILED = ("tiles", "tiles_produced")
 
 
 @pytest.mark.parametrize(
@@ -249,14 +268,22 @@ EVERYWHERE, SOME = ("cast", "tiles", "blocks_transposed", "cast_produced"), (0, 
 def test_quantizers_take_their_shards(stand_ins, name, mesh, shape, spec, cut):
     f, dtype, letters = QUANTIZERS[name]
     mesh, x = make_mesh(mesh), source(shape, dtype)
-    got, collectives = on_mesh(mesh, f, (x, spec))
+    got, text = run_on_mesh(mesh, f, (x, spec))
+    collectives = set(re.findall(COLLECTIVES, text))
     check_bits(got, jax.jit(f)(x))
-    if cut != spec:  # results are cut again afterwards, as XLA likes
+    if cut != spec and name in TILED:  # results are cut again afterwards, as XLA likes
         assert "all-gather" in collectives
         return
-    by_letter = dict(zip("mk", (*cut, None, None)[:2], strict=True))
-    check_sharding(mesh, got, *(P(*(by_letter[letter] for letter in of)) for of in letters))
-    assert collectives == ({"all-reduce"} if name.startswith("cast") and any(cut) else set())
+    by_letter = dict(zip("mk", (*spec, None, None)[:2], strict=True))
+    specs = [P(*(by_letter[letter] for letter in of)) for of in letters]
+    if cut != spec and name.startswith("blocks"):
+        # Amaxes and scales of blocks that devices share travel, as XLA likes.
+        check_sharding(mesh, got[:1], *specs[:1])
+        assert "all-gather" in collectives
+        assert max(size for kind in KINDS.split("|") for size in sizes(text, kind)) <= x.size // 128
+        return
+    check_sharding(mesh, got, *specs)
+    assert collectives == (REDUCE if name.startswith("cast") and any(spec) else set())
 
 
 def test_a_mesh_that_does_not_divide_the_source(stand_ins):
@@ -284,7 +311,6 @@ def test_the_amax_is_that_of_all_devices(stand_ins, value, spec):
 
 # The product --------------------------------------------------------------------------------------
 
-GATHER, REDUCE = {"all-gather"}, {"all-reduce"}
 # mesh, (M, K, N), scales of b by row, how a and b come, how y leaves (None: as XLA likes),
 # collectives.
 PRODUCTS = [
@@ -398,6 +424,58 @@ def test_the_text_of_a_program_tells_kernels_apart(stand_ins):
     assert text(Fp32()) != text(Pow2()) != text(Pow2(1))
 
 
+def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
+    """XLA asks for each call: here for seven of three kernels."""
+    exported, export = [], jax.export.export
+    monkeypatch.setattr(
+        jax.export, "export", lambda f, **named: exported.append(f) or export(f, **named)
+    )
+    asked, run = [], partition._run_lowered
+    monkeypatch.setattr(
+        partition, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
+    )
+
+    def f(x):
+        def layer(x, _):
+            codes, _ = partition.quantize_blocks(x, E4M3, Fp32(), transposed=False)
+            return x + codes.astype(x.dtype), None
+
+        x, _ = lax.scan(layer, x, length=5, unroll=5)
+        half, _ = partition.quantize_blocks(x[:1024], E4M3, Fp32(), transposed=False)
+        return x, half, partition.quantize_blocks(x, E4M3, Fp32(), transposed=True)
+
+    x = source((2048, 256), np.float32)
+    on_mesh(make_mesh("8"), f, (x, P("a", None)))
+    assert (len(asked), len(exported)) == (7, 3)
+
+
+def test_a_lowered_kernel_is_kept_as_long_as_a_program_has_it(stand_ins):
+    def lowered(scale: float, rows: int):
+        cast = functools.partial(quantize.cast_transpose, scale=np.float32(scale), fmt=E4M3)
+        return partition._lowered_once(cast, [jax.ShapeDtypeStruct((rows, 128), jnp.float32)])
+
+    before = len(partition._lowered)
+    kept = [lowered(0.375, 128), lowered(0.75, 128), lowered(0.375, 256), lowered(0.375, 128)]
+    assert kept[0] is kept[3] and len(partition._lowered) == before + 3
+    del kept
+    gc.collect()
+    assert len(partition._lowered) == before
+
+
+def test_what_has_effects_is_not_lowered_for_others():
+    """Such as the interpreter of kernels, whose callbacks no other program can have."""
+
+    def f(x):
+        jax.debug.callback(lambda x: None, x)
+        return x + 1
+
+    given = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert partition._lowered_once(f, [given]) is None
+    known = {}
+    np.testing.assert_array_equal(partition._run_lowered(known, f, jnp.ones(2)), [2, 2])
+    assert list(known.values()) == [None]
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_batch_is_a_loop(stand_ins, name):
     """The layers of a model are initialized under vmap."""
@@ -421,18 +499,18 @@ def diagonal(rng, rows: int, columns: int) -> np.ndarray:
     return x * rng.choice(np.float32([-1, 1]), (rows, columns))
 
 
-def shift(rng, by: int) -> np.ndarray:
+def shift(rng, by: int, width: int) -> np.ndarray:
     """±1 in each row and column: moves columns within blocks of 128, and changes signs."""
-    w, k = np.zeros((WIDTH, WIDTH), np.float32), np.arange(WIDTH)
-    w[k, k // 128 * 128 + (k + by) % 128] = rng.choice([-1, 1], WIDTH)
+    w, k = np.zeros((width, width), np.float32), np.arange(width)
+    w[k, k // 128 * 128 + (k + by) % 128] = rng.choice([-1, 1], width)
     return w
 
 
-def problem(rows: int):
+def problem(rows: int, width: int = WIDTH):
     """x, the two weights and g; y, dx and dw in float64 of two layers with |.| after the first."""
     rng = np.random.default_rng(0)
-    x, g = diagonal(rng, rows, WIDTH), diagonal(rng, rows, WIDTH)
-    ws = np.stack([shift(rng, 5), shift(rng, 77)])
+    x, g = diagonal(rng, rows, width), diagonal(rng, rows, width)
+    ws = np.stack([shift(rng, 5, width), shift(rng, 77, width)])
     between = x @ ws[0]
     dh = (g @ ws[1].T) * np.sign(between)
     dw = np.stack([x.T @ dh, np.abs(between).T @ g])
@@ -517,6 +595,22 @@ def test_a_network_on_a_mesh(stand_ins, recipe, layout, how):
     one = jax.jit(f)(x, g, ws, states)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "fp8_rowwise"])
+def test_weights_whose_shards_are_not_whole_tiles_are_gathered_as_codes(stand_ins, recipe):
+    """768 rows on four devices, 192 each. A CPU gathers codes as float16."""
+    (x, g, ws), expected = problem(1024, 768)
+    f = functools.partial(network, recipe=recipe, how="written out")
+    of_x, of_w = LAYOUTS["fsdp"]
+    mesh, states = make_mesh("2x4"), histories(recipe)
+    placed = (x, of_x), (g, of_x), (ws, of_w)
+    got, text = run_on_mesh(mesh, lambda *args: f(*args, states), *placed)
+    check_network(got, expected)
+    check_bits(got, jax.jit(f)(x, g, ws, states))
+    whole = 768 * 768
+    assert sizes(text, "all-gather", "f16").count(whole) == 4  # of each layer, forward and dgrad
+    assert max(sizes(text, "all-gather", "[fs]32")) <= whole // 128
 
 
 def gated_mlp(x, ws, states, dy, *, recipe):

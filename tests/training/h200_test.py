@@ -8,6 +8,7 @@ import pytest
 from fp8jax.analysis.gemms import find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import xla
+from fp8jax.kernels import kernel_text, partition
 from fp8jax.model.config import MODULES
 from fp8jax.training.build import build
 from fp8jax.training.programs import lower_program
@@ -46,16 +47,44 @@ def test_layers_run_each_gemm_once_and_scaled(data, name, unroll):
 VOCAB = 640
 
 
-def compiled(data, name: str, count: int, vocab: int = VOCAB):
-    """Returns the step on so many GPUs, with 32 rows of 128 for each."""
-    sizes = dict(d_model=512, d_ff=1024, n_layers=LAYERS, vocab_size=vocab)
+def lowered(data, name: str, count: int, vocab: int = VOCAB, width: int = 512, unroll: int = 1):
+    """Returns the step on so many GPUs, with 32 rows of 128 for each; to be compiled for H200s."""
+    sizes = dict(d_model=width, d_ff=1024, n_layers=LAYERS, vocab_size=vocab)
     changes = {f"model_overrides__{key}": size for key, size in sizes.items()}
     config = tiny(
-        data, precision=name, unroll=1, seq_len=128, batch_size=32 * count, mesh="fsdp", **changes
+        data,
+        precision=name,
+        unroll=unroll,
+        seq_len=128,
+        batch_size=32 * count,
+        mesh="fsdp",
+        **changes,
     )
     with h200.default(count) as devices:
         run = build(config, list(devices))
-        return lower_program(run, run.stages[0], "step").compile()
+        return lower_program(run, run.stages[0], "step")
+
+
+def compiled(data, name: str, count: int, vocab: int = VOCAB):
+    with h200.default(count):
+        return lowered(data, name, count, vocab).compile()
+
+
+def moved(text: str) -> dict[str, set[tuple[str, bool]]]:
+    """Kind of collective -> (dtype, whether a dimension is the vocabulary) of what it gives."""
+    found = collections.defaultdict(set)
+    kinds = "all-gather|reduce-scatter|all-to-all|collective-permute"
+    for shapes, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", text):
+        for dtype, sizes in re.findall(r"(\w+)\[(\d{3,},\d+)\]", shapes):  # no scales of blocks
+            found[kind].add((dtype, str(VOCAB) in sizes.split(",")))
+    return found
+
+
+def check_codes_are_gathered(text: str):
+    found = moved(text)
+    assert found["all-gather"] == {("bf16", True), ("f8e4m3fn", False)}
+    assert found.keys() == {"all-gather", "reduce-scatter"}
+    assert {dtype for dtype, _ in found["reduce-scatter"]} == {"f32"}
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block"])
@@ -64,14 +93,7 @@ def test_two_gpus_gather_codes_and_take_less_memory_each(data, name):
     are scattered in float32. The MLP is fused: a kernel makes the five codes of its backward."""
     one, two = compiled(data, name, 1), compiled(data, name, 2)
     assert xla.program_bytes(two) < xla.program_bytes(one)
-    moved = collections.defaultdict(set)
-    kinds = "all-gather|reduce-scatter|all-to-all|collective-permute"
-    for shapes, kind in re.findall(rf"= (\(.*?\)|\S+) ({kinds})(?:-start)?\(", two.as_text()):
-        for dtype, sizes in re.findall(r"(\w+)\[(\d{3,},\d+)\]", shapes):  # no scales of blocks
-            moved[kind].add((dtype, str(VOCAB) in sizes.split(",")))
-    assert moved["all-gather"] == {("bf16", True), ("f8e4m3fn", False)}
-    assert moved.keys() == {"all-gather", "reduce-scatter"}
-    assert {dtype for dtype, _ in moved["reduce-scatter"]} == {"f32"}
+    check_codes_are_gathered(two.as_text())
     kernels = re.findall(r"= (\(.*?\)) custom-call\(.*mosaic_gpu", two.as_text())
     assert max(len(re.findall(r"f8e\dm\d\w*\[", shapes)) for shapes in kernels) == 5
 
@@ -87,3 +109,30 @@ def test_two_gpus_do_not_move_an_embedding_of_more_rows_than_positions(data):
     assert count["all-gather"] == count["reduce-scatter"] == 1
     exchanged = [shapes for shapes, kind in results if kind == "all-to-all"]
     assert len(exchanged) == 2 and all("bf16[" in shapes for shapes in exchanged)
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block"])
+def test_four_gpus_lower_each_kernel_once_and_gather_codes_of_ragged_shards(
+    data, name, monkeypatch
+):
+    """A weight of 768 rows is 192 on each GPU, no whole tiles. XLA asks for each call of a kernel,
+    in each of the layers, and each is lowered anew unless it is kept."""
+    asked, texts, serialized = [], [], kernel_text._serialized
+    run = partition._run_lowered
+
+    def record(module, **options):
+        found = serialized(module, **options)
+        texts.append(str(found))
+        return found
+
+    step = lowered(data, name, 4, width=768, unroll=LAYERS)
+    monkeypatch.setattr(kernel_text, "_serialized", record)
+    monkeypatch.setattr(
+        partition, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
+    )
+    with h200.default(4):
+        text = step.compile().as_text()
+    # All but the fused MLP's three: q, k, v and o, each forward, dgrad and wgrad.
+    assert len(asked) > 12 * LAYERS > len(texts) > 0
+    assert len(texts) == len(set(texts))
+    check_codes_are_gathered(text)
