@@ -57,7 +57,7 @@ def share_compiled_programs() -> None:
 
     Tests compile many of the same programs. A directory that the user set is used as it is.
     """
-    xla.cache_no_program_of_several_cpus()
+    xla.replace_cache_keys()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         if os.environ.get("CI"):
             directory = tempfile.mkdtemp(prefix="fp8jax-tests-")

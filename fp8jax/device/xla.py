@@ -14,7 +14,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compiler
+from jax._src import compiler, custom_partitioning
+from jax._src.config import remove_custom_partitioning_ptr_from_cache_key as without_addresses
+from jax._src.lib.mlir import ir
 from jax.experimental.compilation_cache import compilation_cache
 
 from fp8jax.device.hardware import platform
@@ -151,7 +153,7 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
     """Stores compiled programs on disk, so that a restarted run does not compile them again.
 
     Starts JAX's backends: call it after `jax.distributed.initialize`. On CPUs, only programs of one
-    device are stored and read (`cache_no_program_of_several_cpus`).
+    device are stored and read; on GPUs also those of a mesh (`replace_cache_keys`).
 
     Args:
       directory: where to store them. None uses the directory that the user set in JAX
@@ -165,7 +167,7 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
     """
     if not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    cache_no_program_of_several_cpus()
+    replace_cache_keys()
     users = jax.config.values["jax_compilation_cache_dir"]
     if directory is None and users:
         return users
@@ -186,24 +188,53 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
     return directory
 
 
-def cache_no_program_of_several_cpus() -> None:
-    """Makes JAX compile programs for several CPU devices always, with or without a cache directory.
+def replace_cache_keys() -> None:
+    """Changes the keys under which JAX's cache has programs of several devices.
 
+    On CPUs they have none, so that JAX compiles them always, with or without a cache directory.
     XLA runs the thunks (operations) of a CPU program as soon as their operands are there. In a
     program that was just compiled, all collectives share one resource, which makes every device
     run them in the same order. XLA stores that resource once for each sequence of thunks. So in a
     program that was read from the cache, a collective inside of a loop, branch or call is not
     ordered with those outside, and devices wait for each other in different collectives until XLA
     aborts the process. JAX offers no public way to leave some programs out.
+
+    On other devices, this library's partitioned kernels are in the key without the addresses of
+    Python objects, which another process does not have. The key stays safe: the program has a hash
+    of each kernel and of what decides its partitioning (kernels/partition.py). JAX's option does
+    the same for all partitioned functions. A program with a function of somebody else, which has no
+    such hash, keeps its addresses.
     """
     compiler._get_cache_key = _cache_key  # type: ignore[assignment]
 
 
-def _cache_key(options: Any, *, backend: Any, devices: np.ndarray, **named: Any) -> str | None:
+def _cache_key(
+    options: Any, *, backend: Any, devices: np.ndarray, computation: Any, **named: Any
+) -> str | None:
     """Returns JAX's key of a program, or None for a program that JAX is not to cache."""
     if backend.platform == "cpu" and devices.size > 1:
         return None
-    return _jax_cache_key(options, backend=backend, devices=devices, **named)
+    users = without_addresses.value
+    with without_addresses(users or _partitions_kernels_only(computation)):
+        return _jax_cache_key(
+            options, backend=backend, devices=devices, computation=computation, **named
+        )
+
+
+def _partitions_kernels_only(computation: Any) -> bool:
+    """Whether all functions that XLA asks for their partitioning are this library's."""
+    found = []
+
+    def look(op: Any) -> Any:
+        attributes = op.attributes
+        if "call_target_name" in attributes:
+            if attributes["call_target_name"].value == "CustomSPMDPartitioning":
+                found.append(attributes["backend_config"].value)
+        return ir.WalkResult.ADVANCE
+
+    computation.operation.walk(look)
+    callbacks = custom_partitioning._sharding_callbacks
+    return all(callbacks[key.encode()].partition.__module__.startswith("fp8jax.") for key in found)
 
 
 def host_fingerprint() -> str:

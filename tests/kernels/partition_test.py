@@ -11,6 +11,9 @@ import functools
 import gc
 import math
 import re
+import shutil
+import types
+from pathlib import Path
 
 import jax
 import jax.export
@@ -18,7 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P, lax
+from jax._src import compilation_cache, compiler
+from jax.experimental.custom_partitioning import custom_partitioning
 
+from fp8jax.device import xla
 from fp8jax.kernels import (
     block_gemm,
     partition,
@@ -422,6 +428,80 @@ def test_the_text_of_a_program_tells_kernels_apart(stand_ins):
 
     assert text(Fp32()) == text(Fp32())
     assert text(Fp32()) != text(Pow2()) != text(Pow2(1))
+
+
+def cache_key(monkeypatch, lowered, platform: str = "gpu") -> str | None:
+    """JAX's key of a lowered program of eight devices, which it takes for GPUs."""
+    backend = types.SimpleNamespace(platform=platform, platform_version="")
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=8)
+    monkeypatch.setattr(compilation_cache, "is_cache_used", lambda backend: True)
+    return xla._cache_key(
+        options,
+        backend=backend,
+        devices=np.array(jax.devices()[:8]),
+        computation=lowered.compiler_ir(),
+    )
+
+
+def lower_on_mesh(f):
+    with jax.set_mesh(make_mesh("8")):
+        return jax.jit(f).lower(jax.ShapeDtypeStruct((128, 256), jnp.bfloat16))
+
+
+def test_a_program_of_a_mesh_has_one_key_and_its_kernels_and_sources_change_it(
+    stand_ins, monkeypatch, tmp_path
+):
+    """In JAX's key it has none, since it holds addresses."""
+    kept = [lower_on_mesh(tiles(Fp32())) for _ in range(2)]  # at two addresses
+    texts = [lowered.as_text() for lowered in kept]
+    assert texts[0] != texts[1]
+    keys = {cache_key(monkeypatch, lowered) for lowered in kept}
+    assert len(keys) == 1 and None not in keys
+    assert cache_key(monkeypatch, kept[0], "cpu") is None
+
+    def changed() -> str | None:
+        partition._sources.cache_clear()
+        return cache_key(monkeypatch, lower_on_mesh(tiles(Fp32())))
+
+    found = [*keys, cache_key(monkeypatch, lower_on_mesh(tiles(Pow2())))]
+    package = Path(partition.__file__).parents[1]
+    for folder in ("kernels", "numerics"):
+        shutil.copytree(package / folder, tmp_path / folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition, "__file__", str(tmp_path / "kernels" / "partition.py"))
+        assert changed() == found[0]  # the same files elsewhere
+        for name in ("kernels/quantize.py", "kernels/partition.py", "numerics/scales.py"):
+            with open(tmp_path / name, "a") as file:
+                file.write("# another line\n")
+            found.append(changed())
+        patch.setattr(jax, "__version__", "0.0.1")
+        found.append(changed())
+    with monkeypatch.context() as patch:
+        patch.setitem(partition._TILES, "m", 256)
+        found.append(changed())
+    assert len(set(found)) == len(found) and changed() == found[0]
+
+
+def test_partitioned_functions_of_others_keep_their_addresses_in_the_key(stand_ins, monkeypatch):
+    """JAX's option would leave them out, and find the program of another function."""
+
+    def theirs(x):
+        double = custom_partitioning(lambda x: 2 * x)
+        double.def_partition(
+            lambda mesh, given, wanted: (
+                mesh,
+                lambda x: 2 * x,
+                wanted.sharding,
+                (given[0].sharding,),
+            ),
+            sharding_rule="i j -> i j",
+        )
+        return double(x)
+
+    ours = tiles(Fp32())
+    for f in (theirs, lambda x: ours(theirs(x))):
+        kept = [lower_on_mesh(lambda x, f=f: f(x)) for _ in range(2)]
+        assert len({cache_key(monkeypatch, lowered) for lowered in kept}) == 2
 
 
 def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
