@@ -8,6 +8,8 @@
     python -m experiments.bench telemetry --config=configs/lm_125m.py --config.num_steps=1000 \\
         --config.telemetry_every=50
     python -m experiments.bench start --config=configs/lm_125m.py --policies=bf16,fp8_delayed
+    python -m experiments.bench mesh_compile --config=configs/lm_125m.py --config.mesh=fsdp \\
+        --policies=fp8_delayed
     python -m experiments.bench gains --rounds=3 --seconds=0.05 --output=docs/benchmarks
 
 With --config, `step` times whole training steps. --figure=NAME then names the figures of the first
@@ -188,10 +190,22 @@ def _telemetry(shapes: Sequence[str], timed: Timer) -> Report:
     return telemetry.measure_telemetry(_CONFIG.value)
 
 
+def _config_arguments() -> list[str]:
+    """Returns --config and its changes, for the processes that a benchmark starts."""
+    return [word for word in sys.argv[1:] if word.lstrip("-").startswith("config")]
+
+
 def _start(shapes: Sequence[str], timed: Timer) -> Report:
     del shapes, timed  # the config has them, and whole processes are timed
-    arguments = [word for word in sys.argv[1:] if word.lstrip("-").startswith("config")]
-    return starts.measure_starts(_CONFIG.value, arguments, _policies())
+    return starts.measure_starts(_CONFIG.value, _config_arguments(), _policies())
+
+
+def _mesh_compile(shapes: Sequence[str], timed: Timer) -> Report:
+    del shapes, timed  # as above
+    policy, *more = _policies()
+    if more:
+        raise ValueError(f"--policies={_POLICIES.value}: mesh_compile takes one")
+    return starts.measure_mesh_compile(_CONFIG.value, _config_arguments(), policy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,6 +251,7 @@ _COMMANDS = (
         threads=4,  # a step fills much of the memory
     ),
     _Benchmark(name="start", measure=_start, needs=["config"], takes=["policies"]),
+    _Benchmark(name="mesh_compile", measure=_mesh_compile, needs=["config"], takes=["policies"]),
     _Benchmark(name="telemetry", measure=_telemetry, needs=["config"]),
     _Benchmark(
         name="decode", measure=_decode, takes=["shapes", "policies", "kv_cache"],

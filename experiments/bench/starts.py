@@ -2,6 +2,9 @@
 
     start_cold/MODEL/POLICY      nothing was compiled before: what a first run waits
     start_cached/MODEL/POLICY    the same run again, which reads its programs from the cache
+    mesh_compile/cold            of such a run on all devices, the seconds for its steps' programs:
+                                 to trace, lower and compile them
+    mesh_compile/second          the same of the second run
 
 Each is a process of its own, `python -m experiments.train` with the config's arguments, killed when
 it has written its third step. The text is tokenized before, as any earlier run would have done.
@@ -15,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -41,34 +44,79 @@ def measure_starts(config: ConfigDict, arguments: Sequence[str], policies: Seque
     Raises:
       RuntimeError: a run ends before its third step, or takes more than ten minutes.
     """
-    build_corpus(
-        config.data, tokenizer(config.tokenizer), seq_len=config.seq_len,
-        valid_fraction=config.valid_fraction, cache_dir=config.cache_dir,
-    )  # fmt: skip
     rows, figures = [], {}
     for policy in policies:
-        with tempfile.TemporaryDirectory() as folder:
-            cache = Path(folder, "programs")
-            for kind in ("cold", "cached"):
-                seconds, note = _start(
-                    [*arguments, f"--config.precision={policy}"], cache, Path(folder, kind)
-                )
-                say(f"{policy}, {kind}: {seconds:.1f} s, {note}")
-                figures[f"start_{kind}/{config.model}/{policy}"] = seconds
-                rows.append(
-                    Row(case=f"{config.model} {config.batch_size}x{config.seq_len}",
-                        name=f"{policy}, {kind}", timing=Timing(seconds=seconds), note=note)
-                )  # fmt: skip
+        for kind, start in zip(("cold", "cached"), _both(config, arguments, policy), strict=True):
+            figures[f"start_{kind}/{config.model}/{policy}"] = start.seconds
+            rows.append(_row(config, f"{policy}, {kind}", start.seconds, start.note))
     return Report(
         title=f"From the start of a process to the end of step {_STEPS}, {config.model}",
         rate="TFLOP/s", rows=rows, figures=figures,
     )  # fmt: skip
 
 
-def _start(arguments: Sequence[str], cache: Path, workdir: Path) -> tuple[float, str]:
-    """Runs until the third step has been written; returns the seconds, and what they were."""
+def measure_mesh_compile(config: ConfigDict, arguments: Sequence[str], policy: str) -> Report:
+    """Starts the run of `config` twice on all devices, as `measure_starts` does.
+
+    Raises:
+      RuntimeError: as `measure_starts`.
+    """
+    rows, figures = [], {}
+    for kind, start in zip(("cold", "second"), _both(config, arguments, policy), strict=True):
+        figures[f"mesh_compile/{kind}"] = start.compiling
+        note = f"step {_STEPS} after {start.seconds:.1f} s; {start.note}"
+        rows.append(_row(config, f"{policy}, {kind}", start.compiling, note))
+    return Report(
+        title=f"Compiling the steps of {config.model} on a mesh ({config.mesh}) of all devices",
+        rate="TFLOP/s",
+        rows=rows,
+        figures=figures,
+    )
+
+
+def _row(config: ConfigDict, name: str, seconds: float, note: str) -> Row:
+    case = f"{config.model} {config.batch_size}x{config.seq_len}"
+    return Row(case=case, name=name, timing=Timing(seconds=seconds), note=note)
+
+
+class _Start(NamedTuple):
+    """A run until its third step.
+
+    Attributes:
+      seconds: from the start of the process.
+      compiling: seconds for the programs of its steps.
+      note: where the time went, and what the cache was for.
+    """
+
+    seconds: float
+    compiling: float
+    note: str
+
+
+def _both(config: ConfigDict, arguments: Sequence[str], policy: str) -> list[_Start]:
+    """Starts a run twice, with one cache that is empty before."""
+    build_corpus(
+        config.data,
+        tokenizer(config.tokenizer),
+        seq_len=config.seq_len,
+        valid_fraction=config.valid_fraction,
+        cache_dir=config.cache_dir,
+    )
+    found: list[_Start] = []
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder, "programs")
+        for kind in ("first", "second"):
+            words = [*arguments, f"--config.precision={policy}"]
+            found.append(_start(words, cache, Path(folder, kind)))
+            say(f"{policy}, {kind}: {found[-1].seconds:.1f} s, {found[-1].note}")
+    return found
+
+
+def _start(arguments: Sequence[str], cache: Path, workdir: Path) -> _Start:
+    """Runs until the third step has been written."""
     command = [sys.executable, "-m", "experiments.train", *arguments, f"--workdir={workdir}"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    before = set(cache.glob("*-cache"))
     with open(f"{workdir}.log", "w+b") as log:
         clock = time.perf_counter()
         process = subprocess.Popen(
@@ -88,7 +136,12 @@ def _start(arguments: Sequence[str], cache: Path, workdir: Path) -> tuple[float,
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return seconds, _described(read_jsonl(workdir / "events.jsonl"), steps)
+    events = read_jsonl(workdir / "events.jsonl")
+    compiling = sum(event["compile_s"] for event in events if event["kind"] == Event.STAGE)
+    each = ", ".join(f"{line['step_s']:.1f}" for line in steps)
+    stored = len(set(cache.glob("*-cache")) - before)
+    note = f"compiling the steps {compiling:.1f} s; steps {each} s; {stored} programs stored"
+    return _Start(seconds, compiling, note)
 
 
 def _steps(workdir: Path) -> list[dict[str, Any]]:
@@ -96,10 +149,3 @@ def _steps(workdir: Path) -> list[dict[str, Any]]:
     file = workdir / "metrics.jsonl"
     lines = [line for line in read_jsonl(file) if "loss" in line] if file.exists() else []
     return lines[:_STEPS] if len(lines) >= _STEPS else []
-
-
-def _described(events: Sequence[Any], steps: Sequence[Any]) -> str:
-    """Returns where the time went, by the files of the run."""
-    compiling = sum(event["compile_s"] for event in events if event["kind"] == Event.STAGE)
-    each = ", ".join(f"{line['step_s']:.1f}" for line in steps)
-    return f"compiling the steps {compiling:.1f} s; steps {each} s"

@@ -784,6 +784,32 @@ def test_a_cached_start_compiles_less(data, monkeypatch):
     assert len(compiled[1] - compiled[0]) < len(compiled[0])
 
 
+def test_compiling_on_a_mesh_twice(data, monkeypatch):
+    """On eight CPUs, for which programs of a mesh are never stored: both runs compile them."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    changes = {
+        "model_overrides.n_layers": 1,
+        "num_steps": 1000000,
+        "mesh": "fsdp",
+        "data": data[0],
+        "cache_dir": data[1],
+    }
+    arguments = [f"--config.{key}={value}" for key, value in changes.items()]
+    config = smoke.get_config()
+    config.update_from_flattened_dict(changes)
+    made = starts.measure_mesh_compile(
+        config, ["--config=configs/smoke.py", *arguments], "fp8_delayed"
+    )
+    assert [row.name for row in made.rows] == ["fp8_delayed, cold", "fp8_delayed, second"]
+    seconds = [row.timing.seconds for row in made.rows]
+    assert list(made.figures) == ["mesh_compile/cold", "mesh_compile/second"]
+    assert list(made.figures.values()) == seconds
+    for row in made.rows:
+        until, compiling = map(float, re.findall(r"([\d.]+) s;", row.note)[:2])
+        assert 0 < row.timing.seconds < until and abs(compiling - row.timing.seconds) < 0.1
+    assert not re.search(r"[1-9]\d* programs stored", made.rows[1].note)
+
+
 def test_a_start_that_fails_says_why(data):
     config = smoke.get_config()
     config.data, config.cache_dir = data
