@@ -766,10 +766,12 @@ def test_a_gated_mlp_on_two_gpus(recipe, of_w):
     "layout", [(P("a", None), P(None, "a", None)), (P(None, "a"), P(None, "a", None))]
 )
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "fp8_rowwise"])
-def test_a_network_on_two_gpus(recipe, layout, how):
-    """FSDP, and rows of weights cut where x's columns are. To the bit: Hopper keeps 14 bits of a
-    sum of FP8 products, and all sums are multiples of 1/4 whose terms together stay below 2^12."""
-    (x, g, ws), expected = problem(512)
+@pytest.mark.parametrize("width", [WIDTH, 384])
+def test_a_network_on_two_gpus(recipe, layout, how, width):
+    """FSDP, and rows of weights cut where x's columns are: 256 or 192, which are no whole tiles. To
+    the bit: Hopper keeps 14 bits of a sum of FP8 products, and all sums are multiples of 1/4 whose
+    terms together stay below 2^12."""
+    (x, g, ws), expected = problem(512, width)
     assert (np.abs(np.asarray(x, np.float32)).T @ np.abs(np.asarray(g, np.float32))).max() < 2**12
     f = functools.partial(network, recipe=recipe, how=how)
     of_x, of_w = layout
