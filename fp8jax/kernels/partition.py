@@ -53,6 +53,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.config import export_ignore_forward_compatibility
+from jax._src.mesh import empty_abstract_mesh, empty_concrete_mesh, use_abstract_mesh
+from jax._src.sharding_impls import _internal_use_concrete_mesh
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -118,8 +120,14 @@ def _lowered_once(f: Callable[..., Any], shapes: list[Any]) -> jax.export.Export
     with _lowering:
         found = _lowered[key] if key in _lowered else None
         if found is None:
-            # Nothing is written to a file: the kernel's text is the one of this version of JAX.
-            with export_ignore_forward_compatibility(True):
+            with (
+                # Nothing is written to a file: the kernel's text is the one of this version of JAX.
+                export_ignore_forward_compatibility(True),
+                # Under the mesh of `jax.set_mesh`, JAX would say how its scalars are sharded, which
+                # means nothing where XLA has partitioned the program already.
+                _internal_use_concrete_mesh(empty_concrete_mesh),
+                use_abstract_mesh(empty_abstract_mesh),
+            ):
                 export = jax.export.export(
                     jax.jit(f), platforms=[platform], disabled_checks=[_MOSAIC]
                 )

@@ -11,10 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from fp8jax.kernels import partition, quantize
+from fp8jax.linear.amax_history import init_state
+from fp8jax.linear.dot import dot_general
 from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.names import as_recipe
 from fp8jax.training.build import build
 from fp8jax.training.programs import lower_program
 from tests.support import ROOT, h200
+from tests.support.products import MATMUL
 from tests.support.runs import tiny
 
 pytestmark = h200.needs_plugin
@@ -95,3 +99,29 @@ def test_another_process_has_the_same_key_of_a_program_on_a_mesh(data, precision
     assert printed[0] == printed[1]
     key, partitioned = printed[0]
     assert key.startswith("jit_") and partitioned == "True"
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_rowwise"])
+def test_a_program_compiles_inside_set_mesh(recipe):
+    """A kernel that is lowered in there says nothing of shardings, also of its scalars."""
+
+    def both(x_MK, w_KN, g_MN, states):
+        y, vjp = jax.vjp(
+            lambda x, w: dot_general(x, w, MATMUL, recipe=recipe, backend="pallas", state=states),
+            x_MK,
+            w_KN,
+        )
+        return y, vjp(g_MN)
+
+    spec = jax.P("a", None)
+    with h200.default(2) as devices:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("a",), axis_types=auto, devices=list(devices))
+        given = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+            for shape in ((512, 384), (384, 256), (512, 256))
+        ]
+        with jax.set_mesh(mesh):
+            states = jax.eval_shape(lambda: init_state(as_recipe(recipe)))
+            text = jax.jit(both).lower(*given, states).compile().as_text()
+    assert "mosaic_gpu" in text
