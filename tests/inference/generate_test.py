@@ -187,13 +187,24 @@ def test_one_program_from_prompt_to_text(plain):
     completed = jax.jit(complete, static_argnums=0, static_argnames="tokens")
     for tokens, stop in ((10, NO_TOKEN), (10, int(ids[3])), (1, NO_TOKEN)):
         requests = Requests(
-            keys_B=jax.random.split(jax.random.key(0), 1), limits_B=jnp.array([tokens]),
-            stops=jnp.array([stop]), rule=GREEDY.rule(), words=WORDS,
-        )  # fmt: skip
-        arguments = jnp.asarray(PROMPTS[0])[None], jnp.array([len(PROMPTS[0])])
-        found = completed(model, variables, *arguments, requests, tokens=tokens)[0]
+            keys_B=jax.random.split(jax.random.key(0), 2),
+            limits_B=jnp.array([tokens, 0]),  # the second row holds no request
+            stops=jnp.array([stop]),
+            rule=GREEDY.rule(),
+            words=WORDS,
+        )
+        arguments = jnp.asarray([PROMPTS[0]] * 2), jnp.array([len(PROMPTS[0])] * 2)
+        found, empty = completed(model, variables, *arguments, requests, tokens=tokens)
         end = np.flatnonzero(ids == stop)[0] + 1 if stop in ids else tokens
         assert found.tolist() == [*ids[:end], *[NO_TOKEN] * (tokens - end)]
+        assert empty.tolist() == [NO_TOKEN] * tokens
+
+
+def test_each_token_is_drawn_with_a_key_of_its_own(plain):
+    """At a high temperature nearly all of it is chance: one key would give one token again and
+    again, 24 tokens of 24 words at random have 15 different ones."""
+    (ids,) = plain[2].generate(PROMPTS[:1], Sampling(temperature=100.0), 24)
+    assert len(set(ids)) > WORDS // 4
 
 
 def test_a_prefill_without_requests_is_over(plain):

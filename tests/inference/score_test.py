@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.inference.score import log_likelihoods, score
+from fp8jax.inference.score import _judged_in_chunks, log_likelihoods, score
 from fp8jax.model import chunked_loss
+from tests.support.arrays import normal
 from tests.support.tiny_models import tiny_model
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 0, 0]], np.int32)
@@ -57,6 +58,20 @@ def test_scores_are_log_probabilities_within_documents(chunked, monkeypatch):
     np.testing.assert_allclose(found.log_p_BL, log_p, atol=1e-4)
     np.testing.assert_array_equal(found.best_BL, best)
     assert (log_p < 0).sum() == 11  # 2 + 4 + 5 tokens that follow another
+
+
+def test_logits_in_chunks_are_not_rounded_to_bfloat16():
+    """Sums of 64 products: each logit is off by 64 * 2^-24 of the sum of magnitudes, twice in a
+    likelihood. In bfloat16 it would be off by 2^-9 of itself."""
+    x_BLD = jnp.asarray(normal((2, 8, 64)), jnp.bfloat16)
+    w_DV = jnp.asarray(normal((64, 32), 1), jnp.bfloat16)
+    targets_BL = np.arange(16, dtype=np.int32).reshape(2, 8)
+    log_p_BL, _ = _judged_in_chunks(x_BLD, w_DV, jnp.asarray(targets_BL), 4)
+    x, w = (np.asarray(a, np.float64) for a in (x_BLD, w_DV))
+    of_target = np.take_along_axis(x @ w, targets_BL[..., None], axis=-1)[..., 0]
+    expected = of_target - np.log(np.exp(x @ w).sum(axis=-1))
+    bound = 2 * 64 * 2.0**-24 * (np.abs(x) @ np.abs(w)).max() + 2.0**-22 * np.abs(expected).max()
+    assert np.abs(np.asarray(log_p_BL, np.float64) - expected).max() <= bound
 
 
 def test_scores_through_a_cache():
