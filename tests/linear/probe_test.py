@@ -117,6 +117,16 @@ def test_statistics_equal_numpy(recipe, what_if):
         check(probe, i, of_names[name[-1]], as_recipe(what_if).by_name()[name], name)
 
 
+def test_a_tile_of_zeros_says_nothing_of_scales():
+    """Its own scale is 1, more than those of the others."""
+    x, w, g = arrays()
+    x = x * np.float32(1e-4)
+    x[0] = 0
+    probe = measured(x, w, g, "fp8_block")
+    assert 0 < numbers(probe, 0)["scale"] < 1
+    check(probe, 0, x, as_recipe("fp8_block").fwd_x, "fwd_x")
+
+
 def test_what_if_rounds_with_draws_of_its_own():
     """Else its statistics would be those of the run's own codes, where both round alike."""
     probe, casts = measured(*arrays(), "nvfp4", "nvfp4"), as_recipe("nvfp4").by_name()

@@ -97,6 +97,12 @@ def test_a_decay_of_its_own_equals_that_of_one_run(changes, data, tmp_path):
     ]
     assert len(differing) == 1 and differing[0].endswith(".count")  # the schedule's own
     assert before["position"] == after["position"]
+    # What goes on is decided by the policy of the run's first step, whatever comes later.
+    switching = decay_of(
+        config, f"{whole}@{STABLE}", num_steps=STABLE, precision_schedule=((0.5, "bf16"),)
+    )
+    restored = InitialState.parse(switching.initial_state).read(build(switching))
+    assert "histories" in restored.arrays
     # Without the run that it came from, it resumes from its own checkpoints.
     shutil.rmtree(whole)
     train_and_evaluate(decay, str(alone))
