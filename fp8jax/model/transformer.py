@@ -324,9 +324,12 @@ def _run_stretch(
         return _apply_layer(block, variables, arguments, watching)
 
     separate = isinstance(variables["params"], tuple)
-    if remat is not None:
-        layer = jax.checkpoint(layer, policy=remat, prevent_cse=separate)
     begin, end = stretch.begin, stretch.end
+    if remat is not None:
+        # Without a loop, XLA would find that the backward computes again what the forward has, and
+        # keep that instead.
+        together = separate or model.unroll >= end - begin
+        layer = jax.checkpoint(layer, policy=remat, prevent_cse=together)
     part = _part_of(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
         part[HISTORIES] = to_max_combining(part[HISTORIES])

@@ -271,6 +271,19 @@ def test_what_a_rematerialization_policy_keeps(remat, products, codes):
     assert sum(x.dtype == jnp.float8_e4m3fn for x in kept) == codes
 
 
+def test_what_is_computed_again_without_a_loop_has_a_barrier():
+    """XLA would merge it with the forward, whose results would then be kept."""
+
+    def barriers(unroll):
+        mean_loss = functools.partial(
+            _mean_loss, model=Transformer(CONFIG, remat="full", unroll=unroll), batch=batch()
+        )
+        gradient = jax.grad(lambda params: mean_loss(params, {}))
+        return str(jax.make_jaxpr(gradient)(jax.eval_shape(enlarged))).count("prevent_cse=True")
+
+    assert (barriers(1), barriers(LAYERS - 1), barriers(LAYERS)) == (0, 0, 1)
+
+
 def test_unrolling_changes_nothing_but_the_loop():
     """The traced programs are the same, character by character, but for the scan's own parameter.
 
