@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.attention = placeholder(str)  # a key of ATTENTIONS (model/attention.py); None: fastest
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default
-    config.remat = "none"  # what the backward recomputes: none, quantized, dots or full
+    config.remat = placeholder(str)  # what the backward recomputes: a key of REMAT; None: chosen
 
     # Model; model_overrides replace single fields of it, None keeps the model's own
     config.model = "llama_tiny"  # a key of MODELS (fp8jax/model/models.py), or hf:DIR
@@ -39,7 +39,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.learned_positions = placeholder(int)  # rows of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
     config.model_overrides.rope_scaling = placeholder(str)  # a key of ROPE_SCALINGS (model/rope.py)
-    config.unroll = placeholder(int)  # layers in an iteration of their loop; n_layers: no loop
+    config.unroll = placeholder(int)  # layers in an iteration of their loop; None: chosen
 
     # Devices
     config.mesh = "data"  # the axis of all devices: data, fsdp or tensor; mesh_axes sets several

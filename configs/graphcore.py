@@ -43,7 +43,6 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         return config
     config.model = size
     config.mesh = "fsdp"
-    config.remat = "full"
     config.seq_len = 2048
     config.batch_size = 128
     config.num_steps = 10_000

@@ -20,7 +20,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "llama3_8b"
     config.precision = "fp8_delayed"
     config.mesh = "fsdp"
-    config.remat = "full"
     config.seq_len = 8192
     config.batch_size = 64
     config.grad_accum = 8

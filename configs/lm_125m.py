@@ -19,7 +19,6 @@ def get_config() -> ml_collections.ConfigDict:
     config = base.get_config()
     config.model = "llama_125m"
     config.model_overrides.vocab_size = 320  # bytes, padded to a multiple of 64
-    config.unroll = 12  # no loop over layers: saves copies of the stack, compiles longer
     config.seq_len = 1024
     config.batch_size = 32
     config.num_steps = 200

@@ -25,6 +25,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = base.get_config()
     config.model = "llama_60m"
     config.model_overrides.d_ff = 1408  # the model's own 1376 is no multiple of 128
+    config.remat = "none"  # of all runs: only runs of one setting are compared
     config.seq_len = 1024
     config.batch_size = 64
     config.valid_batches = 1

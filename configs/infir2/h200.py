@@ -30,7 +30,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.problems_2.update(train=45_000, test=2000, steps="1:3")
     for stage in (config.cpt, config.sft_1, config.sft_2):
         stage.seq_len = 1024
-        stage.unroll = 12
         stage.b1, stage.b2 = 0.9, 0.95
         stage.final_fraction = 0.1
         stage.valid_batches = 16

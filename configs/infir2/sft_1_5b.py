@@ -31,7 +31,7 @@ def get_config(stage: str = "stage1") -> ml_collections.ConfigDict:
     config.precision = "fp8_block_ue8m0"
     config.model = "qwen2.5_1.5b"
     config.mesh = "fsdp"
-    config.remat = "full"
+    config.remat = "full"  # as its scripts
     config.data = {
         "stage1": "chat:InfiAlign-SFT-72k/*.jsonl",
         "stage2": "chat:InfiAlign-SFT-165k/*.jsonl",

@@ -21,6 +21,7 @@ from fp8jax.figures.style import require_matplotlib
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.events import Cause, Event
 from fp8jax.records.jsonl import read_jsonl
+from fp8jax.training.layer_choice import with_layers_of
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.recovery import NonFiniteError
 
@@ -96,8 +97,9 @@ def train_once(config: ConfigDict, workdir: Path) -> Curve:
     Raises:
       InterruptedError: the run was stopped before its end.
     """
-    path, settings = workdir / "config.json", json.loads(config.to_json())
-    if path.exists() and json.loads(path.read_text()) == settings:
+    path = workdir / "config.json"
+    record = json.loads(path.read_text()) if path.exists() else {}
+    if json.loads(with_layers_of(config, record).to_json()) == record:
         curve = _read_curve(workdir)
         if curve.failed is not None or config.num_steps in curve.valid:
             return curve

@@ -6,6 +6,7 @@ multi-host run, call them after `jax.distributed.initialize`.
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 import jax
 import jax.extend
@@ -123,6 +124,19 @@ def peak_flops(kind: str) -> float | None:
         if re.search(rf"\b{name}\b", kind, re.IGNORECASE):
             return flops
     return None
+
+
+def memory_limit(devices: Iterable[jax.Device]) -> int | None:
+    """Returns the bytes that JAX may use of each of these devices of this process: the least.
+
+    None if one does not say (CPUs do not), or is not there but compiled for.
+    """
+    try:
+        stats = [device.memory_stats() for device in devices]
+    except jax.errors.JaxRuntimeError:  # of `jax.experimental.topologies`
+        return None
+    known = [stat["bytes_limit"] for stat in stats if stat is not None and "bytes_limit" in stat]
+    return min(known) if known and len(known) == len(stats) else None
 
 
 def peak_memory() -> int | None:

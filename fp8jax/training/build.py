@@ -22,7 +22,7 @@ from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import Batch
 from fp8jax.data.tokenizers import tokenizer
-from fp8jax.device import hardware, xla
+from fp8jax.device import xla
 from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.inference.decoding import Requests, complete
 from fp8jax.inference.sampling import Sampling
@@ -32,7 +32,7 @@ from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import choose_attention
 from fp8jax.model.config import ModelConfig
-from fp8jax.model.transformer import Transformer, is_exact
+from fp8jax.model.transformer import REMAT, Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
@@ -44,8 +44,17 @@ from fp8jax.stability.gnmr import Gnmr
 from fp8jax.stability.ladder import Ladder
 from fp8jax.stability.spikes import SpikeDetector
 from fp8jax.telemetry.transformer import transformer_probes
+from fp8jax.training.layer_choice import (
+    LayerChoice,
+    Sizes,
+    choose_layers,
+    memory_limit,
+    sizes_of,
+)
+from fp8jax.training.memory import gradient_bytes
 from fp8jax.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
 from fp8jax.training.policy_switch import carried_histories
+from fp8jax.training.programs import device_bytes
 from fp8jax.training.run import Programs, Run, Stage
 from fp8jax.training.settings import Settings, check_numbers
 from fp8jax.training.step import (
@@ -60,7 +69,6 @@ from fp8jax.training.step import (
 
 # Layers in one iteration of the seeding step's loop (docs/results/steps_and_memory.md).
 _SEEDING_UNROLL = 2
-_MOST_UNROLLED = 12  # FP8 layers that a run unrolls without being told to
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,8 @@ class _Shared:
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     """Resolve every name of the config, for all devices or those given. Allocates no array.
+
+    In a run of several processes all of them must call this.
 
     Raises:
       ValueError: unknown names, and sizes that do not fit together, with the numbers.
@@ -109,15 +119,30 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         detector=detector, gnmr=gnmr, initial_weights=weights,
         optional_state=_optional_state(detector, gnmr, shape.n_layers),
     )  # fmt: skip
+    drafts = [_draft(config, shared, policy) for policy in precision.policies]
+    layers = choose_layers(
+        config.remat, config.unroll, [draft.sizes for draft in drafts], memory_limit(mesh)
+    )
+    config = _with_layers(config, layers.remat, layers.unroll)
     stages: list[Stage] = []
-    for begins, policy in zip(precision.begins(config.num_steps), precision.policies, strict=True):
-        stages.append(_stage(config, shared, policy, begins, stages[-1] if stages else None))
+    for begins, draft in zip(precision.begins(config.num_steps), drafts, strict=True):
+        before = stages[-1] if stages else None
+        stages.append(_stage(config, shared, draft, layers, begins, before))
     settings = Settings.from_config(config, warmup_steps=optimizing.warmup)
     return Run(
         settings=settings, stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
         optional_state=shared.optional_state, initial_weights=shared.initial_weights,
+        layers=layers,
+        with_layers=lambda remat, unroll: build(_with_layers(config, remat, unroll), devices),
     )  # fmt: skip
+
+
+def _with_layers(config: ConfigDict, remat: str, unroll: int) -> ConfigDict:
+    """Returns the config with these values, as the run records it."""
+    said = config.copy_and_resolve_references()
+    said.update(remat=remat, unroll=unroll)
+    return said
 
 
 def _numbers(
@@ -151,28 +176,65 @@ def _optional_state(
     )
 
 
-def _stage(
-    config: ConfigDict, shared: _Shared, policy: Policy, begins: int, before: Stage | None
-) -> Stage:
-    """The stage that trains in `policy`, after the stage `before`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """A stage before it is known how its layers run, which does not change its state.
+
+    Attributes:
+      model: without remat and unroll.
+      gated: the size gate's result.
+      initial: makes the state of step 0, boxed.
+      state: abstract arrays with shardings.
+      sizes: what the memory of a step depends on.
+    """
+
+    model: Transformer
+    gated: Gated
+    initial: Callable[..., TrainState]
+    state: TrainState
+    sizes: Sizes
+
+
+def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
+    """The draft of the stage that trains in `policy`."""
     words = shared.tokenizer.vocab_size
     model, gated = _model(config, shared.shape, policy, words, shared.mesh)
     if shared.gnmr is not None:
         model = model.clone(high=config.gnmr_precision)
     initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
     boxed = initial.eval_shape()
-    shardings = tree_shardings(boxed, shared.mesh)
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        linen.meta.unbox(boxed), shardings,
+        linen.meta.unbox(boxed), tree_shardings(boxed, shared.mesh),
     )  # fmt: skip
+    copies = config.master_weights != "float32"
+    sizes = sizes_of(
+        model, shared.mesh, rows=check_batch(config.batch_size, config.grad_accum, shared.mesh),
+        seq_len=config.seq_len, state=device_bytes(state), gradients=gradient_bytes(state.params),
+        masters=gradient_bytes(state.params) if copies else 0,
+        accumulates=config.grad_accum > 1, seeds=bool(jax.tree.leaves(state.histories)),
+    )  # fmt: skip
+    return _Draft(model=model, gated=gated, initial=initial, state=state, sizes=sizes)
+
+
+def _stage(
+    config: ConfigDict,
+    shared: _Shared,
+    draft: _Draft,
+    layers: LayerChoice,
+    begins: int,
+    before: Stage | None,
+) -> Stage:
+    """The stage of a draft, after the stage `before`."""
+    model, state = draft.model.clone(remat=layers.remat, unroll=layers.unroll), draft.state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     carried: frozenset[str] = frozenset()
     if before is not None:
         carried = carried_histories(before.model, before.state, model, state)
     return Stage(
-        begins=begins, model=model, state=state, carried=carried, gains=gated.report,
-        slower=gated.slower,
-        programs=_programs(config, shared, model, initial, state, shardings),
+        begins=begins, model=model, state=state, carried=carried, gains=draft.gated.report,
+        slower=draft.gated.slower,
+        programs=_programs(config, shared, model, draft.initial, state, shardings),
     )  # fmt: skip
 
 
@@ -301,6 +363,8 @@ def _model(
     rows = check_batch(config.batch_size, config.grad_accum, mesh)
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
+    if config.remat is not None:
+        lookup("remat policy", config.remat, REMAT)
     if config.unroll is not None and config.unroll > shape.n_layers:
         raise ValueError(f"unroll={config.unroll} is more than the model's {shape.n_layers} layers")
     if shape.vocab_size < words:
@@ -314,24 +378,7 @@ def _model(
         policy, shape, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
         backend=config.backend, leave=config.size_gate,
     )  # fmt: skip
-    unroll = config.unroll
-    if unroll is None:
-        unroll = _default_unroll(shape, gated.policy, config.remat, mesh)
-    model = Transformer(shape, gated.policy, config.backend, attention, config.remat, unroll)
-    return model, gated
-
-
-def _default_unroll(shape: ModelConfig, policy: Policy, remat: str, mesh: Mesh) -> int:
-    """Layers in an iteration of their loop: all of them where that is worth its compile time.
-
-    On a GPU a loop costs a tenth of a step: it copies what the backward reads into arrays of all
-    layers, and out of them. With remat=full that is next to nothing. Unrolled, a layer takes less
-    than a second to compile in BF16, and three in FP8; for several GPUs, BF16 takes three, too
-    (docs/results/steps_and_memory.md).
-    """
-    compiles_fast = is_exact(policy) or shape.n_layers <= _MOST_UNROLLED
-    pays = hardware.platform() == "gpu" and mesh.size == 1 and remat != "full"
-    return shape.n_layers if pays and compiles_fast else 1
+    return Transformer(shape, gated.policy, config.backend, attention), gated
 
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:

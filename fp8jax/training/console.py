@@ -43,12 +43,13 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
     mesh = f" ({shape})" if shape else ""
     accumulated = f" in {settings.grad_accum} microbatches" if settings.grad_accum > 1 else ""
     return [
-        *([] if defaults is None else _changes(settings.record, defaults)),
+        *([] if defaults is None else _changes(run, defaults)),
         *_sources(corpus, settings.seq_len),
         *labeled("model", model),
         *(labeled("weights", settings.initial_weights) if settings.initial_weights else []),
         *(labeled("state", settings.initial_state) if settings.initial_state else []),
         *labeled("policy", run.policies),
+        *(labeled("layers", run.layers.why) if run.layers.why else []),
         *labeled("devices", f"{devices.size} x {hardware.device_kind()}{mesh}"),
         *labeled(
             "steps",
@@ -59,8 +60,10 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
     ]  # fmt: skip
 
 
-def _changes(record: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    changed = changed_values(defaults, record)
+def _changes(run: Run, defaults: Mapping[str, Any]) -> list[str]:
+    """Returns the keys that the config says otherwise; what the run chose is none of them."""
+    changed = changed_values(defaults, run.settings.record)
+    changed = {key: value for key, value in changed.items() if key not in run.layers.chosen}
     lines = labeled("config", "  ".join(f"{key}={value}" for key, value in changed.items()))
     if len(lines) > _MOST_LINES:
         lines = [*lines[: _MOST_LINES - 1], " " * 11 + "… all keys are in config.json"]

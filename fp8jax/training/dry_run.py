@@ -27,7 +27,7 @@ import jax
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.sources import parse_sources
-from fp8jax.device import xla
+from fp8jax.device import hardware, xla
 from fp8jax.linear.backends import choose_backend
 from fp8jax.model.config import flops_per_token
 from fp8jax.model.transformer import count_params
@@ -70,6 +70,7 @@ class Plan:
       gemms: a table of the GEMMs of a step and their precisions (analysis/gemms.py), for each
       stage.
       gains: what the size gate says of each stage that quantizes (analysis/size_gate.py).
+      remat, unroll: what the backward recomputes, and layers in an iteration of their loop.
     """
 
     model: str
@@ -100,6 +101,8 @@ class Plan:
     compile_seconds: float
     gemms: tuple[str, ...]
     gains: tuple[str, ...]
+    remat: str
+    unroll: int
 
     @property
     def tokens_per_step(self) -> int:
@@ -143,6 +146,7 @@ class Plan:
             ("all steps", f"{self.steps:,} steps = {self.tokens:,} tokens"),
             ("training FLOPs", f"{self.flops_per_token:.3e} a token, {self.flops:.3e} in all"),
             ("precision", f"policy {self.policy}"),
+            ("layers", f"remat={self.remat}, unroll={self.unroll}"),
             ("backend", backends or "any: nothing is quantized"),
             ("devices", f"{self.devices} x {self.device_kind}, as {mesh}"),
             ("a checkpoint", f"{checkpoint}, before compression"),
@@ -208,7 +212,8 @@ def make_plan(run: Run) -> Plan:
     """The figures of `run`.
 
     Compiles the training programs of all stages; allocates no array, and looks for the files of
-    the sources without reading them.
+    the sources without reading them. Where they take too much memory, the figures are those of the
+    fallback that training would go on with.
 
     Raises:
       ValueError: a source of text that is unknown or has no files.
@@ -219,6 +224,8 @@ def make_plan(run: Run) -> Plan:
     measuring = ["telemetry"] if first.programs.telemetry is not None else []
     names = ["initialize", *training_programs(first), *measuring]
     compiled, seconds = compile_programs(run, first, names)
+    if (smaller := run.smaller(compiled[name] for name in training_programs(first))) is not None:
+        return make_plan(smaller)
     totals = {name: xla.program_bytes(program) for name, program in compiled.items()}
     initialize = totals.pop("initialize")
     telemetry = totals.pop("telemetry") if measuring else None
@@ -226,6 +233,8 @@ def make_plan(run: Run) -> Plan:
     later_totals, gemms = [], [_gemms(first, compiled["step"])]
     for stage in later:
         programs, more = compile_programs(run, stage, training_programs(stage))
+        if (smaller := run.smaller(programs.values())) is not None:
+            return make_plan(smaller)
         most = max(map(xla.program_bytes, programs.values()))
         later_totals.append((stage.begins, stage.policy.name, most))
         gemms.append(_gemms(stage, programs["step"]))
@@ -246,9 +255,10 @@ def make_plan(run: Run) -> Plan:
         total_bytes=total,
         first_step_bytes=totals["seed_step"] if "seed_step" in totals else None,
         telemetry_bytes=telemetry, initialize_bytes=initialize,
-        capacity_bytes=_memory_stat(run, "bytes_limit"),
+        capacity_bytes=hardware.memory_limit(run.mesh.local_devices),
         compile_seconds=seconds, gemms=tuple(gemms),
         gains=tuple(stage.gains for stage in run.stages if stage.gains),
+        remat=run.layers.remat, unroll=run.layers.unroll,
     )  # fmt: skip
 
 
@@ -260,16 +270,9 @@ def _gemms(stage: Stage, program: Any) -> str:
 
 def bytes_in_use(run: Run) -> int | None:
     """The most bytes in use on a device since the start; None where the device does not say."""
-    return _memory_stat(run, "peak_bytes_in_use")
-
-
-def _memory_stat(run: Run, name: str) -> int | None:
     stats = [device.memory_stats() for device in run.mesh.local_devices]
-    known = [stat[name] for stat in stats if stat is not None and name in stat]
-    if not known:
-        return None
-    # The device that limits: the smallest capacity, the highest use.
-    return min(known) if name == "bytes_limit" else max(known)
+    name = "peak_bytes_in_use"
+    return max((stat[name] for stat in stats if stat is not None and name in stat), default=None)
 
 
 def _backends(run: Run) -> dict[str, str]:

@@ -53,6 +53,7 @@ from fp8jax.training.programs import Compilation, compile_programs, training_pro
 from fp8jax.training.recovery import Recovery, rejection_cause
 from fp8jax.training.resume import (
     Position,
+    as_begun,
     checkpoint_items,
     initial_position,
     read_checkpoint,
@@ -113,7 +114,7 @@ def train_and_evaluate(
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
     config, corpus = with_steps(config)
-    run = build(config)
+    run = build(as_begun(config, Path(workdir)))
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
@@ -445,6 +446,9 @@ class _Loop:
             names = training_programs(stage) if seeds else ["step"]
             compiled, seconds = self._compiled(stage, names)
             compiling += seconds
+            if (smaller := self.run.smaller(compiled.values())) is not None:
+                self._go_on_with(smaller, stage)
+                continue
             gemms = find_gemms(
                 compiled["step"].as_text(), stage.policy, stage.model.config.linears,
                 backend=stage.model.backend, high=stage.high,
@@ -460,6 +464,20 @@ class _Loop:
             memory = memory_by_kind(self.run, stage, xla.program_bytes(compiled["step"]))
             checked.append((stage, summarize(gemms), memory))
         return checked, compiling
+
+    def _go_on_with(self, run: Run, stage: Stage) -> None:
+        """Take a run of the same state, since the programs of `stage` take too much memory."""
+        layers = run.layers
+        for line in labeled(
+            "layers",
+            f"the compiled step takes more than {self.run.layers.most / 2**30:,.1f} GiB: now"
+            f" remat={layers.remat} and unroll={layers.unroll}",
+        ):
+            self.metrics.say(line)
+        self.unchecked = [run.at(one.begins + 1) for one in (stage, *self.unchecked)]
+        self.run, self.settings, self.recovery.run = run, run.settings, run
+        self.position.stage = run.at(self.position.stage.begins + 1)
+        self._write_file("config.json", json.dumps(run.settings.record, indent=2, sort_keys=True))
 
     def _compiled(self, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
         """What `compile_programs` returns, which a fresh run has begun when the loop was made."""

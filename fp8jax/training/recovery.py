@@ -31,7 +31,9 @@ class NonFiniteError(StoppedError):
 class Recovery:
     """Climbs the ladder for each rejected step, within the budgets of a run.
 
-    `spent` counts how often each rung was used; a checkpoint carries it.
+    Attributes:
+      run: whose checkpoints a rollback reads.
+      spent: how often each rung was used; a checkpoint carries it.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Recovery:
         metrics: Metrics,
         spent: dict[str, int],
     ):
-        self._run, self._checkpointer, self._metrics = run, checkpointer, metrics
+        self.run, self._checkpointer, self._metrics = run, checkpointer, metrics
         self.spent = {name: 0 for name, _ in run.ladder.rungs} | spent
 
     def settle(
@@ -56,7 +58,7 @@ class Recovery:
         """
         tried: set[str] = set()
         while cause := rejection_cause(scalars):
-            rung = self._run.ladder.next(self.spent, tried)
+            rung = self.run.ladder.next(self.spent, tried)
             if rung == Event.STOP:
                 self._stop(step, cause, scalars, position, batch)
             tried.add(rung)
@@ -80,8 +82,8 @@ class Recovery:
     def _roll_back(self, position: Position) -> None:
         newest = self._checkpointer.read_meta()
         assert newest is not None  # `settle` has looked
-        items = checkpoint_items(self._run, self._run.at(newest[0]).state)
-        earlier = initial_position(self._run, self._checkpointer.restore(items))
+        items = checkpoint_items(self.run, self.run.at(newest[0]).state)
+        earlier = initial_position(self.run, self._checkpointer.restore(items))
         position.stage, position.state = earlier.stage, earlier.state
         position.seeding = earlier.seeding
 
@@ -97,7 +99,7 @@ class Recovery:
         raise kind(
             f"step {step}: {said} is {what}. The update was not applied and nothing of it was"
             " saved: the checkpoints of this run hold finite steps. No rung of"
-            f" recovery={self._run.settings.recovery!r} is left. A lower learning rate or"
+            f" recovery={self.run.settings.recovery!r} is left. A lower learning rate or"
             " precision=bf16 may help."
         )
 
@@ -106,7 +108,7 @@ class Recovery:
         stage = position.stage
         seeding = position.seeding
         model = stage.model.clone(policy=stage.policy.seeding()) if seeding else stage.model
-        parts = self._run.settings.grad_accum
+        parts = self.run.settings.grad_accum
         find = jax.jit(lambda s, b: find_bad(model, s, b, parts, inject=inject_gradient))
         flags = jax.device_get(find(position.state, batch))
         return first_bad(flags) or "nothing, when computed again"

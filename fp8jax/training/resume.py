@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 from absl import logging
+from ml_collections import ConfigDict
 
 from fp8jax.data.corpus import Corpus
 from fp8jax.interop.config_json import load_json
-from fp8jax.records.checkpoint import Checkpointer, Restored
+from fp8jax.records.checkpoint import Checkpointer, Restored, has_steps
 from fp8jax.records.differences import config_difference, listed
 from fp8jax.records.run_checkpoint import CONVERTED_FROM, PARAMS, require_version
 from fp8jax.training.epochs import require_same_epochs
+from fp8jax.training.layer_choice import KEYS, with_layers_of
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from fp8jax.training.run import Run, Stage
 from fp8jax.training.step import TrainState
@@ -34,6 +36,18 @@ class Position:
     stage: Stage
     state: TrainState
     seeding: bool
+
+
+def as_begun(config: ConfigDict, workdir: Path) -> ConfigDict:
+    """The config with the remat and unroll of the run in `workdir`, where it does not say them."""
+    folder = workdir / "checkpoints"
+    if all(config[key] is not None for key in KEYS) or not has_steps(folder):
+        return config
+    with Checkpointer(folder, every=1, keep=1, keep_best=0) as checkpointer:
+        newest = checkpointer.read_meta(only=())
+    if newest is None or "config" not in newest[1]:  # none is sound, or a conversion
+        return config
+    return with_layers_of(config, newest[1]["config"])
 
 
 def read_checkpoint(
@@ -57,6 +71,8 @@ def read_checkpoint(
     if CONVERTED_FROM in meta:
         raise _conversion(meta[CONVERTED_FROM])
     before, now = meta["config"], run.settings.record
+    # What the config does not say was chosen: checkpoints before that have None.
+    now = now | {key: before[key] for key in run.layers.chosen if key in before}
     changes = config_difference(before, now)
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:

@@ -6,7 +6,7 @@ a `Run` from a config, and nothing after it reads the config.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
@@ -14,11 +14,13 @@ from jaxtyping import Array
 
 from fp8jax.data.byte_tokenizer import Tokenizer
 from fp8jax.data.loader import Batch
+from fp8jax.device import xla
 from fp8jax.interop.initial_weights import InitialWeights
 from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.stability.ladder import Ladder
+from fp8jax.training.layer_choice import LayerChoice
 from fp8jax.training.optional_state import OptionalState
 from fp8jax.training.policy_switch import leaves_by_path
 from fp8jax.training.settings import Settings
@@ -110,6 +112,8 @@ class Run:
       ladder: what is tried on a rejected step.
       optional_state: the parts of the train state that only some configs have.
       initial_weights: what step 0 starts from; None for random numbers.
+      layers: how its layers run.
+      with_layers: (remat, unroll) -> the same run with these.
     """
 
     settings: Settings
@@ -120,6 +124,16 @@ class Run:
     ladder: Ladder
     optional_state: tuple[OptionalState, ...]
     initial_weights: InitialWeights | None
+    layers: LayerChoice
+    with_layers: Callable[[str, int], "Run"]
+
+    def smaller(self, programs: Iterable[Any]) -> "Run | None":
+        """The run to go on with if one of its compiled programs takes more memory than there is.
+
+        Its state is the same. None if all fit, or if nothing smaller is left to try.
+        """
+        fallback = self.layers.fallback(max(map(xla.program_bytes, programs)))
+        return None if fallback is None else self.with_layers(*fallback)
 
     @property
     def policies(self) -> str:
