@@ -69,6 +69,7 @@ QWEN = dict(model="qwen2.5_1.5b", rows=4, seq_len=4096)
         (QWEN, "full", 1, 26.32),
         (QWEN | dict(policy="fp8_delayed", gpus=4), "none", 1, 33.75),
         (QWEN | dict(gpus=4), "none", 1, 43.04),
+        (QWEN | dict(gpus=4), "none", 28, 40.51),
         (dict(model="llama3_8b", policy="fp8_delayed", gpus=4), "none", 1, 61.11),
         (dict(model="llama3_8b", policy="fp8_delayed", gpus=4), "dots", 1, 55.31),
         (dict(model="llama3_8b", policy="fp8_delayed", gpus=4), "full", 1, 36.31),
