@@ -45,8 +45,9 @@ from fp8jax.optim.config import OptimizerConfig
 from fp8jax.optim.optimizers import make_optimizer
 from fp8jax.stability.bad_steps import is_finite, select_if
 from fp8jax.training.build import build
+from fp8jax.training.layer_choice import memory_limit
 from fp8jax.training.policy_switch import enter_policy
-from fp8jax.training.programs import abstract_numbers
+from fp8jax.training.programs import lower_program
 from fp8jax.training.run import Run
 from fp8jax.training.step import StepNumbers, TrainState, accumulate
 
@@ -124,24 +125,35 @@ class _Training:
         self._count = count
         self._state: TrainState | None = None
         self._histories: dict[str, Any] = {}
-        self._seeded: set[str] = set()
 
     def batch(self, case: _Case) -> dict[str, np.ndarray]:
         """Returns random rows of the case's size."""
         config = self.configs[case]
         return random_batch(self.model, config.batch_size, config.seq_len, self._count)
 
-    def state(self, policy: str) -> TrainState:
+    def state(self, case: _Case) -> TrainState:
         """Returns the state with the policy's histories, for a call that it is donated to.
 
-        The shared part is initialized again if a failed call has lost it.
+        What is not there, or was lost by a call that failed, is made: call it on the run's mesh.
         """
-        if policy not in self._histories:
-            raise RuntimeError("a call that failed has lost the histories of this policy")
+        if case.policy not in self._histories:
+            self._seed(case)
+        return self._shared(self._histories.pop(case.policy))
+
+    def _shared(self, histories: Any) -> TrainState:
         state, self._state = self._state, None
         if state is None:
             state = self.first.stages[0].programs.initialize()
-        return dataclasses.replace(state, histories=self._histories.pop(policy))
+        return dataclasses.replace(state, histories=histories)
+
+    def _seed(self, case: _Case) -> None:
+        run = self.runs[case]
+        (stage,) = run.stages
+        state = enter_policy(self._shared({}), stage.state, frozenset())
+        if stage.seeds:
+            batch = to_devices(self.batch(case), run.batch_sharding)
+            state, _ = stage.programs.seed_step(state, batch, stage.programs.numbers(state))
+        self.keep(case.policy, state)
 
     def keep(self, policy: str, state: TrainState) -> None:
         """Stores the state that a call has returned."""
@@ -150,22 +162,13 @@ class _Training:
 
     def prepare(self, case: _Case, inner: Callable[["_Training", _Case], Program]) -> Program:
         """Returns the program of `inner`, prepared and called on the run's mesh, after seeding."""
-        run, policy = self.runs[case], case.policy
-        with jax.set_mesh(run.mesh):
-            if policy not in self._seeded:
-                self._seeded.add(policy)
-                self._histories[policy] = {}
-                (stage,) = run.stages
-                state = enter_policy(self.state(policy), stage.state, frozenset())
-                if stage.seeds:
-                    batch = to_devices(self.batch(case), run.batch_sharding)
-                    numbers = stage.programs.numbers(state)
-                    state, _ = stage.programs.seed_step(state, batch, numbers)
-                self.keep(policy, state)
+        mesh = self.runs[case].mesh
+        with jax.set_mesh(mesh):
             program = inner(self, case)
+            self.keep(case.policy, self.state(case))  # seeded before anything is timed
 
         def call() -> Any:
-            with jax.set_mesh(run.mesh):
+            with jax.set_mesh(mesh):
                 return program.call()
 
         return dataclasses.replace(program, call=call)
@@ -175,19 +178,22 @@ def _train(training: _Training, case: _Case) -> Program:
     """Prepares what training/loop.py does in a step.
 
     It copies the rows to the device, dispatches the step, and reads the metrics of the step before.
+
+    Raises MemoryError for a step that takes more memory than there is; nothing is lost by it.
     """
     run, rows = training.runs[case], training.batch(case)
-    (stage,) = run.stages
-    # `Programs` types the step as a plain function, but it is a jitted one, which can be lowered.
-    lowered = stage.programs.step.lower(  # type: ignore[attr-defined]
-        stage.state, to_devices(rows, run.batch_sharding), abstract_numbers(run, stage)
-    )
-    size = xla.program_bytes(lowered.compile())
+    compiled = lower_program(run, run.stages[0], "step").compile()
+    if (smaller := run.smaller([compiled])) is not None:  # as training does
+        run = training.runs[case] = smaller
+        compiled = lower_program(run, run.stages[0], "step").compile()
+    (stage,), size, limit = run.stages, xla.program_bytes(compiled), memory_limit(run.mesh)
+    if limit is not None and size > limit:
+        raise MemoryError(f"does not fit: {size / 2**30:.2f} of {limit / 2**30:.2f} GiB")
     last: list[Any] = []
 
     def call() -> Any:
         batch = to_devices(rows, run.batch_sharding)
-        state = training.state(case.policy)
+        state = training.state(case)
         state, metrics = stage.programs.step(state, batch, stage.programs.numbers(state))
         training.keep(case.policy, state)
         jax.device_get(last)
@@ -207,7 +213,7 @@ def _without_optimizer(training: _Training, case: _Case) -> Program:
     )
 
     def call() -> Any:
-        state = training.state(case.policy)
+        state = training.state(case)
         training.keep(case.policy, state)
         return program(state, batch)
 
@@ -237,7 +243,7 @@ def _optimizer(training: _Training, case: _Case) -> Program:
     grads = jax.jit(random, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))()
 
     def call() -> Any:
-        state = training.state(case.policy)
+        state = training.state(case)
         state = program(state, grads, training.runs[case].stages[0].programs.numbers(state))
         training.keep(case.policy, state)
         return state.step
@@ -287,12 +293,16 @@ def measure_training(
     title += f", {devices} devices" if devices > 1 else ""
     floor = functools.cache(functools.partial(step_floor, timed=timed, limits=limits, count=count))
     work = {case: _work(training, case, floor, devices) for case in cases}
+    notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
+    notes += [
+        f"{case.name}: remat={run.layers.remat}, unroll={run.layers.unroll}."
+        for case, run in training.runs.items() if case.setting in ("", DEFAULTS)
+    ]  # fmt: skip
     rows = _training_rows(title, found, work)
     figures = _training_figures(config.model, found, work, figure)
     if not settings:
         rows.append(Row(case=title, name="optimizer", timing=found["optimizer"]))
         figures["train_vs_bench"] = _against_parts(policies, found)
-    notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
     return Report(
         title=f"Training steps of {title}", rate="TFLOP/s", rows=rows, figures=figures,
         notes=notes, limits=limits.by_name(),

@@ -521,13 +521,18 @@ def test_packed_rows_of_steps():
         np.testing.assert_array_equal(positions, np.concatenate(expected))
 
 
-def test_settings_are_values_of_the_config(monkeypatch, hasty):
-    """Each policy runs with each of them: with twice the rows a step holds more."""
+def one_layer_of_width_32():
     config = base.get_config()
     config.model_overrides.update(
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16
     )
     config.update(seq_len=32, batch_size=2)
+    return config
+
+
+def test_settings_are_values_of_the_config(monkeypatch, hasty):
+    """Each policy runs with each of them: with twice the rows a step holds more."""
+    config = one_layer_of_width_32()
     no_limits = dict.fromkeys([False, True], {})
     monkeypatch.setattr(training_steps, "step_floor", lambda *_, **__: no_limits)
     settings = ["defaults", "batch_size=8,remat=full"]
@@ -539,6 +544,29 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
     assert all(by_name(made)[f"{p}, {settings[1]}"].bytes > by_name(made)[f"{p}, defaults"].bytes
                for p in ("bf16", "fp8_current"))  # fmt: skip
     assert made.figures["defaults_vs_best/llama_tiny/fp8_current"] >= 1
+
+
+def test_a_step_that_does_not_fit_says_so_and_the_others_are_measured(monkeypatch, hasty):
+    """256 rows have 10 MiB of logits, two rows a step of 1 MiB."""
+    monkeypatch.setattr(training_steps, "step_floor", lambda *_, **__: {False: {}})
+    monkeypatch.setattr(training_steps, "memory_limit", lambda mesh: 2**23)
+    made = training_steps.measure_training(
+        one_layer_of_width_32(), ["bf16"], QUICK, LIMITS, settings=["batch_size=256", "defaults"]
+    )
+    first, second = made.rows
+    assert re.fullmatch(r"MemoryError: does not fit: 0\.\d\d of 0\.01 GiB", first.timing.reason)
+    assert second.timing.seconds > 0 and not second.timing.reason
+    assert "bf16, defaults: remat=none, unroll=1." in made.notes
+    assert made.figures["defaults_vs_best/llama_tiny/bf16"] == 1
+
+
+def test_what_a_failed_call_has_lost_is_made_again():
+    case = training_steps._Case("bf16")
+    training = training_steps._Training(one_layer_of_width_32(), [case], 1, 1)
+    with jax.set_mesh(training.runs[case].mesh):
+        before = training.state(case)  # donated to a call that fails
+        after = training.state(case)
+    assert jax.tree.structure(before) == jax.tree.structure(after)
 
 
 @pytest.mark.parametrize(
