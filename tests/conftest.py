@@ -49,7 +49,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Tracing makes many objects that live long. Collecting less often takes a tenth off its time.
 gc.freeze()
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(400_000, 20, 20)
 
 
 def share_compiled_programs() -> None:

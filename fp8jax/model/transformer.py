@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.device.mesh import constrain
 from fp8jax.linear.amax_history import HISTORIES, to_max_combining
+from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.frozen import has_frozen, take_layers
 from fp8jax.linear.modules import Dense, Fp8DotGeneral
 from fp8jax.linear.probe import TELEMETRY
@@ -234,6 +235,9 @@ class Transformer(nn.Module):
         ids = jnp.zeros((1, 1), jnp.int32)
         inputs = (jnp.zeros((1, 1, c.d_model), self.dtype), ids, ids, jax.random.key(0))
 
+        if self.is_initializing():
+            for path in c.linears:
+                choose_backend(self.backend, policy.recipe(path))  # raises if it cannot run it
         # Initial parameters do not depend on the policy, and casts are slow to trace.
         plain = block.clone(policy=as_policy("bf16"))
 

@@ -142,8 +142,8 @@ def seeded(data):
     "changes",
     [
         dict(unroll=1),
-        dict(unroll=2),
-        # The same branches as without, computed again in the backward pass.
+        # The same branches, written out or computed again in the backward pass.
+        pytest.param(dict(unroll=2), marks=pytest.mark.full),
         pytest.param(dict(remat="full"), marks=pytest.mark.full),
     ],
 )

@@ -51,7 +51,7 @@ def policies():
         yield
 
 
-DEFAULT = ("bf16", "fp8_delayed", "fp8_block", "nvfp4_mixed")
+DEFAULT = ("bf16", "fp8_delayed", "fp8_block")  # of FP4, dot_test.py has every cast exactly
 
 
 @functools.cache
@@ -117,9 +117,9 @@ def test_precisions_differ_and_all_learn(names, data):
 def test_eight_devices_equal_one(precision, data):
     """The first loss to 1e-5; then, codes flipping on rounding, less than another seed differs."""
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
-    eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 10)
+    eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 6)
     assert len(state.params["layers"]["mlp"]["up"]["kernel"].sharding.device_set) == 8
-    one, other_seed = (one_device_losses(precision, data, seed) for seed in (0, 1))
+    one, other_seed = (one_device_losses(precision, data, seed)[:6] for seed in (0, 1))
     assert abs(eight[0] / one[0] - 1) <= 1e-5
     assert np.abs(eight - one).max() <= np.abs(other_seed - one).max()
     assert np.abs(eight - one).mean() <= np.abs(other_seed - one).mean()
