@@ -86,8 +86,8 @@ def run(recipe, seed=0, steps=30, devices=1):
 
 @pytest.mark.parametrize(
     "recipe",
-    # nnx_test.py: in blocks, a step of NNX has the bits of one of linen.
-    [DELAYED, pytest.param("fp8_block", marks=pytest.mark.full)],
+    # nnx_test.py: a step of NNX has the bits of one of linen; foreign_models_test.py trains others.
+    [pytest.param(name, marks=pytest.mark.full) for name in (DELAYED, "fp8_block")],
 )
 def test_it_trains_as_near_to_bf16_as_another_seed(recipe):
     losses, exact, other = run(recipe)[0], run("bf16")[0], run("bf16", seed=1)[0]
