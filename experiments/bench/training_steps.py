@@ -296,8 +296,9 @@ def measure_training(
     notes = [limits.note(), "GiB: arguments, temporaries and results of the training step."]
     notes += [
         f"{case.name}: remat={run.layers.remat}, unroll={run.layers.unroll}."
-        for case, run in training.runs.items() if case.setting in ("", DEFAULTS)
-    ]  # fmt: skip
+        for case, run in training.runs.items()
+        if case.setting in ("", DEFAULTS)
+    ]
     rows = _training_rows(title, found, work)
     figures = _training_figures(config.model, found, work, figure)
     if not settings:

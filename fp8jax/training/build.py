@@ -209,11 +209,16 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     )  # fmt: skip
     copies = config.master_weights != "float32"
     sizes = sizes_of(
-        model, shared.mesh, rows=check_batch(config.batch_size, config.grad_accum, shared.mesh),
-        seq_len=config.seq_len, state=device_bytes(state), gradients=gradient_bytes(state.params),
+        model,
+        shared.mesh,
+        rows=check_batch(config.batch_size, config.grad_accum, shared.mesh),
+        seq_len=config.seq_len,
+        state=device_bytes(state),
+        gradients=gradient_bytes(state.params),
         masters=gradient_bytes(state.params) if copies else 0,
-        accumulates=config.grad_accum > 1, seeds=bool(jax.tree.leaves(state.histories)),
-    )  # fmt: skip
+        accumulates=config.grad_accum > 1,
+        seeds=bool(jax.tree.leaves(state.histories)),
+    )
     return _Draft(model=model, gated=gated, initial=initial, state=state, sizes=sizes)
 
 

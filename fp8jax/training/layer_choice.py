@@ -188,14 +188,22 @@ def sizes_of(
     heads = c.n_heads // tensor
     scores = model.attention == ATTENTIONS["xla"]
     return Sizes(
-        shape=c, tokens=rows * seq_len, tensor=tensor, fsdp=mesh.shape["fsdp"], codes=codes,
+        shape=c,
+        tokens=rows * seq_len,
+        tensor=tensor,
+        fsdp=mesh.shape["fsdp"],
+        codes=codes,
         weights=weights,
         fused=MLPS[c.mlp].fusible and mlp.fuses(jax.ShapeDtypeStruct((1, c.d_model), model.dtype)),
         # Probabilities in bfloat16 and float32; or the output and one float32 number of each row.
         attention=6 * heads * seq_len if scores else heads * (2 * c.head_dim + 4),
         whole_logits=bool(policy.recipe("lm_head").casts),
-        state=state, gradients=gradients, masters=masters, accumulates=accumulates, seeds=seeds,
-    )  # fmt: skip
+        state=state,
+        gradients=gradients,
+        masters=masters,
+        accumulates=accumulates,
+        seeds=seeds,
+    )
 
 
 # The choice --------------------------------------------------------------------------------------
@@ -267,10 +275,14 @@ def choose_layers(
     elif before:
         said += f"; {_described(before[-1], layers)} would take {_gib(needed[before[-1]])}"
     return LayerChoice(
-        remat=taken[0], unroll=taken[1], chosen=chosen, why=said,
-        estimate=needed[taken], most=int(_MOST_COMPILED * limit),
+        remat=taken[0],
+        unroll=taken[1],
+        chosen=chosen,
+        why=said,
+        estimate=needed[taken],
+        most=int(_MOST_COMPILED * limit),
         less=tuple((each, size) for each, size in needed.items() if size < needed[taken]),
-    )  # fmt: skip
+    )
 
 
 def _unrolls(remat: str, layers: int) -> tuple[int, ...]:

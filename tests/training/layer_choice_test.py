@@ -45,11 +45,21 @@ def sizes(
     share = PARAMETERS[model] // (gpus * tensor)
     each = dict.fromkeys(c.linears, code)
     return Sizes(
-        shape=c, tokens=rows * seq_len, tensor=tensor, fsdp=gpus, codes=each, weights=each,
-        fused=policy != "bf16", attention=c.n_heads // tensor * (2 * c.head_dim + 4),
-        whole_logits=False, state=12 * share, gradients=4 * share, masters=0, accumulates=False,
+        shape=c,
+        tokens=rows * seq_len,
+        tensor=tensor,
+        fsdp=gpus,
+        codes=each,
+        weights=each,
+        fused=policy != "bf16",
+        attention=c.n_heads // tensor * (2 * c.head_dim + 4),
+        whole_logits=False,
+        state=12 * share,
+        gradients=4 * share,
+        masters=0,
+        accumulates=False,
         seeds=policy == "fp8_delayed",
-    )  # fmt: skip
+    )
 
 
 QWEN = dict(model="qwen2.5_1.5b", rows=4, seq_len=4096)
@@ -92,13 +102,25 @@ def test_the_estimate_is_on_the_safe_side_of_what_xla_allocates(setting, remat, 
 def test_the_estimate_by_hand():
     """Two layers of width 4: 2 heads of 2, 1 of keys, 6 hidden units; 10 tokens, 8 words."""
     shape = dataclasses.replace(
-        MODELS["llama_tiny"], d_model=4, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=6, head_dim=2,
+        MODELS["llama_tiny"],
+        d_model=4,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        d_ff=6,
+        head_dim=2,
         vocab_size=8,
-    )  # fmt: skip
+    )
     one = dataclasses.replace(
-        sizes("llama_125m"), shape=shape, tokens=10, codes=dict.fromkeys(shape.linears, 1),
-        weights=dict.fromkeys(shape.linears, 1), attention=24, state=1000, gradients=400,
-    )  # fmt: skip
+        sizes("llama_125m"),
+        shape=shape,
+        tokens=10,
+        codes=dict.fromkeys(shape.linears, 1),
+        weights=dict.fromkeys(shape.linears, 1),
+        attention=24,
+        state=1000,
+        gradients=400,
+    )
     # x; and q, k, v, gate, up, o; and codes of q's and gate's input, and of down's; and attention,
     # o's input, norms.
     kept = {"full": 8, "dots": 8 + 2 * (4 + 2 + 2 + 6 + 6) + 8}
