@@ -9,7 +9,8 @@ of them, time and memory by themselves:
     train_time/MODEL/POLICY          time of a training step over bf16's
     train_memory/MODEL/POLICY        all memory that XLA allocates for the step, over bf16's
     train_tokens_per_s/MODEL/POLICY  tokens in a second, of all devices
-    defaults_vs_best/MODEL/POLICY    time with the config as it is, over that of the best setting
+    defaults_vs_best/MODEL/POLICY/DEVICES
+                                     time with the config as it is, over that of the best setting
     train_vs_bench                   speed of the training step over that of its parts, the
                                      benchmark's step followed by the optimizer; the lowest of all
                                      policies
@@ -300,7 +301,7 @@ def measure_training(
         if case.setting in ("", DEFAULTS)
     ]
     rows = _training_rows(title, found, work)
-    figures = _training_figures(config.model, found, work, figure)
+    figures = _training_figures(config.model, found, work, devices, figure)
     if not settings:
         rows.append(Row(case=title, name="optimizer", timing=found["optimizer"]))
         figures["train_vs_bench"] = _against_parts(policies, found)
@@ -391,7 +392,11 @@ def _against_parts(policies: Sequence[str], found: Mapping[str, Timing]) -> floa
 
 
 def _training_figures(
-    model: str, found: Mapping[str, Timing], work: Mapping[_Case, _Work], figure: str = ""
+    model: str,
+    found: Mapping[str, Timing],
+    work: Mapping[_Case, _Work],
+    devices: int,
+    figure: str = "",
 ) -> dict[str, float]:
     """Returns the figures of training steps, each policy with the best of its settings.
 
@@ -406,7 +411,8 @@ def _training_figures(
         times[policy] = _least(of_token.values())
         memories[policy] = _least(t.bytes for t in own.values() if t.bytes is not None)
         if DEFAULTS in of_token:
-            figures[f"defaults_vs_best/{model}/{policy}"] = of_token[DEFAULTS] / times[policy]
+            name = f"defaults_vs_best/{model}/{policy}/{devices}"
+            figures[name] = of_token[DEFAULTS] / times[policy]
     named = next((policy for policy in times if policy != "bf16"), None) if figure else None
     for policy, time in times.items():
         place = f"/{model}/{policy}"

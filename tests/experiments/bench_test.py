@@ -543,7 +543,7 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
     assert [row.work / made.rows[0].work for row in made.rows] == [1, 4, 1, 4]
     assert all(by_name(made)[f"{p}, {settings[1]}"].bytes > by_name(made)[f"{p}, defaults"].bytes
                for p in ("bf16", "fp8_current"))  # fmt: skip
-    assert made.figures["defaults_vs_best/llama_tiny/fp8_current"] >= 1
+    assert made.figures["defaults_vs_best/llama_tiny/fp8_current/1"] >= 1
 
 
 def test_a_step_that_does_not_fit_says_so_and_the_others_are_measured(monkeypatch, hasty):
@@ -557,7 +557,7 @@ def test_a_step_that_does_not_fit_says_so_and_the_others_are_measured(monkeypatc
     assert re.fullmatch(r"MemoryError: does not fit: 0\.\d\d of 0\.01 GiB", first.timing.reason)
     assert second.timing.seconds > 0 and not second.timing.reason
     assert "bf16, defaults: remat=none, unroll=1." in made.notes
-    assert made.figures["defaults_vs_best/llama_tiny/bf16"] == 1
+    assert made.figures["defaults_vs_best/llama_tiny/bf16/1"] == 1
 
 
 def test_what_a_failed_call_has_lost_is_made_again():
@@ -593,7 +593,7 @@ def test_figures_of_training_steps_take_the_name_of_the_command():
     times = {"bf16": 4.0, "fp8_block": 3.0}
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
     work = {training_steps._Case(name): _work(6) for name in times}
-    assert training_steps._training_figures("qwen2.5_1.5b", found, work, "infir2") == {
+    assert training_steps._training_figures("qwen2.5_1.5b", found, work, 1, "infir2") == {
         "train_tokens_per_s/qwen2.5_1.5b/bf16": 1.5, "infir2_tokens_per_s": 2.0,
         "infir2_time": 0.75, "infir2_memory": 0.75,
     }  # fmt: skip
@@ -609,10 +609,10 @@ def test_figures_of_training_steps_take_the_best_setting_of_each_side():
     cases = {training_steps._Case(*key): value for key, value in rows.items()}
     found = {case.name: Timing(seconds=s, bytes=size) for case, (s, _, size) in cases.items()}
     work = {case: _work(tokens) for case, (_, tokens, _) in cases.items()}
-    assert training_steps._training_figures("m", found, work) == {
+    assert training_steps._training_figures("m", found, work, 2) == {
         "train_tokens_per_s/m/bf16": 1.6, "train_tokens_per_s/m/fp8": 2.0,
         "train_time/m/fp8": pytest.approx(0.8), "train_memory/m/fp8": 0.5,
-        "defaults_vs_best/m/bf16": pytest.approx(1.2), "defaults_vs_best/m/fp8": 1.0,
+        "defaults_vs_best/m/bf16/2": pytest.approx(1.2), "defaults_vs_best/m/fp8/2": 1.0,
     }  # fmt: skip
 
 
