@@ -1,6 +1,6 @@
 """Quantizers, bit for bit against the NumPy reference in tests/support/."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,26 @@ RULES = {
 STORED = {"e8m0": "e8m0", "e8m0_floor": "e8m0", "nvfp4": "e4m3"}  # rule -> format of its scales
 
 
-def assert_same(q: Quantized, x, fmt, tile, axis, rule, amax=None, draws=None):
+@functools.partial(jax.jit, static_argnames="casts")
+def quantized(x, casts, key=None):
+    """Under each cast (format, tile, contracting axis, rule): codes and scales, and the numbers
+    that they stand for. Many in one program: operation by operation, each one is compiled."""
+    found = []
+    for fmt, tile, axis, rule in casts:
+        drawn = {} if key is None else dict(rounding="stochastic", key=key)
+        q = quantize(x, fmt, TILES[tile], contract_axis=axis, scale=RULES[rule], **drawn)
+        found.append((q, dequantize(q)))
+    return found
+
+
+def assert_all_same(x, casts, key=None):
+    draws = None if key is None else reference.draws(key, x.shape)
+    for cast, q in zip(casts, jax.device_get(quantized(jnp.asarray(x), casts, key)), strict=True):
+        fmt, tile, axis, rule = cast
+        assert_same(*q, x, fmt, TILES[tile], axis, RULES[rule], draws=draws)
+
+
+def assert_same(q: Quantized, dequantized, x, fmt, tile, axis, rule, amax=None, draws=None):
     expected = reference.quantize_parts(x, fmt, tile, axis, rule, amax, draws=draws)
     values, scales = expected.values, expected.scales
     np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), values.view(np.uint8))
@@ -46,41 +65,42 @@ def assert_same(q: Quantized, x, fmt, tile, axis, rule, amax=None, draws=None):
         assert got[index] == scale, index
     # A code times the scale of its tile is exact if there is a tensor scale, so this rounds once.
     numbers = values.astype(np.float32) * expected.of_tiles * expected.tensor
-    np.testing.assert_array_equal(np.asarray(dequantize(q)), numbers)
+    np.testing.assert_array_equal(np.asarray(dequantized), numbers)
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("shape", "axis"), [((130, 200), -1), ((130, 200), -2), ((3, 40, 70), 1), ((300,), 0)]
 )
-def test_every_tile_matches_the_reference(tile, shape, axis):
+def test_every_tile_matches_the_reference(shape, axis):
     """Shapes that the tiles do not divide, both contracting axes, rank 1 to 3, two formats."""
-    for fmt in ("e5m2", "e2m1"):
-        x = normal(shape)
-        q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale="fp32")
-        assert_same(q, x, fmt, TILES[tile], axis, SCALES["fp32"])
+    casts = tuple((fmt, tile, axis, "fp32") for fmt in ("e5m2", "e2m1") for tile in TILES)
+    assert_all_same(normal(shape), casts)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_scale_rule_matches_the_reference(rule):
+def test_every_scale_rule_matches_the_reference():
     """Over 64 binades, more than the values and the scales of any rule here hold."""
-    fmt = "e2m1" if rule == "nvfp4" else "e4m3"
-    tile = NV16 if rule == "nvfp4" else MX32
+    casts = tuple(
+        ("e2m1", "NV16", -1, rule) if rule == "nvfp4" else ("e4m3", "MX32", -1, rule)
+        for rule in RULES
+    )
     x = normal((64, 96)) * np.exp2(np.arange(-32, 32, dtype=np.float32)).reshape(64, 1)
-    q = quantize(jnp.asarray(x), fmt, tile, scale=RULES[rule])
-    assert_same(q, x, fmt, tile, -1, RULES[rule])
-    assert q.scale.dtype == (FORMATS[STORED[rule]].dtype if rule in STORED else jnp.float32)
+    assert_all_same(x, casts)
+    for rule, (q, _) in zip(RULES, quantized(jnp.asarray(x), casts), strict=True):
+        stored = FORMATS[STORED[rule]].dtype if rule in STORED else jnp.float32
+        assert q.scale.dtype == stored, rule
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("tile", TILES)
-def test_every_tile_under_every_rule(tile, rule):
+def test_every_tile_under_every_rule(tile):
     """Two tiles or more along K but for TENSOR and ROW, the last one cut off; and, since each rule
     has to find its own way to the largest number, two formats."""
     x = normal((20, 200)) * np.exp2(np.arange(200, dtype=np.float32) / 20)
-    for fmt in ("e2m1",) if rule == "nvfp4" else ("e4m3", "e2m1"):
-        q = quantize(jnp.asarray(x), fmt, TILES[tile], scale=RULES[rule])
-        assert_same(q, x, fmt, TILES[tile], -1, RULES[rule])
+    casts = tuple(
+        (fmt, tile, -1, rule)
+        for rule in RULES
+        for fmt in (("e2m1",) if rule == "nvfp4" else ("e4m3", "e2m1"))
+    )
+    assert_all_same(x, casts)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +108,32 @@ def test_every_tile_under_every_rule(tile, rule):
                               ("e2m1", "MX32", "e8m0"), ("e4m3", "TILE128", "e8m0_floor")],
 )  # fmt: skip
 def test_stochastic_quantizers_match_the_reference(fmt, tile, rule):
-    x, key = normal((130, 200)), jax.random.key(5)
-    draws = reference.draws(key, x.shape)
-    for axis in (-1, -2):
-        q = quantize(jnp.asarray(x), fmt, TILES[tile], contract_axis=axis, scale=rule,
-                     rounding="stochastic", key=key)  # fmt: skip
-        assert_same(q, x, fmt, TILES[tile], axis, SCALES[rule], draws=draws)
+    casts = tuple((fmt, tile, axis, rule) for axis in (-1, -2))
+    assert_all_same(normal((130, 200)), casts, key=jax.random.key(5))
 
 
 def test_the_smallest_and_largest_tensors_stay_finite():
-    for amax, rule in itertools.product((1e-38, 2.0**-126, 3e38), RULES):
-        fmt, tile = ("e2m1", NV16) if rule == "nvfp4" else ("e4m3", TENSOR)
-        y = dequantize(quantize(jnp.full(16, amax, jnp.float32), fmt, tile, scale=RULES[rule]))
-        assert np.isfinite(y).all(), (amax, rule)
+    casts = tuple(
+        ("e2m1", "NV16", -1, rule) if rule == "nvfp4" else ("e4m3", "TENSOR", -1, rule)
+        for rule in RULES
+    )
+    for amax in (1e-38, 2.0**-126, 3e38):
+        found = quantized(jnp.asarray(np.full(16, amax, np.float32)), casts)
+        for (*_, rule), (_, y) in zip(casts, found, strict=True):
+            assert np.isfinite(y).all(), (amax, rule)
 
 
 def test_a_given_amax_takes_the_place_of_the_tensors_own():
+    """Operation by operation, as outside `jax.jit`."""
     x = normal((8, 256))
     q = quantize(jnp.asarray(x), "e4m3", TENSOR, amax=jnp.float32(1.0))
-    assert_same(q, x, "e4m3", TENSOR, -1, SCALES["fp32"], amax=1.0)
+    assert_same(q, dequantize(q), x, "e4m3", TENSOR, -1, SCALES["fp32"], amax=1.0)
     assert (np.abs(np.asarray(q.values, np.float32)).max()) == 448  # saturates
+
+
+@functools.partial(jax.jit, static_argnames="fmt")
+def with_amax(x, amax, fmt):
+    return quantize(x, fmt, TENSOR, amax=amax)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
@@ -115,14 +141,13 @@ def test_a_given_amax_takes_the_place_of_the_tensors_own():
 def test_a_non_finite_element_poisons_the_scale_of_its_tile_only(fmt, bad):
     x = normal((4, 256))
     x[1, 200] = bad
-    q = quantize(jnp.asarray(x), fmt, TILE128)
     expected = np.zeros((4, 2), bool)
     expected[1, 1] = True
-    np.testing.assert_array_equal(np.isnan(q.scale), expected)
-    delayed = quantize(jnp.asarray(x), fmt, TENSOR, amax=jnp.float32(3.0))
+    casts = tuple((fmt, "TILE128", -1, rule) for rule in ("fp32", "e8m0"))
+    for q, _ in jax.device_get(quantized(jnp.asarray(x), casts)):
+        np.testing.assert_array_equal(np.isnan(q.float_scale()), expected)
+    delayed = with_amax(jnp.asarray(x), jnp.float32(3.0), fmt)
     assert np.isnan(delayed.scale).all()
-    stored = quantize(jnp.asarray(x), fmt, TILE128, scale="e8m0")
-    np.testing.assert_array_equal(np.isnan(stored.scale.astype(jnp.float32)), expected)
 
 
 def tile_of(position, shape, tile, axis) -> tuple[tuple[int, ...], np.ndarray]:
@@ -140,30 +165,34 @@ KINDS = ("fp32", "e8m0", "nvfp4", "Constant(2^-3)")
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [rule if rule in KINDS else pytest.param(rule, marks=pytest.mark.full) for rule in RULES],
+    "rules",
+    [KINDS, pytest.param(tuple(r for r in RULES if r not in KINDS), marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("tile", TILES)
-def test_changing_one_element_changes_its_tile_only(tile, rule):
+def test_changing_one_element_changes_its_tile_only(tile, rules):
     """The element becomes its tile's amax, ten binades up. For all tiles but TENSOR the tensor's
     own amax, which NVFP4 reads too, lies elsewhere and stays. Exactly one scale changes, and codes
     within that tile only; under a constant only the element's own."""
-    fmt, position = "e2m1" if rule == "nvfp4" else "e4m3", (129, 170)
+    position = (129, 170)
     x = normal((130, 200))
     x[0, 0] = 5000.0 if tile != "TENSOR" else 1.0
     y = x.copy()
     y[position] = 2000.0
-    for axis in (-1, -2):
+    casts = tuple(
+        ("e2m1" if rule == "nvfp4" else "e4m3", tile, axis, rule)
+        for axis in (-1, -2)
+        for rule in rules
+    )
+    before, after = (jax.device_get(quantized(jnp.asarray(v), casts)) for v in (x, y))
+    for (_, _, axis, rule), (a, _), (b, _) in zip(casts, before, after, strict=True):
         index, mask = tile_of(position, x.shape, TILES[tile], axis)
-        a, b = (quantize(jnp.asarray(v), fmt, TILES[tile], contract_axis=axis, scale=RULES[rule])
-                for v in (x, y))  # fmt: skip
-        codes = np.asarray(a.values).view(np.uint8) != np.asarray(b.values).view(np.uint8)
-        scales = np.argwhere(np.asarray(a.float_scale()) != np.asarray(b.float_scale()))
+        codes = a.values.view(np.uint8) != b.values.view(np.uint8)
+        scales = np.argwhere(a.float_scale() != b.float_scale())
         if isinstance(RULES[rule], Constant):
-            assert len(scales) == 0 and np.argwhere(codes).tolist() == [list(position)]
+            assert len(scales) == 0 and np.argwhere(codes).tolist() == [list(position)], rule
         else:
-            assert scales.tolist() == [list(index)]
-            assert codes[mask].mean() > 0.5 and not codes[~mask].any()
+            assert scales.tolist() == [list(index)], rule
+            assert codes[mask].mean() > 0.5 and not codes[~mask].any(), rule
 
 
 @pytest.mark.parametrize(("tile", "rule"), [("NV16", "nvfp4"), ("MX32", "e8m0")])
@@ -177,19 +206,19 @@ def test_a_rotation_keeps_changes_within_the_tile(tile, rule):
         a, b = (rotate(v, 16, axis=axis) for v in (x, y))
         _, mask = tile_of((101, 170), a.shape, TILES[tile], axis)
         assert ((a != b).sum(), (a != b)[mask].sum()) == (16, 16)
-        a, b = (quantize(jnp.asarray(v), "e2m1", TILES[tile], contract_axis=axis, scale=rule)
-                for v in (a, b))  # fmt: skip
-        codes = np.asarray(a.values).view(np.uint8) != np.asarray(b.values).view(np.uint8)
+        casts = (("e2m1", tile, axis, rule),)
+        a, b = (jax.device_get(quantized(jnp.asarray(v), casts))[0][0].values for v in (a, b))
+        codes = a.view(np.uint8) != b.view(np.uint8)
         assert codes[mask].mean() > 0.5 and not codes[~mask].any()
 
 
 def test_zero_empty_and_one_row_operands():
     zero = quantize(jnp.zeros((3, 5)), "e4m3", TILE128)
     assert (np.asarray(dequantize(zero)) == 0).all() and (np.asarray(zero.scale) == 1).all()
+    casts = tuple(("e4m3", tile, -1, "fp32") for tile in TILES)
     for shape in [(0, 5), (5, 0), (1, 5)]:
-        for tile in TILES.values():
-            q = quantize(jnp.ones(shape), "e4m3", tile)
-            assert dequantize(q).shape == shape
+        for q, dequantized in quantized(jnp.ones(shape), casts):
+            assert dequantized.shape == q.values.shape == shape
 
 
 def test_quantized_is_a_pytree_with_a_static_tile():
