@@ -1,6 +1,8 @@
 """Scale rules, by hand and at the ends of the formats' ranges."""
 
-import jax.numpy as jnp
+import functools
+
+import jax
 import numpy as np
 import pytest
 
@@ -8,6 +10,14 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.scales import Constant, Fp32, Pow2
 from fp8jax.numerics.tiles import MX32, NV16, TENSOR
+
+
+# Compiled whole: operation by operation, each one is compiled for each shape.
+@functools.partial(jax.jit, static_argnames=("fmt", "tile", "scale"))
+def quantized(x, fmt, tile, scale):
+    """Codes and scales, and the numbers that they stand for."""
+    q = quantize(x, fmt, tile, scale=scale)
+    return q, dequantize(q)
 
 
 @pytest.mark.parametrize(
@@ -27,13 +37,13 @@ from fp8jax.numerics.tiles import MX32, NV16, TENSOR
     ],
 )
 def test_scale_rules_by_hand(rule, fmt, amaxes, expected):
-    got = [quantize(jnp.full(8, a, jnp.float32), fmt, TENSOR, scale=rule) for a in amaxes]
-    assert [float(q.scale[0].astype(jnp.float32)) for q in got] == [float(e) for e in expected]
+    got = [quantized(np.full(8, a, np.float32), fmt, TENSOR, scale=rule)[0] for a in amaxes]
+    assert [float(np.asarray(q.scale)[0]) for q in got] == [float(e) for e in expected]
 
 
 def test_a_floored_scale_saturates_where_a_ceiled_one_does_not():
-    x = jnp.float32([[511, 310, 1, -480]])
-    floor, ceil = (dequantize(quantize(x, "e4m3", MX32, scale=r)) for r in ("e8m0_floor", "e8m0"))
+    x = np.float32([[511, 310, 1, -480]])
+    floor, ceil = (quantized(x, "e4m3", MX32, scale=r)[1] for r in ("e8m0_floor", "e8m0"))
     np.testing.assert_array_equal(floor, [[448, 320, 1, -448]])  # scale 1: steps of 32 at 310
     np.testing.assert_array_equal(ceil, [[512, 320, 1, -480]])  # scale 2
 
@@ -42,10 +52,10 @@ def test_nvfp4_by_hand():
     """Five tiles under one tensor scale of 1: amax 2688 = 6 * 448 pins it."""
     amaxes = np.float32([2688, 6, 3, 0, 0.001])
     x = np.repeat(amaxes, 16).reshape(1, 80)
-    q = quantize(jnp.asarray(x), "e2m1", NV16, scale="nvfp4")
+    q, dequantized = jax.device_get(quantized(x, "e2m1", NV16, scale="nvfp4"))
     assert float(q.tensor_scale) == 1.0
-    np.testing.assert_array_equal(q.scale.astype(jnp.float32), [[448, 1, 0.5, 1, 2.0**-9]])
-    np.testing.assert_array_equal(dequantize(q)[0, ::16], [2688, 6, 3, 0, 2.0**-10])
+    np.testing.assert_array_equal(q.scale.astype(np.float32), [[448, 1, 0.5, 1, 2.0**-9]])
+    np.testing.assert_array_equal(dequantized[0, ::16], [2688, 6, 3, 0, 2.0**-10])
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e2m1"])
@@ -56,7 +66,7 @@ def test_powers_of_two_never_saturate_and_waste_less_than_a_binade(fmt):
     with np.errstate(over="ignore"):
         amax = np.float32([a * np.float32(2.0) ** k for k in range(-115, 125) for a in around])
     amax = amax[np.isfinite(amax)]
-    scale, _ = Pow2()(jnp.asarray(amax), FORMATS[fmt])
+    scale, _ = jax.jit(lambda amax: Pow2()(amax, FORMATS[fmt]))(amax)
     ratio = amax.astype(np.float64) / np.asarray(scale, np.float64)
     assert (ratio <= top).all() and (ratio > top / 2).all()
     assert (np.frexp(np.asarray(scale))[0] == 0.5).all()
