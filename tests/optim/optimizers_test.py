@@ -37,14 +37,19 @@ def configured(**changes) -> OptimizerConfig:
 
 
 def optimizer_and_schedule(config: OptimizerConfig):
-    """An optimizer whose update takes the config's own numbers, and the schedule."""
-    optimizer, rate = make_optimizer(config)
+    """An optimizer whose update takes the config's own numbers, and the schedule. Compiled, the
+    schedule by itself as in a run: operation by operation, each one is compiled for each shape."""
+    optimizer, schedule = make_optimizer(config)
+    compiled, rate = jax.jit(optimizer.update), jax.jit(schedule)
 
     def update(grads, state, params):
         numbers = dict(learning_rate=rate(schedule_steps(state)), clip_norm=config.clip_norm)
-        return optimizer.update(grads, state, params, **numbers)
+        return compiled(grads, state, params, **numbers)
 
-    return optax.GradientTransformation(optimizer.init, update), rate
+    return optax.GradientTransformation(jax.jit(optimizer.init), update), rate
+
+
+apply_updates = jax.jit(optax.apply_updates)
 
 
 def schedule_of(**changes):
@@ -118,12 +123,11 @@ def test_five_steps_of_adamw(schedule):
     # Global norms from about 0.7 to 20: some are clipped, some are not.
     gradients = [random_leaves(10 + t, size) for t, size in enumerate([0.1, 3, 0.2, 1, 0.1])]
     optimizer, rate = optimizer_and_schedule(c)
-    update = jax.jit(optimizer.update)
-    ours, state = nested({k: jnp.asarray(p) for k, p in params.items()}), None
+    ours = nested(params)
     state = optimizer.init(ours)
     for g in gradients:
-        updates, state = update(nested({k: jnp.asarray(x) for k, x in g.items()}), state, ours)
-        ours = optax.apply_updates(ours, updates)
+        updates, state = optimizer.update(nested(g), state, ours)
+        ours = apply_updates(ours, updates)
     rates = [float(rate(jnp.asarray(t))) for t in range(5)]
     expected, bound, clipped = adamw_by_hand(params, gradients, c, rates)
     assert set(clipped) == {True, False}
@@ -146,10 +150,10 @@ def test_without_a_gradient_only_decay_moves_a_parameter():
     """p - lr * decay * p for kernels and embeddings; norms, stacked ones too, keep every bit."""
     optimizer, rate = optimizer_and_schedule(CONFIG)
     leaves = random_leaves(0)
-    params = nested({k: jnp.asarray(p) for k, p in leaves.items()})
+    params = nested(leaves)
     zeros = jax.tree.map(np.zeros_like, leaves)
-    updates, _ = jax.jit(optimizer.update)(nested(zeros), optimizer.init(params), params)
-    new = optax.apply_updates(params, updates)
+    updates, _ = optimizer.update(nested(zeros), optimizer.init(params), params)
+    new = apply_updates(params, updates)
     shrink = 1 - float(rate(jnp.asarray(0))) * CONFIG.weight_decay
     expected = {k: p * shrink if k in DECAYED else p for k, p in leaves.items()}
     # Three roundings of the update, far below p, and one of the sum.
@@ -225,16 +229,16 @@ def test_a_checkpoint_loads_with_gradients_in_either_format():
 def test_bfloat16_parameters_get_the_update_of_their_values(name):
     """State and updates are float32, and equal those of the same values in float32."""
     optimizer, _ = optimizer_and_schedule(configured(name=name))
-    narrow = nested({k: jnp.asarray(p, jnp.bfloat16) for k, p in random_leaves(0).items()})
-    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
-    grads = nested({k: jnp.asarray(g) for k, g in random_leaves(1).items()})
+    narrow = nested({k: p.astype(jnp.bfloat16) for k, p in random_leaves(0).items()})
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float32), narrow)
+    grads = nested(random_leaves(1))
     got, want = (optimizer.update(grads, optimizer.init(p), p) for p in (narrow, wide))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype != jnp.bfloat16
         np.testing.assert_array_equal(one, other)
-    stored = jax.tree.leaves(optax.apply_updates(narrow, got[0]))
-    expected = jax.tree.leaves(optax.apply_updates(wide, want[0]))
+    stored = jax.tree.leaves(apply_updates(narrow, got[0]))
+    expected = jax.tree.leaves(apply_updates(wide, want[0]))
     for one, other in zip(stored, expected, strict=True):
         assert one.dtype == jnp.bfloat16
         np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
@@ -440,15 +444,24 @@ def test_stosignsgd_equals_the_algorithm(name, decay):
     x = {k: v.astype(np.float64) for k, v in params.items()}
     m, bound = ({k: np.zeros(v.shape) for k, v in params.items()} for _ in range(2))
     order = [path for path, _ in flat_paths(given)]
+
+    @jax.jit
+    def noise_of(t):
+        key = jax.random.fold_in(jax.random.key(7), t)
+        return {
+            k: jax.random.uniform(jax.random.fold_in(key, i), LEAF_SHAPES[k], minval=-1.0)
+            for i, k in enumerate(order)
+        }
+
     for t in range(6):
         g = random_leaves(10 + t)
         updates, state = optimizer.update(nested(g), state, given)
-        given = optax.apply_updates(given, updates)
-        key = jax.random.fold_in(jax.random.key(7), t)
-        for i, k in enumerate(order):
+        given = apply_updates(given, updates)
+        noises = jax.device_get(noise_of(t))
+        for k in order:
             m[k] = g[k] if t == 0 else c.b1 * m[k] + (1 - c.b1) * g[k]
             bound[k] = np.maximum(decay * bound[k], np.abs(m[k]))
-            noise = jax.random.uniform(jax.random.fold_in(key, i), x[k].shape, minval=-1.0)
+            noise = noises[k]
             sign = np.sign(m[k] + bound[k] * np.asarray(noise, np.float64))
             sure = np.abs(m[k] + bound[k] * noise) > 1e-5 * bound[k]
             lr = float(rate(t))
@@ -470,14 +483,14 @@ def test_the_mean_of_the_signs_is_the_mean_update(name):
     """Over n rows with the same gradients, within five standard errors, 1 / sqrt(n) each: m / G of
     StoSignSGD, and Adam's update where that is at most 1."""
     rows, rng = 20_000, np.random.default_rng(0)
-    columns = [jnp.asarray(rng.normal(size=16), jnp.float32) for _ in range(3)]
-    params = {"kernel": jnp.zeros((rows, 16))}
+    columns = [rng.normal(size=16).astype(np.float32) for _ in range(3)]
+    params = {"kernel": np.zeros((rows, 16), np.float32)}
 
     def last(name):
         core, _ = OPTIMIZERS[name](configured(name=name))
-        state = core.init(params)
+        state, step = jax.jit(core.init)(params), jax.jit(core.update)
         for g in columns:
-            update, state = core.update({"kernel": jnp.tile(g, (rows, 1))}, state, params)
+            update, state = step({"kernel": np.tile(g, (rows, 1))}, state, params)
         return update["kernel"], state
 
     signs, state = last(name)
@@ -496,11 +509,10 @@ def test_signs_do_not_depend_on_the_mesh(name):
     optimizer, _ = optimizer_and_schedule(configured(name=name))
     params = {"kernel": jnp.ones((16, 8))}
     grads = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)}
-    update = jax.jit(optimizer.update)
-    whole, _ = update(grads, optimizer.init(params), params)
+    whole, _ = optimizer.update(grads, optimizer.init(params), params)
     mesh = jax.make_mesh((8,), ("fsdp",))
     cut = jax.device_put(grads, jax.NamedSharding(mesh, jax.P("fsdp")))
-    other, _ = update(cut, optimizer.init(params), params)
+    other, _ = optimizer.update(cut, optimizer.init(params), params)
     np.testing.assert_array_equal(whole["kernel"], other["kernel"])
 
 
