@@ -34,6 +34,10 @@ AMAXES = {"x": 3.0, "w": 0.7, "g": 1.0}  # below the amaxes of x and w: some cod
 pytestmark = pytest.mark.optimized_too  # bits of different programs
 
 
+# Compiled whole: operation by operation, each one is compiled for each shape.
+dequantized = jax.jit(lambda frozen: frozen.dequantized())
+
+
 def x_MK():
     return jnp.asarray(np.random.default_rng(0).normal(size=(M, K)), jnp.bfloat16)
 
@@ -44,10 +48,10 @@ def kernels(number: int):
 
 
 def variables_of(recipe, kernel):
-    histories = {
-        f"{operand}_amax_history": h.at[0].set(AMAXES[operand])
-        for operand, h in init_state(recipe).items()
-    }
+    histories = {}
+    for operand, history in init_state(recipe).items():
+        filled = histories[f"{operand}_amax_history"] = np.array(history)
+        filled[0] = AMAXES[operand]
     return {"params": {"kernel": kernel}} | ({HISTORIES: histories} if histories else {})
 
 
@@ -105,7 +109,7 @@ def test_weights_alone_keep_the_dtype_of_x(name, dtype):
     terms is off by at most K 2^-24 of the sum of their sizes, and the scale and the result by two
     roundings more."""
     recipe = as_recipe(f"{name}:only=fwd_w")
-    (frozen,) = freeze_kernels(kernels(1), recipe, [{}])
+    (frozen,) = jax.jit(lambda kernel: freeze_kernels([kernel], recipe, [{}]))(*kernels(1))
     x = x_MK().astype(dtype)
 
     def multiply(x):
@@ -118,16 +122,20 @@ def test_weights_alone_keep_the_dtype_of_x(name, dtype):
     assert f"{dtype}[{K},{N}]" in traced and "dot_general" in traced
     if dtype == "bfloat16":
         assert f" float32[{K},{N}]" not in traced
-    w, wide = np.asarray(frozen.dequantized(), np.float64), np.asarray(x, np.float64)
-    assert (np.abs(multiply(x) - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))).all()
+    w, wide = np.asarray(dequantized(frozen), np.float64), np.asarray(x, np.float64)
+    assert (
+        np.abs(jax.jit(multiply)(x) - wide @ w) <= (K + 2) * 2.0**-24 * (np.abs(wide) @ np.abs(w))
+    ).all()
 
 
 def test_dequantized():
     recipe, (kernel,) = RECIPES["fp8_block"], kernels(1)
-    (frozen,) = freeze_kernels([kernel], recipe, [{}])
+    (frozen,) = jax.jit(lambda kernel: freeze_kernels([kernel], recipe, [{}]))(kernel)
     cast = recipe.fwd_w
-    expected = dequantize(quantize(kernel, cast.format, cast.tile, contract_axis=-2))
-    np.testing.assert_array_equal(frozen.dequantized(), expected)
+    expected = jax.jit(lambda w: dequantize(quantize(w, cast.format, cast.tile, contract_axis=-2)))(
+        kernel
+    )
+    np.testing.assert_array_equal(dequantized(frozen), expected)
 
 
 class Shared(nn.Module):
