@@ -42,18 +42,27 @@ PRODUCTS = {
 @functools.cache
 def sqnr(recipe: Recipe) -> dict[str, float]:
     """y, dx, dw -> dB against float64, activations and gradients being bfloat16 as in a model."""
-    x, w, g = normal_operands(M, K, N, tuple(SIGMA.values())).values()
+    x, w, g = operands()
     a, b = x.astype(jnp.bfloat16), g.astype(jnp.bfloat16)
     amax = {k: np.abs(v).max().astype(np.float32) for k, v in {"x": a, "w": w, "g": b}.items()}
     state = {k: np.full(h.shape, amax[k]) for k, h in init_state(recipe).items()}
     key = jax.random.key(0)
     *got, _ = three_products(a, w, b, state, key, recipe=recipe, backend="emulated", seeded=True)
-    x, w, g = (v.astype(np.float64) for v in (x, w, g))
-    exact = {"y": x @ w, "dx": g @ w.T, "dw": x.T @ g}
     return {
         name: 10 * np.log10((value**2).sum() / ((np.asarray(v, np.float64) - value) ** 2).sum())
-        for v, (name, value) in zip(got, exact.items(), strict=True)
+        for v, (name, value) in zip(got, exact_products().items(), strict=True)
     }
+
+
+@functools.cache
+def operands():
+    return tuple(normal_operands(M, K, N, tuple(SIGMA.values())).values())
+
+
+@functools.cache
+def exact_products() -> dict[str, np.ndarray]:
+    x, w, g = (v.astype(np.float64) for v in operands())
+    return {"y": x @ w, "dx": g @ w.T, "dw": x.T @ g}
 
 
 # Derived ------------------------------------------------------------------------------------------
