@@ -71,19 +71,21 @@ def one_of_each_way(names=RECIPES):
 
 def state_for(recipe: Recipe, operands: dict[str, np.ndarray]):
     """Histories that hold the present amaxes (the newest slot), as in a steady state."""
-    state = init_state(recipe)
-    return {
-        k: h.at[0].set(np.abs(operands[k]).max()) if np.abs(operands[k]).max() else h
-        for k, h in state.items()
-    }
+    state = {k: np.array(history) for k, history in init_state(recipe).items()}
+    for k, history in state.items():
+        history[0] = np.abs(operands[k]).max() or history[0]
+    return state
 
 
 run = functools.partial(three_products, key=KEY, seeded=True)
 
 
-def float_products(x, w, g) -> dict[str, np.ndarray]:
-    x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
-    return {"fwd": x @ w, "dgrad": g @ w.swapaxes(-1, -2), "wgrad": x.swapaxes(-1, -2) @ g}
+def float_product(product: str, operands: dict[str, np.ndarray]) -> np.ndarray:
+    """In float64."""
+    (a, ca), (b, cb) = CONTRACTED[product]
+    left, right = (np.asarray(operands[name], np.float64) for name in (a, b))
+    left = left if ca == -1 else left.swapaxes(-1, -2)
+    return left @ (right if cb == -2 else right.swapaxes(-1, -2))
 
 
 def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
@@ -94,19 +96,17 @@ def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
     for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
         operands[operand] = reference.pinned(rng, shapes[operand], cast, axis)
         unit *= reference.unit(cast)
-    magnitudes = float_products(*(np.abs(operands[k]) for k in "xwg"))[product]
+    magnitudes = float_product(product, {k: np.abs(a) for k, a in operands.items()})
     assert magnitudes.max() / unit < 2**24
-    x, w, g = (jnp.asarray(operands[k]) for k in "xwg")
+    x, w, g = (operands[k] for k in "xwg")
     y, dx, dw, _ = run(
         x.astype(dtype), w, g.astype(dtype), state_for(recipe, operands),
         recipe=recipe, backend=backend,
     )  # fmt: skip
     got = {"fwd": y, "dgrad": dx, "wgrad": dw}[product]
-    expected = float_products(x, w, g)[product].astype(np.float32)
+    expected = float_product(product, operands).astype(np.float32)
     assert got.dtype == {"fwd": dtype, "dgrad": dtype, "wgrad": jnp.float32}[product]
-    np.testing.assert_array_equal(
-        np.asarray(got, np.float32), np.asarray(jnp.asarray(expected).astype(got.dtype), np.float32)
-    )
+    np.testing.assert_array_equal(np.asarray(got), expected.astype(got.dtype))
 
 
 @pytest.mark.parametrize("product", CONTRACTED)
@@ -133,7 +133,18 @@ def test_exact_on_representable_batches(name, product):
 
 
 def random_operands():
+    """A copy, which a test may change."""
+    return {k: a.copy() for k, a in _random_operands().items()}
+
+
+@functools.cache
+def _random_operands():
     return normal_operands(M, K, N)
+
+
+@functools.cache
+def random_exactly(product: str) -> np.ndarray:
+    return float_product(product, random_operands())
 
 
 def as_seen(name: str, cast: Cast | None, axis: int) -> np.ndarray:
@@ -168,13 +179,19 @@ def test_products_are_those_of_the_reference_quantizers(name, backend):
     """
     got = random_products(name, backend)
     for product, casts in CASES[name].gemms.items():
-        (a, ca), (b, cb) = CONTRACTED[product]
-        left = as_seen(f"{product}_{a}", casts.lhs, ca)
-        right = as_seen(f"{product}_{b}", casts.rhs, cb)
-        left = left if ca == -1 else left.T
-        right = right if cb == -2 else right.T
-        bound = (264 + 2) * 2.0**-24 * (np.abs(left) @ np.abs(right))
-        assert (np.abs(np.asarray(got[product], np.float64) - left @ right) <= bound).all()
+        expected, magnitudes = reference_product(product, casts.lhs, casts.rhs)
+        bound = (264 + 2) * 2.0**-24 * magnitudes
+        assert (np.abs(np.asarray(got[product], np.float64) - expected) <= bound).all()
+
+
+@functools.cache  # many recipes have the same casts
+def reference_product(product: str, lhs: Cast | None, rhs: Cast | None):
+    """The product of the random operands as `as_seen`, and that of their magnitudes."""
+    (a, ca), (b, cb) = CONTRACTED[product]
+    left, right = as_seen(f"{product}_{a}", lhs, ca), as_seen(f"{product}_{b}", rhs, cb)
+    left = left if ca == -1 else left.T
+    right = right if cb == -2 else right.T
+    return left @ right, np.abs(left) @ np.abs(right)
 
 
 @pytest.mark.parametrize(("name", "backend"), PAIRS)
@@ -183,9 +200,8 @@ def test_error_is_what_the_roundings_imply(name, backend):
     operands is off by sqrt(r^2 + s^2 + r^2 s^2) in Frobenius norm; both are measured on the
     operands. Two-sided, within 10%: an operand that is silently not quantized fails too."""
     recipe, operands = CASES[name], random_operands()
-    exact = float_products(*(operands[k] for k in "xwg"))
     for product, got in random_products(name, backend).items():
-        roundings = []
+        exact, roundings = random_exactly(product), []
         for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
             value = operands[operand]
             rounded = as_seen(f"{product}_{operand}", cast, axis)
@@ -195,7 +211,7 @@ def test_error_is_what_the_roundings_imply(name, backend):
             if cast is not None:
                 assert roundings[-1] > 0.3 * cast.format.unit_roundoff
         expected = np.sqrt(np.prod([1 + r**2 for r in roundings]) - 1)
-        error = np.linalg.norm(got - exact[product]) / np.linalg.norm(exact[product])
+        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
         assert abs(error - expected) <= 0.1 * expected + 264 * 2.0**-24
 
 
@@ -441,7 +457,8 @@ def test_exact_on_the_matrix_unit(name):
     g[1, 1] = 57344
     run_xla = functools.partial(run, recipe=recipe, backend="xla")
     *got, _ = run_xla(*map(jnp.asarray, (x, w, g)), state_for(recipe, operands))
-    for value, exact in zip(got, float_products(x, w, g).values(), strict=True):
+    exactly = [float_product(product, {"x": x, "w": w, "g": g}) for product in CONTRACTED]
+    for value, exact in zip(got, exactly, strict=True):
         assert np.count_nonzero(exact) > 0.9 * exact.size
         np.testing.assert_array_equal(np.asarray(value, np.float64), exact)
 
