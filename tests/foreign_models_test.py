@@ -644,7 +644,7 @@ def test_forward_mode_is_refused():
     variables, loss = variables_of(model, x), loss_of(model, x)
     for transform in (lambda v: jax.jvp(loss, (v,), (v,)), jax.jacfwd(loss)):
         with pytest.raises(TypeError, match="forward-mode autodiff .* custom_vjp"):
-            transform(variables)
+            jax.jit(transform)(variables)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", DELAYED])
