@@ -18,6 +18,13 @@ from fp8jax.training import loop
 from fp8jax.training.loop import train_and_evaluate
 from tests.support.runs import numbers, one_layer
 from tests.support.text import compressed, generated_text, json_lines, write_generated_text
+from tests.support.traced_programs import traced_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
 
 
 def write_zst(folder: Path) -> str:
