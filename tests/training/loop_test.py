@@ -34,6 +34,7 @@ from fp8jax.training.recovery import NonFiniteError
 from fp8jax.training.validate import sample_text
 from tests.support.products import float8_products
 from tests.support.runs import ONE_LINEAR, corpus, happened, one_layer, steps, tiny
+from tests.support.traced_programs import traced_once
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
@@ -51,12 +52,19 @@ def policies():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
+
+
 DEFAULT = ("bf16", "fp8_delayed", "fp8_block")  # of FP4, dot_test.py has every cast exactly
 
 
 @functools.cache
-def one_device_losses(precision, data, seed=0):
-    return steps(tiny(data, precision=precision, seed=seed, unroll=1), 10, jax.devices()[:1])[0]
+def one_device_losses(precision, data, seed=0, num_steps=10):
+    config = tiny(data, precision=precision, seed=seed, unroll=1)
+    return steps(config, num_steps, jax.devices()[:1])[0]
 
 
 # Numbers ------------------------------------------------------------------------------------------
@@ -119,7 +127,8 @@ def test_eight_devices_equal_one(precision, data):
     mesh = dict(mesh_axes__data=2, mesh_axes__fsdp=2, mesh_axes__tensor=2)
     eight, run, state = steps(tiny(data, precision=precision, unroll=1, **mesh), 6)
     assert len(state.params["layers"]["mlp"]["up"]["kernel"].sharding.device_set) == 8
-    one, other_seed = (one_device_losses(precision, data, seed)[:6] for seed in (0, 1))
+    one = one_device_losses(precision, data)[:6]
+    other_seed = one_device_losses(precision, data, seed=1, num_steps=6)
     assert abs(eight[0] / one[0] - 1) <= 1e-5
     assert np.abs(eight - one).max() <= np.abs(other_seed - one).max()
     assert np.abs(eight - one).mean() <= np.abs(other_seed - one).mean()
@@ -181,8 +190,9 @@ def losses_of(workdir):
 
 
 def delayed(data):
-    """A config of several tests: its programs are compiled once. Eight devices train."""
-    return one_layer(data, precision="one_linear", mesh="fsdp", schedule="wsd")
+    """A config of several tests: its programs are compiled once. Eight devices train in
+    experiments/train_test.py."""
+    return one_layer(data, precision="one_linear", schedule="wsd")
 
 
 @pytest.fixture(scope="module")
