@@ -32,6 +32,7 @@ from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.policy_switch import enter_policy, leaves_by_path
 from tests.support.runs import corpus, happened, numbers, steps, tiny
+from tests.support.traced_programs import traced_once
 
 # Two linears with histories are enough, and little to compile.
 MLP = Policy((("layers/mlp/*", RECIPES["fp8_delayed"]),), name="mlp")
@@ -136,6 +137,14 @@ def whole(data, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def traced(whole):
+    """After `whole`, which counts its programs."""
+    with traced_once():
+        yield
+
+
+@pytest.mark.usefixtures("traced")
 def test_each_stage_goes_on_from_the_bits_of_the_one_before(data, whole):
     """Steps 1 to 3 are those of a run without a schedule. Then its weights, moments and data, with
     empty histories, go through the seeding and steady programs of `mlp`, where the switch to the
@@ -202,6 +211,7 @@ def test_a_switch_copies_no_weights(whole):
         assert before.params is after.params and before.opt_state is after.opt_state
 
 
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("step", "switched"),
     [
