@@ -20,6 +20,14 @@ from fp8jax.training.initial_state import InitialState
 from fp8jax.training.loop import train_and_evaluate
 from fp8jax.training.resume import checkpoint_items
 from tests.support.runs import ONE_LINEAR, numbers, one_layer, tiny
+from tests.support.traced_programs import traced_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
+
 
 STABLE, DECAY = 5, 3  # steps
 
