@@ -13,8 +13,15 @@ from fp8jax.stability import faults
 from fp8jax.stability.faults import OF_ROWS, OF_STEPS, Faults
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers
+from tests.support.traced_programs import traced_once
 
 STEPS = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
 
 
 def longer(data, workdir: Path, **changes) -> list[str]:
