@@ -17,6 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -35,6 +36,14 @@ from tests.support import ROOT
 from tests.support.commands import run_command, run_here
 from tests.support.pages import page_of
 from tests.support.text import write_generated_text
+from tests.support.traced_programs import traced_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
+
 
 # Stages -------------------------------------------------------------------------------------------
 
@@ -544,6 +553,7 @@ def finished(workdir):
 
 def test_failed_inside_stages_and_finished(tmp_path, caplog, monkeypatch):
     """In pre-training and in fine-tuning, whose data fails; then to the end, and once more."""
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # stages share what they have traced
     workdir = tmp_path / "run"
     arguments = flags(tmp_path, workdir)
     begun = workdir / "bf16/cpt/result.json", workdir / "bf16/seed_0/sft_1/result.json"
