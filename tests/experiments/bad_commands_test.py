@@ -25,6 +25,14 @@ from tests.support.annotations import unchecked_annotations  # noqa: F401
 from tests.support.chats import pairs, write_chats
 from tests.support.commands import command_here
 from tests.support.text import write_generated_text
+from tests.support.traced_programs import traced_once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced():
+    with traced_once():
+        yield
+
 
 MAX_LENGTH = 500  # of a line; the longest list all models
 
