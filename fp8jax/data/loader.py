@@ -4,9 +4,11 @@ Batch b holds the positions b*B to b*B + B - 1 after the first of the run (mixtu
 reads its slice of them.
 """
 
+import contextlib
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 
 import grain
@@ -87,22 +89,23 @@ def train_batches(
     return iter(grain.MapDataset.range(sys.maxsize).map(batch).to_iter_dataset(options))
 
 
+_Fetched = queue.Queue[tuple[Row | None, BaseException | None]]
+
+
 class TimedIterator(Iterator[Row]):
     """Iterates over `items`, and raises TimeoutError if an item takes longer than `timeout`."""
 
     def __init__(self, items: Iterator[Row], timeout: float):
-        """Starts a thread that fetches one item ahead; `timeout` is in seconds."""
-        self._timeout = timeout
-        self._queue: queue.Queue[tuple[Row | None, BaseException | None]] = queue.Queue(maxsize=1)
-        threading.Thread(target=self._fetch, args=(items,), daemon=True).start()
+        """Starts a thread that fetches one item ahead; `timeout` is in seconds.
 
-    def _fetch(self, items: Iterator[Row]) -> None:
-        try:
-            for item in items:
-                self._queue.put((item, None))
-            raise StopIteration
-        except BaseException as error:  # __next__ raises it, also StopIteration
-            self._queue.put((None, error))
+        It ends, and lets go of `items`, with `close()` or when this iterator is deleted.
+        """
+        self._timeout = timeout
+        self._queue: _Fetched = queue.Queue(maxsize=1)
+        unread = threading.Event()
+        threading.Thread(target=_fetch, args=(items, self._queue, unread), daemon=True).start()
+        self.close = weakref.finalize(self, _leave, self._queue, unread)
+        self.close.atexit = False  # the thread is a daemon
 
     def __next__(self) -> Row:
         """Returns the next item; raises TimeoutError if it is late, or what the iterator raised."""
@@ -117,6 +120,25 @@ class TimedIterator(Iterator[Row]):
             raise error
         assert item is not None
         return item
+
+
+def _fetch(items: Iterator[Row], fetched: _Fetched, unread: threading.Event) -> None:
+    """Puts the items, then what ends them, into a queue until nobody reads it any more."""
+    try:
+        for item in items:
+            fetched.put((item, None))
+            if unread.is_set():
+                return
+        raise StopIteration
+    except BaseException as error:  # __next__ raises it, also StopIteration
+        fetched.put((None, error))
+
+
+def _leave(fetched: _Fetched, unread: threading.Event) -> None:
+    """Ends the thread of `_fetch`, which may wait for room in the queue."""
+    unread.set()  # first, so that a thread that finds room sees it
+    with contextlib.suppress(queue.Empty):
+        fetched.get_nowait()
 
 
 def valid_batches(

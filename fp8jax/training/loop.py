@@ -317,7 +317,9 @@ class _Loop:
         )  # fmt: skip
         stack.callback(batches.close)
         rows = self.faults.batches(batches, self.start + 1)
-        return TimedIterator(rows, self.settings.data_timeout)
+        timed = TimedIterator(rows, self.settings.data_timeout)
+        stack.callback(timed.close)
+        return timed
 
     # One step -------------------------------------------------------------------------------------
 

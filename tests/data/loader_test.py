@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from fp8jax.data.loader import train_batches, valid_batches
+from fp8jax.data.loader import TimedIterator, train_batches, valid_batches
 from fp8jax.data.mixture import Mixture
 from tests.support import ROOT
 from tests.support.rows import assert_rows_equal, build, numbered
@@ -108,6 +108,27 @@ def test_threads_end(end):
     while set(prefetching()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(prefetching()) - before
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+@pytest.mark.parametrize("state", ["waits_for_a_reader", "fetches"])
+def test_a_timed_iterator_ends_its_thread(state, end):
+    before, go_on = set(threading.enumerate()), threading.Event()
+    if state == "fetches":
+        items = (go_on.wait() for _ in itertools.count())
+    else:
+        items = itertools.count()
+    timed = TimedIterator(items, timeout=10)
+    if state == "waits_for_a_reader":
+        assert (next(timed), next(timed)) == (0, 1)
+    (thread,) = set(threading.enumerate()) - before
+    if end == "close":
+        timed.close()
+    else:
+        del timed
+    go_on.set()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def _interrupt(process) -> str:
