@@ -15,7 +15,7 @@ What others compile in 689 s of processor time, XLA's own pipeline takes 1,073 s
 (docs/results/test_suite.md). Without its optimization the same sums are rounded in the order that
 the HLO says, by the same instructions in every program.
 
-JAX makes an MLIR context for each program that it lowers. Here a thread's programs share one.
+JAX makes an MLIR context for each program that it lowers. Here those of the main thread share one.
 
 A program that calls back into Python, or that Python partitions, is always compiled: its text has
 the address of a Python object, and Python reuses addresses.
@@ -39,7 +39,8 @@ _ADDRESSES = (b"CustomSPMDPartitioning", b"callback")
 
 _jax_compile = compiler.compile_or_get_cached
 _jax_context = mlir.make_ir_context
-_context = threading.local()  # each thread has its own
+_shared: list[tuple[ir.Context, int]] = []  # the main thread's, and how many may still have it
+_compiling: list[bool] = []
 _PROGRAMS_OF_A_CONTEXT = 100  # a context keeps the constants of its programs
 _programs: dict[bytes, Any] = {}
 _seconds = [0.0]
@@ -81,9 +82,12 @@ def seconds() -> float:
 
 def _compile(*arguments: Any) -> Any:
     begin = time.process_time()
+    # XLA may call Python back to partition a program. What that lowers crashes in its context.
+    _compiling.append(True)
     try:
         return _jax_compile(*arguments)
     finally:
+        _compiling.pop()
         _seconds[0] += time.process_time() - begin
 
 
@@ -121,10 +125,13 @@ def _compile_once(
 
 def _shared_context() -> ir.Context:
     """JAX's `make_ir_context`, of which every call loads all dialects: 2.3 ms for each program."""
-    if not hasattr(_context, "left") or not _context.left:
-        _context.context, _context.left = _jax_context(), _PROGRAMS_OF_A_CONTEXT
-    _context.left -= 1
-    return _context.context
+    if _compiling or threading.current_thread() is not threading.main_thread():
+        return _jax_context()
+    if not _shared or _shared[-1][1] == 0:
+        _shared[:] = [(_jax_context(), _PROGRAMS_OF_A_CONTEXT)]
+    ((context, left),) = _shared
+    _shared[:] = [(context, left - 1)]
+    return context
 
 
 def install() -> None:
