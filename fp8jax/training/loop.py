@@ -209,6 +209,8 @@ class _Loop:
         model_changes: list[str],
     ):
         """Reads the checkpoint, if there is one, and opens the run's files on `stack`."""
+        # Before the compilation begins, whose seconds are a part of the run's.
+        self.began = self.clock = time.perf_counter()
         self.run, self.settings, self.corpus, self.workdir = run, run.settings, corpus, workdir
         self.checkpointer, self.stop, self.faults = checkpointer, stop, faults
         num_steps = run.settings.num_steps
@@ -244,7 +246,6 @@ class _Loop:
             self.unchecked += [stage for stage in run.stages if stage.begins > self.start]
         self.compiled: set[tuple[int, bool]] = set()  # (begin of the stage, whether it seeds)
         self.precision: list[str] = []  # of precision.txt
-        self.began = self.clock = time.perf_counter()
 
     def _restore_counts(self, restored: Restored | None) -> None:
         spent, amaxes = ({}, []) if restored is None else (
