@@ -350,6 +350,7 @@ def _refuse_second_derivative(primals, tangents):
 
 
 def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
+    saved_ws = ws  # as given: a loop over layers stacks anything else a second time
     if context.recipe.casts:  # whose derivatives are zero: they would hide a second derivative
         x, ws = _first_derivative((x, ws))
     in_float32 = tuple(map(to_float32, histories))
@@ -360,7 +361,7 @@ def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
     else:
         # The barrier keeps XLA from saving x itself and quantizing it in the backward.
         kept = checkpoint_name(lax.optimization_barrier(qx["wgrad_x"]), QUANTIZED_INPUT)
-    return ys, _Residuals(kept, ws, histories, new_histories, keys, probes, rows)
+    return ys, _Residuals(kept, saved_ws, histories, new_histories, keys, probes, rows)
 
 
 def _requantizes(context: VjpContext, probes: Sequence[Probe | None]) -> bool:

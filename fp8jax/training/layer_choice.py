@@ -62,7 +62,7 @@ class Sizes:
       gradients: bytes of all gradients, in float32.
       masters: bytes of the parameters' copies in float32, 0 where they are stored so.
       accumulates: whether a step has several microbatches.
-      seeds: whether the first step has a program of its own, with a loop over the layers.
+      seeds: whether the first step has a program of its own.
     """
 
     shape: ModelConfig
@@ -130,15 +130,15 @@ def step_bytes(sizes: Sizes, remat: str, unroll: int) -> int:
         state      also one more `gradients` for microbatches, which add up, and float32 copies of
                    bfloat16 master weights
 
-    A policy that seeds its histories does so in a program with a loop: then the larger one counts.
+    A policy that seeds its histories does so in a program of its own, with a loop and without a
+    fused MLP, which needs scales before it knows the amaxes: then the larger one counts.
     The constants are from programs compiled for H200s; docs/results/layer_choice.md has the table.
     """
     c, layers = sizes.shape, sizes.shape.n_layers
-    if sizes.seeds and unroll >= layers > 1:
-        return max(
-            step_bytes(sizes, remat, 1),
-            step_bytes(dataclasses.replace(sizes, seeds=False), remat, unroll),
-        )
+    if sizes.seeds:
+        step = dataclasses.replace(sizes, seeds=False)
+        seeding = dataclasses.replace(step, fused=False)
+        return max(step_bytes(seeding, remat, 1), step_bytes(step, remat, unroll))
     saved = layers * sizes.tokens * saved_bytes(sizes, remat)
     vocab, hidden = c.vocab_size // sizes.tensor, c.d_ff // sizes.tensor
     table = 6 * c.d_model * vocab

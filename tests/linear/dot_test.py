@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.kernels import blackwell
@@ -440,6 +441,22 @@ def test_no_high_precision_activation_is_a_residual(name):
     kept = [leaf for leaf in jax.tree.leaves(vjp) if hasattr(leaf, "size") and leaf.size >= M * K]
     assert [leaf.dtype.itemsize for leaf in kept if leaf.shape == (padded, K)] == [1]
     assert all(leaf.shape in ((padded, K), (K, N)) for leaf in kept)
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "fp8_block"])
+def test_a_loop_over_layers_saves_no_second_stack_of_weights(name):
+    """The backward reads the weights that the loop was given: its only stack are the gradients."""
+    recipe, layers = RECIPES[name], 3
+    x, ws = jnp.ones((M, K), jnp.bfloat16), jnp.ones((layers, K, K), jnp.float32)
+    f = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe, backend="emulated")
+
+    def loss(ws):
+        return jnp.sum(lax.scan(lambda x, w: (f(x, w, state=init_state(recipe)), None), x, ws)[0])
+
+    equations = jax.make_jaxpr(jax.grad(loss))(ws).eqns
+    loops = [equation for equation in equations if equation.primitive.name == "scan"]
+    stacks = [[var.aval.shape for var in loop.outvars].count(ws.shape) for loop in loops]
+    assert stacks == [0, 1]
 
 
 @pytest.mark.gpu
