@@ -21,7 +21,7 @@ from absl import flags
 from experiments import command
 from fp8jax.data.arithmetic import Difficulty
 from fp8jax.data.arithmetic_files import ProblemFile, problem_files, write_problems
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 _OUTPUT = flags.DEFINE_string(
     "output", None, "The folder to write; none of its files may exist.", required=True

@@ -47,10 +47,10 @@ from fp8jax.inference.problems import Problem, read_problems, shuffled
 from fp8jax.inference.scorer import require_room
 from fp8jax.inference.solve import solve
 from fp8jax.interop.trained import TrainedModel, load_model
+from fp8jax.model.telemetry import measure_forward
 from fp8jax.numerics.names import as_policy
 from fp8jax.records.checkpoint import DamagedError
 from fp8jax.telemetry.files import write_rows
-from fp8jax.telemetry.transformer import measure_forward
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory, or hf:DIR.", required=True)
 _TASKS = flags.DEFINE_string("tasks", "perplexity", "Tasks, separated by commas.")

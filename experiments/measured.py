@@ -11,7 +11,7 @@ import numpy as np
 
 from fp8jax.inference.accuracy import paired_difference
 from fp8jax.inference.paired import Estimate, Measured, difference
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 BASELINE = "bf16"
 ACCURACY = "accuracy"  # measured on problems, each of which is right or wrong

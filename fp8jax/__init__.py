@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fp8jax.analysis.any_program import assert_fp8, gemm_table, gemms
     from fp8jax.model.config import ModelConfig
     from fp8jax.model.models import MODELS
+    from fp8jax.model.telemetry import measure_forward
     from fp8jax.model.transformer import Transformer
     from fp8jax.training.loop import train_and_evaluate
 
@@ -48,8 +49,8 @@ __all__ = [
     "NV16", "NV16x16", "POLICIES", "Policy", "Pow2", "PrecisionSchedule", "Quantized", "RECIPES",
     "ROW", "Recipe", "TENSOR", "TILE128", "Tile", "Transformer", "assert_fp8", "cast", "dequantize",
     "dot_general", "einsum", "figures", "gemm_table", "gemms", "init_state", "init_update", "join",
-    "merge", "merge_devices", "merge_stacked", "nn", "nnx", "quantize", "raise_if", "seed", "split",
-    "telemetry", "train_and_evaluate", "update",
+    "measure_forward", "merge", "merge_devices", "merge_stacked", "nn", "nnx", "quantize",
+    "raise_if", "seed", "split", "telemetry", "train_and_evaluate", "update",
 ]  # fmt: skip
 
 _ON_FIRST_USE = {
@@ -58,6 +59,7 @@ _ON_FIRST_USE = {
     "gemms": "fp8jax.analysis.any_program",
     "MODELS": "fp8jax.model.models",
     "ModelConfig": "fp8jax.model.config",
+    "measure_forward": "fp8jax.model.telemetry",
     "Transformer": "fp8jax.model.transformer",
     "figures": "fp8jax.figures",
     "telemetry": "fp8jax.telemetry",

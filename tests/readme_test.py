@@ -70,7 +70,7 @@ def test_policies_with_options_exist():
 
 def test_the_picture_of_the_layers_is_the_rule():
     picture = README.split("## Layers")[1].split("```")[1]
-    rows = re.findall(r"^  ([a-z]+)(?:\.py|/)  +\S", picture, re.M)
+    rows = re.findall(r"^  ([a-z_]+)(?:\.py|/)  +\S", picture, re.M)
     assert tuple(rows) == LAYERS
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 Key = tuple[str, int, str, str, str]
 

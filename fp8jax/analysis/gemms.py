@@ -30,12 +30,12 @@ from fp8jax.device import hardware
 from fp8jax.device.hardware import Device
 from fp8jax.linear.backends import BACKENDS, choose_backend
 from fp8jax.linear.refusals import exact_in_bf16
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.tiles import TENSOR
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 
 class Fp8FallbackError(ValueError):

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 
 ROLES = ("fwd", "dgrad", "wgrad")
 

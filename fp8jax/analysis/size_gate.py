@@ -20,14 +20,14 @@ a clock.
 
 import dataclasses
 import textwrap
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fp8jax.analysis.gains_table import Gain, Table, shipped_table
 from fp8jax.device import hardware
-from fp8jax.model.config import ModelConfig
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import HIGH_PRECISION
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 _DEVICES = ("H100", "H200")  # the same chip with different memory
 
@@ -51,7 +51,7 @@ class Gated(NamedTuple):
 
 def size_gate(
     policy: Policy,
-    config: ModelConfig,
+    linears: Mapping[str, tuple[int, int]],
     *,
     tokens: int,
     tensor: int,
@@ -63,7 +63,7 @@ def size_gate(
 
     Args:
       policy: the policy of one stage. Recipes that the table does not have stay as they are.
-      config: the shapes of the model.
+      linears: the sizes [K, N] of each linear's kernel by its path: `ModelConfig.linears`.
       tokens: tokens on one device and in one microbatch.
       tensor: devices on the mesh axis that shards heads and hidden units.
       backend: the run's. The table holds only times of the default, None: the fastest backend.
@@ -77,7 +77,7 @@ def size_gate(
     if leave:
         _require_usable(table)
     rows, losers = [], []
-    for path, (k, n) in config.linears.items():
+    for path, (k, n) in linears.items():
         recipe = policy.recipe(path)
         if not recipe.casts:
             continue

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from fp8jax.device import xla
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.linear.frozen import layer_of
-from fp8jax.model.config import MODULES
-from fp8jax.model.transformer import Transformer, stretches
+from fp8jax.model.stretches import stretches
+from fp8jax.model.transformer import Transformer
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 

@@ -24,19 +24,7 @@ from jaxtyping import Array, Float
 
 from fp8jax.lookup import lookup
 from fp8jax.model.rope import ROPE_SCALINGS, RopeScaling
-
-# The paths of all linears; a policy's patterns match them. A linear's place in this tuple is folded
-# into its random key for stochastic rounding, so the order must not change.
-MODULES = (
-    "layers/attention/q",
-    "layers/attention/k",
-    "layers/attention/v",
-    "layers/attention/o",
-    "layers/mlp/gate",
-    "layers/mlp/up",
-    "layers/mlp/down",
-    "lm_head",
-)
+from fp8jax.numerics.module_paths import MODULES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

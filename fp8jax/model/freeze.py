@@ -22,7 +22,8 @@ from jax import lax
 from fp8jax.linear.amax_history import HISTORIES
 from fp8jax.linear.frozen import FrozenKernel, StackedKernel, freeze_kernels, has_frozen
 from fp8jax.model.config import MLPS
-from fp8jax.model.transformer import Stretch, Transformer, stretches
+from fp8jax.model.stretches import Stretch, stretches
+from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe

@@ -23,10 +23,11 @@ from fp8jax.linear.probe import TELEMETRY, module_probe, watched
 from fp8jax.linear.promotable import promotable_dot
 from fp8jax.model.attention import Implementation, choose_attention
 from fp8jax.model.cache import KVCache, attend_cached, written
-from fp8jax.model.config import BIASES, MLPS, MODULES, ModelConfig
+from fp8jax.model.config import BIASES, MLPS, ModelConfig
 from fp8jax.model.norms import RMSNorm, norm_layer
 from fp8jax.model.rope import rotate
 from fp8jax.numerics.formats import folded, power_of_two_below
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import Policy
 

@@ -35,15 +35,18 @@ from fp8jax.linear.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lookup import lookup
 from fp8jax.model.attention import Implementation
 from fp8jax.model.cache import Caches, slots_of
-from fp8jax.model.config import MODULES, ModelConfig
+from fp8jax.model.config import ModelConfig
 from fp8jax.model.embedding import look_up
 from fp8jax.model.layer import AMAXES, Block, fold_in
 from fp8jax.model.norms import norm_layer
+from fp8jax.model.probes import transformer_probes, transformer_rows
+from fp8jax.model.stretches import Stretch, is_exact, stretches
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.numerics.recipes import HIGH_PRECISION
 from fp8jax.numerics.tiles import tensor_amax
+from fp8jax.telemetry.rows import Row
 
 # What each layer saves for its backward; everything else is recomputed there. "dots" saves the
 # outputs of the linears. "quantized" also saves their quantized inputs, so that no input is
@@ -105,6 +108,16 @@ class Transformer(nn.Module):
     def has_layer_loop(self) -> bool:
         """Whether the compiled program has a loop over layers."""
         return self.unroll < self.config.n_layers
+
+    def telemetry_probes(self, what_if: Policy | None = None) -> dict[str, Any]:
+        """Returns a probe for each linear (probes.py), as `fp8jax.telemetry.measure` asks for."""
+        return transformer_probes(self, what_if)
+
+    def telemetry_rows(
+        self, statistics: dict[str, Any], *, step: int, promoted: Any = None
+    ) -> list[Row]:
+        """Returns the rows of what the probes have measured (probes.py)."""
+        return transformer_rows(self, statistics, step=step, promoted=promoted)
 
     @nn.compact
     def __call__(
@@ -272,14 +285,6 @@ def _check_layers(params: Any, n_layers: int) -> None:
             )
 
 
-class Stretch(NamedTuple):
-    """Consecutive layers with the same recipes: layers `begin` to `end` - 1 run in `policy`."""
-
-    begin: int
-    end: int
-    policy: Policy
-
-
 class _LayerInputs(NamedTuple):
     """What every layer reads besides x: see `Transformer.__call__`."""
 
@@ -434,24 +439,6 @@ def _apply_layer(
 def _has_layer_histories(policy: Policy) -> bool:
     """Whether a linear in a layer has amax histories; the head does not count."""
     return any(policy.recipe(path).histories for path in MODULES if path.startswith("layers/"))
-
-
-def is_exact(policy: Policy) -> bool:
-    """Whether the policy casts nothing, so that a promotion would change nothing."""
-    return all(not policy.recipe(path).casts for path in MODULES)
-
-
-def stretches(policy: Policy, n_layers: int) -> list[Stretch]:
-    """Splits the layers into stretches with the same recipes, in order; none is empty."""
-    exempt = Policy((("layers/*", HIGH_PRECISION),), name="bf16")
-    first, last = policy.exempt(n_layers)
-    last = n_layers - last
-    parts = (
-        Stretch(0, first, exempt),
-        Stretch(first, last, policy.without_exemptions()),
-        Stretch(last, n_layers, exempt),
-    )
-    return [stretch for stretch in parts if stretch.begin < stretch.end]
 
 
 def abstract_variables(model: Transformer) -> Any:

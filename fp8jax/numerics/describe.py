@@ -4,7 +4,7 @@ from typing import Any
 
 from fp8jax.numerics.accumulation import Accumulation
 from fp8jax.numerics.scales import SCALES, ScaleRule
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 HEADER = ("cast", "format", "tile", "scale", "timing", "rounding", "Hadamard")
 

@@ -10,8 +10,7 @@ from fp8jax.telemetry.files import write_rows as write
 from fp8jax.telemetry.measure import measure
 from fp8jax.telemetry.outliers import Finding, out_of_line
 from fp8jax.telemetry.rows import Row, Table
-from fp8jax.telemetry.transformer import measure_forward
 
 __all__ = [
-    "Finding", "Row", "Table", "measure", "measure_forward", "out_of_line", "read", "write",
+    "Finding", "Row", "Table", "measure", "out_of_line", "read", "write",
 ]  # fmt: skip

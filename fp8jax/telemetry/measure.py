@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -16,12 +16,10 @@ from fp8jax.linear.modules import Dense, Einsum, Fp8DotGeneral
 from fp8jax.linear.probe import PROBE, TELEMETRY, Probe, empty_probe
 from fp8jax.linear.trees import check_loss
 from fp8jax.lookup import brief
-from fp8jax.model.transformer import Transformer
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.telemetry.rows import NO_LAYER, Row, Table, rows_of
-from fp8jax.telemetry.transformer import forward_only, transformer_probes, transformer_rows
+from fp8jax.telemetry.rows import NO_LAYER, Row, Table, forward_only, rows_of
 
 
 def measure(
@@ -35,7 +33,8 @@ def measure(
     """Return what every cast of a model does in one evaluation of a function of it.
 
     Every `Dense`, `Einsum`, `Fp8DotGeneral` and `Transformer` of this library that f calls is
-    measured; linears that call `fp8jax.dot_general` itself are not found. The model stays as it is.
+    measured, and every module that has its own probes (`Whole`); linears that call
+    `fp8jax.dot_general` itself are not found. The model stays as it is.
     A model that is called with `nn.scan` or `nn.vmap` over layers must name the collection
     `fp8jax.nn.TELEMETRY` in `variable_axes`, with axis 0.
 
@@ -134,13 +133,13 @@ def _linen_rows(
         _at(tree, call.path)[PROBE] = empty_probe(what_if, call.layers)
     beside = None if what_if is None else Policy((("layers/*", what_if),), name=what_if.name)
     for path, model in models.items():
-        _at(tree, path).update(transformer_probes(model, beside))
+        _at(tree, path).update(model.telemetry_probes(beside))
     found = jax.device_get(_probe_gradients(scalar, tree, dict(variables), *args))
     rows: list[Row] = []
     for shown, call in calls.items():
         rows += _rows(_at(found, call.path)[PROBE], shown, call.recipe)
     for path, model in models.items():
-        rows += transformer_rows(model, _at(found, path), step=0)
+        rows += model.telemetry_rows(_at(found, path), step=0)
     return rows
 
 
@@ -174,19 +173,34 @@ class _Call(NamedTuple):
     layers: tuple[int, ...]
 
 
-class _Watch:
-    """An interceptor of flax that tells of each linear after its call, and of each `Transformer`.
+@runtime_checkable
+class Whole(Protocol):
+    """A linen module that is measured as a whole, as it runs its layers by itself.
 
-    The linears inside a `Transformer` are not told of: it runs its layers by itself, and their
-    modules do not know where their variables lie.
+    The linears inside of it do not know where their variables lie.
     """
 
-    def __init__(self, linear: Callable[[Any], None], transformer: Callable[[Any], None]):
-        self._linear, self._transformer, self._inside = linear, transformer, 0
+    path: tuple[str, ...]
+
+    def telemetry_probes(self, what_if: Policy | None = None) -> dict[str, Any]:
+        """Returns its collection `TELEMETRY`: a probe of zeros for each linear."""
+
+    def telemetry_rows(self, statistics: dict[str, Any], *, step: int) -> list[Row]:
+        """Returns the rows of such a collection, once it has been measured."""
+
+
+class _Watch:
+    """An interceptor of flax that tells of each linear after its call, and of each `Whole`.
+
+    The linears inside a `Whole` are not told of.
+    """
+
+    def __init__(self, linear: Callable[[Any], None], whole: Callable[[Any], None]):
+        self._linear, self._whole, self._inside = linear, whole, 0
 
     def __call__(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, name = context.module, context.method_name
-        whole = isinstance(module, Transformer) and name == "__call__"
+        whole = isinstance(module, Whole) and name == "__call__"
         self._inside += whole
         try:
             out = call(*args, **kwargs)
@@ -195,7 +209,7 @@ class _Watch:
         # `together` calls no layer, but asks each for its variables.
         linear = isinstance(module, Dense | Einsum | Fp8DotGeneral)
         if whole:
-            self._transformer(module)
+            self._whole(module)
         elif linear and name in ("__call__", "variables_for") and not self._inside:
             self._linear(module)
         return out
@@ -203,20 +217,20 @@ class _Watch:
 
 def _calls(
     scalar: Callable[..., Any], variables: Any, args: tuple[Any, ...]
-) -> tuple[dict[str, _Call], dict[tuple[str, ...], Transformer]]:
+) -> tuple[dict[str, _Call], dict[tuple[str, ...], Whole]]:
     """Return what f calls, from a trace that computes nothing: linears by the paths to show, and
-    transformers by their paths."""
+    modules with their own probes by their paths."""
     calls: dict[str, _Call] = {}
-    models: dict[tuple[str, ...], Transformer] = {}
+    models: dict[tuple[str, ...], Whole] = {}
 
     def linear(module):
         call = _Call(module.path, as_recipe(module.recipe), _stack_of(module, variables))
         calls["/".join(module.path)] = call
 
-    def transformer(model):
+    def whole(model):
         models[model.path] = model
 
-    with nn.intercept_methods(_Watch(linear, transformer)):
+    with nn.intercept_methods(_Watch(linear, whole)):
         # A new name each time: JAX would take the trace of an earlier call, also of a jitted f, and
         # flax would call nothing.
         new = {TELEMETRY: {f"trace_{next(_TRACES)}": jnp.zeros(())}}

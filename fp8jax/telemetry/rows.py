@@ -14,7 +14,7 @@ import numpy as np
 from fp8jax.linear.probe import COUNTS, PEAKS, Probe, row_names
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 NO_LAYER = -1  # of linears outside the stack of layers, and of models without one
 HIDDEN_CAST = ""  # the cast of a row that only has an amax: the output of SwiGLU
@@ -233,3 +233,8 @@ def scaling_bias(amax: float, fmt: Format) -> int | None:
     if not math.isfinite(amax):
         return None
     return math.frexp(fmt.max / amax)[1] - 1 if amax else 0
+
+
+def forward_only(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of a forward pass: without those of the casts that only a gradient makes."""
+    return [row for row in rows if row.cast in ("fwd_x", "fwd_w", "")]

@@ -43,7 +43,6 @@ from fp8jax.stability.faults import inject_gradient
 from fp8jax.stability.gnmr import Gnmr
 from fp8jax.stability.ladder import Ladder
 from fp8jax.stability.spikes import SpikeDetector
-from fp8jax.telemetry.transformer import transformer_probes
 from fp8jax.training.layer_choice import (
     LayerChoice,
     Sizes,
@@ -299,7 +298,7 @@ def _telemetry(
         what_if.check(model.config.modules, model.config.n_layers)
 
     def measured(state, batch):
-        probes = transformer_probes(model, what_if)
+        probes = model.telemetry_probes(what_if)
         return telemetry_step(
             state, batch, model=model, grad_accum=config.grad_accum, probes=probes
         )
@@ -380,7 +379,7 @@ def _model(
         beta=config.attention_beta, tolerance=config.attention_tie_tolerance,
     )  # fmt: skip
     gated = size_gate(
-        policy, shape, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
+        policy, shape.linears, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
         backend=config.backend, leave=config.size_gate,
     )  # fmt: skip
     return Transformer(shape, gated.policy, config.backend, attention), gated

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import jax
 
 from fp8jax.numerics.recipes import HIGH_PRECISION
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 from fp8jax.training.programs import device_bytes
 from fp8jax.training.run import Run, Stage
 

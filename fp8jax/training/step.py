@@ -186,7 +186,7 @@ def telemetry_step(
     out.
 
     Args:
-      probes: zeros (telemetry/transformer.py).
+      probes: zeros (model/probes.py).
 
     Returns:
       A tree like `probes`; and `promoted`, bool [layers], None without GNMR.

@@ -19,7 +19,6 @@ from fp8jax.records.events import Event
 from fp8jax.records.metrics import Metrics
 from fp8jax.telemetry.files import StepFiles
 from fp8jax.telemetry.summary import summary
-from fp8jax.telemetry.transformer import transformer_rows
 from fp8jax.training.programs import abstract_batch
 from fp8jax.training.resume import Position
 from fp8jax.training.run import Run, Stage
@@ -105,7 +104,7 @@ class Telemetry:
     def _write_file(self, step: int, measured: Any, stage: Stage) -> dict[str, float]:
         """Write the rows of a step, in the writer's thread; returns its scalars."""
         statistics, promoted = jax.device_get(measured)
-        rows = transformer_rows(stage.model, statistics, step=step, promoted=promoted)
+        rows = stage.model.telemetry_rows(statistics, step=step, promoted=promoted)
         self._files.write(step, rows)
         return summary(rows)
 

@@ -16,7 +16,7 @@ from fp8jax.data.loader import to_devices
 from fp8jax.device import hardware
 from fp8jax.linear.backends import choose_backend
 from fp8jax.linear.modules import Dense
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES

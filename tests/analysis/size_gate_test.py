@@ -184,7 +184,9 @@ def test_the_shipped_table_is_part_of_the_package():
 MODEL = ModelConfig(
     vocab_size=512, d_model=64, n_layers=2, n_heads=8, n_kv_heads=4, d_ff=256, head_dim=8
 )
-GATE = functools.partial(size_gate, config=MODEL, tokens=256, tensor=1, backend=None, table=TABLE)
+GATE = functools.partial(
+    size_gate, linears=MODEL.linears, tokens=256, tensor=1, backend=None, table=TABLE
+)
 
 
 @pytest.fixture

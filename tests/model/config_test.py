@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from fp8jax.model.config import BIASES, MLP, MLPS, MODULES, flops_per_token
+from fp8jax.model.config import BIASES, MLP, MLPS, flops_per_token
 from fp8jax.model.models import MODELS
 from fp8jax.model.rope import ROPE_SCALINGS
 from fp8jax.model.transformer import Transformer, abstract_variables, count_params
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.training.step import loss_sum
 from tests.support.products import equations
 

@@ -23,10 +23,11 @@ from fp8jax.linear.modules import Dense
 from fp8jax.linear.vjp import KEY_ORDER
 from fp8jax.model.attention import reference
 from fp8jax.model.blockwise_attention import RowMax
-from fp8jax.model.config import MODULES, ModelConfig
+from fp8jax.model.config import ModelConfig
 from fp8jax.model.layer import Block, FeedForward, Linears
 from fp8jax.model.norms import RMSNorm
 from fp8jax.model.transformer import REMAT, Transformer, abstract_variables
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Recipe

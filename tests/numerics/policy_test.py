@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from fp8jax.model.config import MODULES
 from fp8jax.numerics.cast_options import OPTIONS
 from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe

@@ -9,7 +9,7 @@ import gzip
 
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import hardware
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 from tests.support import ROOT
 
 HLO = ROOT / "tests/analysis/hlo"

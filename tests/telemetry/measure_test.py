@@ -271,8 +271,8 @@ def test_a_transformer_with_frozen_kernels():
 @pytest.mark.full
 def test_frozen_kernels_have_the_same_activations():
     model, variables, kernels, ids = transformer()
-    plain = telemetry.measure_forward(model, variables, *ids, what_if="fp8_block")
-    frozen = telemetry.measure_forward(model, kernels, *ids, what_if="fp8_block")
+    plain = measure_forward(model, variables, *ids, what_if="fp8_block")
+    frozen = measure_forward(model, kernels, *ids, what_if="fp8_block")
     assert {r.cast for r in plain.rows} == {"fwd_x", "fwd_w", ""}
     for r in frozen.where(lambda r: r.cast == "fwd_x").rows:
         (other,) = [p for p in plain.rows if p == r]

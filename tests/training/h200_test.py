@@ -9,7 +9,7 @@ from fp8jax.analysis.gemms import find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import xla
 from fp8jax.kernels import kernel_text, partition
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.training.build import build
 from fp8jax.training.programs import lower_program
 from tests.support import h200

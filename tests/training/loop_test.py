@@ -22,7 +22,7 @@ from configs import base
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.data.loader import to_devices, train_batches
 from fp8jax.model.attention import ATTENTIONS
-from fp8jax.model.config import MODULES
+from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.records.checkpoint import Checkpointer, DamagedError
 from fp8jax.records.jsonl import read_jsonl

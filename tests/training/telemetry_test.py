@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.data.loader import to_devices, train_batches
+from fp8jax.model.probes import transformer_probes, transformer_rows
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.records.checkpoint import Checkpointer
@@ -17,7 +18,6 @@ from fp8jax.records.jsonl import read_jsonl
 from fp8jax.records.metrics import Metrics
 from fp8jax.telemetry import read, write
 from fp8jax.telemetry.files import StepFiles
-from fp8jax.telemetry.transformer import transformer_probes, transformer_rows
 from fp8jax.training import build as build_module
 from fp8jax.training.build import build
 from fp8jax.training.loop import train_and_evaluate

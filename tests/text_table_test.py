@@ -1,6 +1,6 @@
 """Columns of text."""
 
-from fp8jax.records.text_table import aligned
+from fp8jax.text_table import aligned
 
 
 def test_columns_have_one_width_and_lines_no_spaces_at_their_ends():
