@@ -13,13 +13,15 @@ def get_config() -> ml_collections.ConfigDict:
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
     config.size_gate = False  # use BF16 for linears of sizes at which FP8 is slower on an H200
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
-    config.attention = placeholder(str)  # a key of ATTENTIONS (model/attention.py); None: fastest
+    config.attention = placeholder(
+        str
+    )  # a key of ATTENTIONS (lm/model/attention.py); None: fastest
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default
     config.remat = placeholder(str)  # what the backward recomputes: a key of REMAT; None: chosen
 
     # Model; model_overrides replace single fields of it, None keeps the model's own
-    config.model = "llama_tiny"  # a key of MODELS (fp8jax/model/models.py), or hf:DIR
+    config.model = "llama_tiny"  # a key of MODELS (fp8jax/lm/model/models.py), or hf:DIR
     config.initial_weights = ""  # hf:DIR or a workdir, whose weights step 0 starts from; "": random
     config.initial_state = ""  # WORKDIR or WORKDIR@STEP of a run to start from, its optimizer too
     config.model_overrides = ml_collections.ConfigDict()
@@ -38,7 +40,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.tie_embeddings = placeholder(bool)  # use the embedding as the head
     config.model_overrides.learned_positions = placeholder(int)  # rows of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
-    config.model_overrides.rope_scaling = placeholder(str)  # a key of ROPE_SCALINGS (model/rope.py)
+    config.model_overrides.rope_scaling = placeholder(
+        str
+    )  # a key of ROPE_SCALINGS (lm/model/rope.py)
     config.unroll = placeholder(int)  # layers in an iteration of their loop; None: chosen
 
     # Devices
@@ -49,7 +53,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh_axes.tensor = placeholder(int)  # devices that split heads and hidden units
 
     # Data
-    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/data/sources.py
+    config.data = (
+        "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/lm/data/sources.py
+    )
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
@@ -57,7 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.long_examples = "error"  # conversations longer than a row: error, skip or cut
     config.bad_examples = "error"  # conversations that nothing can be learned from: error or skip
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
-    config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text
+    config.cache_dir = "~/.cache/fp8jax/lm/data"  # folder of the tokenized text
 
     # Run
     config.seed = 0  # of initialization and data order
@@ -67,7 +73,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.grad_accum = 1  # microbatches in a step
 
     # Optimizer
-    config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/optim/optimizers.py
+    config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/lm/optim/optimizers.py
     config.learning_rate = 1e-3  # the largest one, reached after the warm-up
     config.schedule = "cosine"  # cosine; wsd: warm-up, stable, decay; decay: the last of these
     config.warmup_steps = 20  # of linear growth of the rate; if too many, a tenth of the run
@@ -80,7 +86,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.eps = 1e-8  # added to the root of the second moment
     config.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
     config.gradients = "float32"  # what clipped gradients are rounded to: float32 or e5m2, unscaled
-    config.moments = "float32"  # how moments are stored: a key of MOMENTS (optim/moment_formats.py)
+    config.moments = (
+        "float32"  # how moments are stored: a key of MOMENTS (lm/optim/moment_formats.py)
+    )
     config.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state

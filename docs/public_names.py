@@ -9,20 +9,27 @@ import inspect
 import types
 from pathlib import Path
 
-MODULES = ("fp8jax", "fp8jax.nn", "fp8jax.nnx", "fp8jax.telemetry", "fp8jax.figures")
+# How users name the public modules, and where they are.
+MODULES = {
+    "fp8jax": "fp8jax",
+    "fp8jax.nn": "fp8jax.nn",
+    "fp8jax.nnx": "fp8jax.nnx",
+    "fp8jax.telemetry": "fp8jax.telemetry",
+    "fp8jax.figures": "fp8jax.lm.figures",
+}
 
 
 def public_names() -> dict[str, tuple[object, str]]:
     """Return full name, such as "fp8jax.nn.Dense" -> (the object, its docstring or "")."""
     found = {}
-    for module_name in MODULES:
-        module = importlib.import_module(module_name)
+    for module_name, place in MODULES.items():
+        module = importlib.import_module(place)
         for name in module.__all__:
             value = getattr(module, name)
             if isinstance(value, type | types.FunctionType | types.ModuleType):
                 text = inspect.getdoc(value) or ""
             else:
-                text = constant_docstring(module_name, name)
+                text = constant_docstring(place, name)
             found[f"{module_name}.{name}"] = value, text
     return found
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments import command
-from fp8jax.data.arithmetic import Difficulty
-from fp8jax.data.arithmetic_files import ProblemFile, problem_files, write_problems
+from fp8jax.lm.data.arithmetic import Difficulty
+from fp8jax.lm.data.arithmetic_files import ProblemFile, problem_files, write_problems
 from fp8jax.text_table import aligned
 
 _OUTPUT = flags.DEFINE_string(

@@ -18,14 +18,14 @@ from absl import flags, logging
 
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
-from fp8jax.interop import convert
-from fp8jax.interop.export import EXPORTS
-from fp8jax.interop.folders import names_folder
-from fp8jax.interop.fp8_format import SCALE_RULES
-from fp8jax.interop.write import MAX_SHARD_BYTES
+from fp8jax.lm.interop import convert
+from fp8jax.lm.interop.export import EXPORTS
+from fp8jax.lm.interop.folders import names_folder
+from fp8jax.lm.interop.fp8_format import SCALE_RULES
+from fp8jax.lm.interop.write import MAX_SHARD_BYTES
+from fp8jax.lm.model.transformer import count_params
+from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lookup import lookup
-from fp8jax.model.transformer import count_params
-from fp8jax.records.checkpoint import DamagedError
 
 _FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True)
 _TO = flags.DEFINE_string("to", None, "hf:DIR, or a workdir; must not exist.", required=True)

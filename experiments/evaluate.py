@@ -33,23 +33,23 @@ from absl import logging as absl_logging
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
 from experiments.measured import ACCURACY, BASELINE, Numbers, table, write_json
-from fp8jax.data.byte_tokenizer import Tokenizer
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.loader import valid_batches
-from fp8jax.data.rows import Rows
-from fp8jax.data.sources import chat_readers, parse_sources
 from fp8jax.device import xla
-from fp8jax.inference.accuracy import share
-from fp8jax.inference.generate import MOST_POSITIONS, SEEDS
-from fp8jax.inference.memory import memory_errors
-from fp8jax.inference.perplexity import joined, read_texts, score_texts
-from fp8jax.inference.problems import Problem, read_problems, shuffled
-from fp8jax.inference.scorer import require_room
-from fp8jax.inference.solve import solve
-from fp8jax.interop.trained import TrainedModel, load_model
-from fp8jax.model.telemetry import measure_forward
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.loader import valid_batches
+from fp8jax.lm.data.rows import Rows
+from fp8jax.lm.data.sources import chat_readers, parse_sources
+from fp8jax.lm.inference.accuracy import share
+from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS
+from fp8jax.lm.inference.memory import memory_errors
+from fp8jax.lm.inference.perplexity import joined, read_texts, score_texts
+from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
+from fp8jax.lm.inference.scorer import require_room
+from fp8jax.lm.inference.solve import solve
+from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.model.telemetry import measure_forward
+from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.numerics.names import as_policy
-from fp8jax.records.checkpoint import DamagedError
 from fp8jax.telemetry.files import write_rows
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory, or hf:DIR.", required=True)
@@ -195,7 +195,7 @@ def _read_tasks(specs: Sequence[str]) -> list[Any]:
         raise ValueError(
             f"the task {specs[0]} needs lm-evaluation-harness: pip install 'fp8jax[eval]'"
         )
-    from fp8jax.inference.tasks import read_task  # imports lm_eval
+    from fp8jax.lm.inference.tasks import read_task  # imports lm_eval
 
     for name in ("lm_eval", "datasets", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -217,7 +217,7 @@ def _measure(trained: TrainedModel, asked: Asked, rows: dict[str, Rows]) -> Numb
     if asked.problems:
         numbers |= _solve(trained, asked.problems)
     if asked.tasks:
-        from fp8jax.inference.harness import HarnessModel, begins_texts, run_tasks
+        from fp8jax.lm.inference.harness import HarnessModel, begins_texts, run_tasks
 
         model = HarnessModel(
             trained.model, trained.variables, tokenizer, max_length=_row_length(trained),
@@ -271,7 +271,7 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
 
 def _packed(name: str, rows: Rows, length: int) -> Rows:
     """Returns a source's rows of conversations, packed again into rows of `length` tokens."""
-    from fp8jax.data.packing import ExampleRows  # imports jinja2 and the package tokenizers
+    from fp8jax.lm.data.packing import ExampleRows  # imports jinja2 and the package tokenizers
 
     assert isinstance(rows, ExampleRows)
     if (most := int(rows.examples.lengths.max()) - 1) > length:

@@ -18,18 +18,18 @@ from absl import flags
 
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
 from experiments import command
-from fp8jax.data.byte_tokenizer import Tokenizer
-from fp8jax.data.chat import ChatTemplate, load_chat_template
 from fp8jax.device import xla
-from fp8jax.inference.accuracy import turn_ends
-from fp8jax.inference.generate import MOST_POSITIONS, SEEDS, Generator
-from fp8jax.inference.memory import memory_errors
-from fp8jax.inference.sampling import Sampling
-from fp8jax.inference.text import LENGTH, Completion, complete_text, stream_text
-from fp8jax.interop.folders import end_ids
-from fp8jax.interop.trained import TrainedModel, load_model
-from fp8jax.model.freeze import freeze
-from fp8jax.records.checkpoint import DamagedError
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.chat import ChatTemplate, load_chat_template
+from fp8jax.lm.inference.accuracy import turn_ends
+from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS, Generator
+from fp8jax.lm.inference.memory import memory_errors
+from fp8jax.lm.inference.sampling import Sampling
+from fp8jax.lm.inference.text import LENGTH, Completion, complete_text, stream_text
+from fp8jax.lm.interop.folders import end_ids
+from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.records.checkpoint import DamagedError
 
 _FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True)
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of a workdir; the newest without.")

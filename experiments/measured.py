@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.inference.accuracy import paired_difference
-from fp8jax.inference.paired import Estimate, Measured, difference
+from fp8jax.lm.inference.accuracy import paired_difference
+from fp8jax.lm.inference.paired import Estimate, Measured, difference
 from fp8jax.text_table import aligned
 
 BASELINE = "bf16"

@@ -16,14 +16,14 @@ import fp8jax  # sets the XLA flags, before JAX starts
 from configs import base
 from experiments import command
 from fp8jax.device import xla
-from fp8jax.records.checkpoint import DamagedError
-from fp8jax.records.workdir_lock import lock_workdir
-from fp8jax.stability.faults import Faults
-from fp8jax.training import dry_run, parameter_table, programs
-from fp8jax.training.build import build
-from fp8jax.training.epochs import with_steps
-from fp8jax.training.profile import parse_profile
-from fp8jax.training.recovery import StoppedError
+from fp8jax.lm.records.checkpoint import DamagedError
+from fp8jax.lm.records.workdir_lock import lock_workdir
+from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training import dry_run, parameter_table, programs
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.epochs import with_steps
+from fp8jax.lm.training.profile import parse_profile
+from fp8jax.lm.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; created if missing.")
@@ -40,7 +40,7 @@ _PROFILE = flags.DEFINE_string(
     "profile", None, "A:B traces the steps A to B, inclusive, into WORKDIR/profile."
 )
 _INJECT = flags.DEFINE_string(
-    "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/stability/faults.py."
+    "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/lm/stability/faults.py."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "HOST:PORT of process 0, if several processes train one run."

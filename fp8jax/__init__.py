@@ -7,9 +7,9 @@ XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with t
 
 from fp8jax import nn
 from fp8jax.device import xla
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general, einsum
-from fp8jax.linear.updates import (
+from fp8jax.gemm.dot import dot_general, einsum
+from fp8jax.gemm.histories.amax_history import init_state
+from fp8jax.gemm.histories.updates import (
     init_update,
     join,
     merge,
@@ -36,13 +36,14 @@ import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
-    from fp8jax import figures, nnx, telemetry
+    from fp8jax import nnx, telemetry
     from fp8jax.analysis.any_program import assert_fp8, gemm_table, gemms
-    from fp8jax.model.config import ModelConfig
-    from fp8jax.model.models import MODELS
-    from fp8jax.model.telemetry import measure_forward
-    from fp8jax.model.transformer import Transformer
-    from fp8jax.training.loop import train_and_evaluate
+    from fp8jax.lm import figures
+    from fp8jax.lm.model.config import ModelConfig
+    from fp8jax.lm.model.models import MODELS
+    from fp8jax.lm.model.telemetry import measure_forward
+    from fp8jax.lm.model.transformer import Transformer
+    from fp8jax.lm.training.loop import train_and_evaluate
 
 __all__ = [
     "Accumulation", "BLOCK128", "Cast", "Constant", "FORMATS", "MODELS", "MX32", "ModelConfig",
@@ -57,14 +58,14 @@ _ON_FIRST_USE = {
     "assert_fp8": "fp8jax.analysis.any_program",
     "gemm_table": "fp8jax.analysis.any_program",
     "gemms": "fp8jax.analysis.any_program",
-    "MODELS": "fp8jax.model.models",
-    "ModelConfig": "fp8jax.model.config",
-    "measure_forward": "fp8jax.model.telemetry",
-    "Transformer": "fp8jax.model.transformer",
-    "figures": "fp8jax.figures",
+    "MODELS": "fp8jax.lm.model.models",
+    "ModelConfig": "fp8jax.lm.model.config",
+    "measure_forward": "fp8jax.lm.model.telemetry",
+    "Transformer": "fp8jax.lm.model.transformer",
+    "figures": "fp8jax.lm.figures",
     "telemetry": "fp8jax.telemetry",
     "nnx": "fp8jax.nnx",  # flax.nnx takes a fifth of a second to import
-    "train_and_evaluate": "fp8jax.training.loop",
+    "train_and_evaluate": "fp8jax.lm.training.loop",
 }
 
 
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
     module = importlib.import_module(_ON_FIRST_USE[name])
-    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
 

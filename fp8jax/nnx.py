@@ -40,7 +40,7 @@ Flax calls a `dot_general_cls=` again in each forward pass, so its instances can
 round stochastically; `update` refuses it for recipes with histories.
 
 Histories are variables of type `AmaxHistory`, next to the `nnx.Param` of the model. The gradient of
-a history is its next value (linear/amax_history.py), so it must be differentiated, but not
+a history is its next value (gemm/histories/amax_history.py), so it must be differentiated, but not
 optimized:
 
 nnx.grad                  differentiates `nnx.Param` only: its gradients lack histories, and
@@ -79,10 +79,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Shaped
 
-from fp8jax.linear import modules, shared_leaf, updates
-from fp8jax.linear.amax_history import HISTORIES, Histories, init_state, to_max_combining
-from fp8jax.linear.dot import dot_general
-from fp8jax.linear.probe import Probe, empty_probe
+from fp8jax.gemm import modules
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.histories import shared_leaf, updates
+from fp8jax.gemm.histories.amax_history import HISTORIES, Histories, init_state, to_max_combining
+from fp8jax.gemm.probe import Probe, empty_probe
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
@@ -107,7 +108,7 @@ class AmaxHistory(nnx.Variable[Any]):
 
 
 class ProbePeaks(nnx.Variable[Any]):
-    """`peaks` of a probe (linear/probe.py), only there while a model is measured."""
+    """`peaks` of a probe (gemm/probe.py), only there while a model is measured."""
 
 
 class ProbeSums(nnx.Variable[Any]):

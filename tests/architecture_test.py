@@ -16,10 +16,17 @@ import pytest
 from tests.support import ROOT
 from tests.support.layers import LAYERS
 
-TYPED = ("linear", "nn")  # folders that pass the type checker without exceptions
+TYPED = (
+    "gemm",
+    "gemm/backends",
+    "gemm/histories",
+    "gemm/sharding",
+    "nn",
+)  # folders that pass the type checker without exceptions
 
 MAX_FUNCTION_LINES = 60
-MAX_LINES_OF = {"fp8jax/training/loop.py:train_and_evaluate": 200}  # the loop reads top to bottom
+# The loop reads top to bottom.
+MAX_LINES_OF = {"fp8jax/lm/training/loop.py:train_and_evaluate": 200}
 MAX_CONFIG_KEYS = 120
 
 
@@ -61,14 +68,22 @@ def imports(source: str, path: str) -> Iterator[tuple[int, str]]:
 
 
 def layer_of(path: str) -> str:
-    """fp8jax/linear/dot.py -> linear, fp8jax/nn.py -> nn, fp8jax/__init__.py -> __init__."""
-    return path.split("/")[1].removesuffix(".py")
+    """fp8jax/gemm/backends/xla.py -> gemm/backends, fp8jax/nn.py -> nn; "" for the top itself."""
+    folder, _, file = path.removeprefix("fp8jax/").rpartition("/")
+    return folder or file.removesuffix(".py").removesuffix("__init__")
+
+
+def layer_named(name: str) -> str:
+    """gemm.backends.xla.f -> gemm/backends, gemm.dot.dots -> gemm, lm -> lm."""
+    first, _, rest = name.partition(".")
+    both = f"{first}/{rest.partition('.')[0]}"
+    return both if both in LAYERS else first
 
 
 def check_layers(source: str, path: str) -> Iterator[str]:
     """A folder of fp8jax imports only from folders below it; fp8jax/__init__.py from all."""
     layer = layer_of(path)
-    if layer == "__init__":
+    if path in ("fp8jax/__init__.py", "fp8jax/lm/__init__.py"):
         return
     if layer not in LAYERS:
         yield f"1: {layer} is not in LAYERS of tests/support/layers.py: place it there"
@@ -77,7 +92,7 @@ def check_layers(source: str, path: str) -> Iterator[str]:
         top, _, rest = name.partition(".")
         if top != "fp8jax":
             continue
-        imported = rest.partition(".")[0]
+        imported = layer_named(rest)
         if imported not in LAYERS:
             yield f"{line}: imports {name}: name the module, in one of LAYERS"
         elif imported != layer and LAYERS.index(imported) < LAYERS.index(layer):
@@ -149,7 +164,7 @@ def test_folders_import_only_from_folders_below():
 
 
 def test_every_layer_exists():
-    found = {layer_of(path) for path in files("fp8jax")} - {"__init__"}
+    found = {layer_of(path) for path in files("fp8jax")} - {"", "lm"}
     assert found == set(LAYERS)
 
 
@@ -296,30 +311,30 @@ BAD = [
     (
         check_layers,
         "fp8jax/numerics/a.py",
-        "from fp8jax.linear.dot import dots",
+        "from fp8jax.gemm.dot import dots",
         "1: numer",
     ),
-    (check_layers, "fp8jax/numerics/a.py", "from fp8jax import data", "which lies"),
+    (check_layers, "fp8jax/numerics/a.py", "from fp8jax.lm import data", "which lies"),
     (
         check_layers,
         "fp8jax/numerics/a.py",
-        "from ..model.config import MODELS",
-        "imports model",
+        "from ..lm.model.config import MODELS",
+        "imports lm/model",
     ),
     (
         check_layers,
         "fp8jax/device/mesh.py",
-        "def f():\n    import fp8jax.linear.dot as d",
+        "def f():\n    import fp8jax.gemm.dot as d",
         "2: ",
     ),
-    (check_layers, "fp8jax/linear/dot.py", "from fp8jax import cast", "imports fp8jax.cast: name"),
-    (check_layers, "fp8jax/linear/dot.py", "import fp8jax", "imports fp8jax: name the"),
-    (check_layers, "fp8jax/linear/dot.py", "from fp8jax.nn import Dense", "imports nn, which"),
+    (check_layers, "fp8jax/gemm/dot.py", "from fp8jax import cast", "imports fp8jax.cast: name"),
+    (check_layers, "fp8jax/gemm/dot.py", "import fp8jax", "imports fp8jax: name the"),
+    (check_layers, "fp8jax/gemm/dot.py", "from fp8jax.nn import Dense", "imports nn, which"),
     (check_layers, "fp8jax/novelty.py", "", "place it there"),
-    (check_tops, "fp8jax/training/a.py", "from configs import base", "may not import configs"),
+    (check_tops, "fp8jax/lm/training/a.py", "from configs import base", "may not import configs"),
     (
         check_tops,
-        "fp8jax/training/a.py",
+        "fp8jax/lm/training/a.py",
         "from ...tests import a",
         "may not import tests",
     ),
@@ -327,11 +342,11 @@ BAD = [
     (check_tops, "experiments/bench/steps.py", "import tests.support", "may not import tests"),
     (
         check_tops,
-        "tests/training/loop_test.py",
+        "tests/lm/training/loop_test.py",
         "from colabs import a",
         "tests may not import colabs",
     ),
-    (check_test_imports, "tests/a_test.py", "from tests.linear.dot_test import run", "test module"),
+    (check_test_imports, "tests/a_test.py", "from tests.gemm.dot_test import run", "test module"),
     (check_config_imports, "configs/smoke.py", "from fp8jax.recipe import RECIPES", "only ml_"),
     (check_config_imports, "configs/smoke.py", "import os", "imports os"),
     (check_config_imports, "configs/smoke.py", "from configs import lm_125m", "configs.lm_125m"),
@@ -342,10 +357,10 @@ BAD = [
     (check_casts, "fp8jax/dot.py", "x.astype(cast.format.dtype)", "a cast to FP8"),
     (check_casts, "fp8jax/dot.py", "jnp.asarray(x, FORMATS[name].dtype)", "a cast to FP8"),
     (check_casts, "fp8jax/nn.py", "lax.convert_element_type(x, float8_e5m2)", "a cast to FP8"),
-    (check_get, "fp8jax/training/a.py", "config.get('seed', 0)", "1: .get with a default"),
+    (check_get, "fp8jax/lm/training/a.py", "config.get('seed', 0)", "1: .get with a default"),
     (
         check_get,
-        "fp8jax/training/a.py",
+        "fp8jax/lm/training/a.py",
         "config.model.get(key, default=None)",
         ".get with a default",
     ),
@@ -357,7 +372,7 @@ BAD = [
     (check_function_length, "fp8jax/dot.py", "class A:\n  async def f():" + "\n    0" * 60, "2: f"),
     (
         check_function_length,
-        "fp8jax/training/loop.py",
+        "fp8jax/lm/training/loop.py",
         LOOP + "\n    0" * 200,
         "201 lines, at most 200",
     ),
@@ -369,12 +384,12 @@ GOOD = [
         "fp8jax/numerics/a.py",
         "from fp8jax.numerics.formats import cast\nimport jax",
     ),
-    (check_layers, "fp8jax/linear/dot.py", "from ..device import hardware\nfrom . import backends"),
-    (check_layers, "fp8jax/nn.py", "from fp8jax.linear.modules import Dense"),
-    (check_layers, "fp8jax/__init__.py", "from fp8jax.training.loop import train_and_evaluate"),
+    (check_layers, "fp8jax/gemm/dot.py", "from ..device import hardware\nfrom . import backends"),
+    (check_layers, "fp8jax/nn.py", "from fp8jax.gemm.modules import Dense"),
+    (check_layers, "fp8jax/__init__.py", "from fp8jax.lm.training.loop import train_and_evaluate"),
     (
         check_tops,
-        "tests/linear/dot_test.py",
+        "tests/gemm/dot_test.py",
         "from tests.support import reference\nfrom configs import smoke",
     ),
     (check_test_imports, "tests/a_test.py", "from tests.support.runs import tiny"),
@@ -385,7 +400,7 @@ GOOD = [
     (check_casts, "fp8jax/dot.py", "x.astype(y.dtype)\nx.astype(f32)\nx == jnp.float8_e5m2"),
     (
         check_get,
-        "fp8jax/training/a.py",
+        "fp8jax/lm/training/a.py",
         "config.get('seed')\nx.at[0].get(mode='fill', fill_value=0)",
     ),
     (check_ignores, "fp8jax/dot.py", "'# type: ignore'\nx = 1  # what type: ignore it"),
@@ -398,7 +413,7 @@ GOOD = [
     ),
     (
         check_function_length,
-        "fp8jax/training/loop.py",
+        "fp8jax/lm/training/loop.py",
         "def train_and_evaluate():" + "\n    0" * 199,
     ),
 ]

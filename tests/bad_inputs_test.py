@@ -35,7 +35,7 @@ from fp8jax import (
     nn,
     quantize,
 )
-from fp8jax.linear.updates import UpdateState
+from fp8jax.gemm.histories.updates import UpdateState
 from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.scales import SCALES, Fp32
 from fp8jax.numerics.tiles import TILES
@@ -116,7 +116,7 @@ SGD = optax.sgd(0.1)
 HISTORY = {HISTORIES: {"x_amax_history": jnp.zeros(4)}}
 PARAMS = {"params": {"kernel": W}}
 VARIABLES = PARAMS | HISTORY
-FAULTS = fp8jax.linear.updates.Faults(HISTORY, jnp.zeros((), jnp.int32))
+FAULTS = fp8jax.gemm.histories.updates.Faults(HISTORY, jnp.zeros((), jnp.int32))
 
 
 def update(gradients, variables=VARIABLES, optimizer=SGD, state=None):

@@ -16,19 +16,19 @@ import optax
 import pytest
 
 from configs import base
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.loader import train_batches
-from fp8jax.data.sources import parse_sources
 from fp8jax.device.mesh import MeshAxes
-from fp8jax.model.config import ModelConfig
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.loader import train_batches
+from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.optim.config import OptimizerConfig
+from fp8jax.lm.optim.optimizers import make_optimizer
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.programs import abstract_numbers, training_programs
+from fp8jax.lm.training.settings import Settings, check_numbers
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.schedule import as_schedule
 from fp8jax.numerics.tiles import TOKEN
-from fp8jax.optim.config import OptimizerConfig
-from fp8jax.optim.optimizers import make_optimizer
-from fp8jax.training.build import build
-from fp8jax.training.programs import abstract_numbers, training_programs
-from fp8jax.training.settings import Settings, check_numbers
 from tests.support import ROOT
 from tests.support.commands import command_line
 from tests.support.text import write_generated_text
@@ -282,8 +282,8 @@ def keys_read(source: str) -> set[str]:
 def test_every_key_is_read_and_what_is_read_is_a_key():
     config = base.get_config()
     # Elsewhere `config` is a ModelConfig or an OptimizerConfig.
-    readers = [path.read_text() for path in (ROOT / "fp8jax/training").rglob("*.py")]
-    readers.append((ROOT / "fp8jax/optim/config.py").read_text())
+    readers = [path.read_text() for path in (ROOT / "fp8jax/lm/training").rglob("*.py")]
+    readers.append((ROOT / "fp8jax/lm/optim/config.py").read_text())
     read = set().union(*map(keys_read, readers))
     # Handed over as a whole, field by field.
     whole = {field.name for field in dataclasses.fields(OptimizerConfig)} - {"name"}

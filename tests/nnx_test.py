@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import fp8jax
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.linear.updates import HistoryError, raise_if
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.gemm.histories.updates import HistoryError, raise_if
 from fp8jax.nnx import (
     AmaxHistory,
     Fp8DotGeneral,

@@ -105,7 +105,8 @@ def test_every_linear_has_histories_of_its_own_that_are_full():
     assert len({value.tobytes() for value in values}) >= len(values) - repeated
 
 
-# training/loop_test.py shows it for this library's own model, linear/dot_test.py for each product.
+# lm/training/loop_test.py shows it for this library's own model, gemm/dot_test.py for each
+# product.
 @pytest.mark.full
 def test_eight_devices_equal_one():
     """The first loss to 1e-5; then less than another seed differs, as codes flip on rounding."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from configs import base
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.model.models import MODELS
-from fp8jax.model.transformer import count_params
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.transformer import count_params
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
 from tests.support import ROOT
@@ -70,8 +70,11 @@ def test_policies_with_options_exist():
 
 def test_the_picture_of_the_layers_is_the_rule():
     picture = README.split("## Layers")[1].split("```")[1]
-    rows = re.findall(r"^  ([a-z_]+)(?:\.py|/)  +\S", picture, re.M)
-    assert tuple(rows) == LAYERS
+    layers, wing = [], ""
+    for indent, name in re.findall(r"^( +)([a-z_]+)(?:\.py|/)  +\S", picture, re.M):
+        wing = wing if len(indent) == 4 else name
+        layers.append(f"{wing}/{name}" if len(indent) == 4 else name)
+    assert tuple(layer for layer in layers if layer != "lm") == LAYERS
 
 
 def test_the_readme_fits_three_screens():

@@ -34,9 +34,9 @@ from experiments.bench.operators import NT, Limits, compiled, normal, sizes
 from experiments.bench.report import Report, Row, mean_ratio
 from experiments.bench.timing import Timer
 from fp8jax.analysis.any_program import gemms
-from fp8jax.linear.emulated import quantize_each
-from fp8jax.linear.operands import CastRequest, QuantizedOperand
-from fp8jax.linear.xla import matmul_xla
+from fp8jax.gemm.backends.emulated import quantize_each
+from fp8jax.gemm.backends.operands import CastRequest, QuantizedOperand
+from fp8jax.gemm.backends.xla import matmul_xla
 from fp8jax.numerics.accumulation import ACCUMULATIONS
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.recipes import RECIPES

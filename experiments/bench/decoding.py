@@ -1,7 +1,7 @@
 """Benchmarks of inference: the prefill of a prompt, and decoding with a cache, beside BF16.
 
-Both run what fp8jax.inference runs: `prefill` and `decode`, with layers one by one, weights that
-are quantized once (model/freeze.py), and draws on the device. Weights are random and made on the
+Both run what fp8jax.lm.inference runs: `prefill` and `decode`, with layers one by one, weights that
+are quantized once (lm/model/freeze.py), and draws on the device. Weights are random and made on the
 device: their values change no time. A policy such as fp8_rowwise:only=fwd_w has narrow weights and
 activations in bfloat16.
 
@@ -27,15 +27,15 @@ import jax.numpy as jnp
 from experiments.bench.operators import Limits, policy_and_backend, sizes
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer
-from fp8jax.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
-from fp8jax.inference.prepare import compiler_options, inference_model, prepare
-from fp8jax.inference.sampling import Sampling
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.model.cache import empty_cache
-from fp8jax.model.config import ModelConfig, flops_per_token
-from fp8jax.model.freeze import freeze
-from fp8jax.model.models import model_config
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lm.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
+from fp8jax.lm.inference.prepare import compiler_options, inference_model, prepare
+from fp8jax.lm.inference.sampling import Sampling
+from fp8jax.lm.model.cache import empty_cache
+from fp8jax.lm.model.config import ModelConfig, flops_per_token
+from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.models import model_config
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.names import as_policy
 
 

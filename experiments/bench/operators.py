@@ -35,15 +35,15 @@ from experiments.bench import torch_peers
 from experiments.bench.report import Report, Row, mean_ratio
 from experiments.bench.timing import Contestants, Program, Timer
 from fp8jax.device import xla
+from fp8jax.gemm.backends.choice import BACKENDS
+from fp8jax.gemm.backends.operands import CastRequest
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels.block_gemm import TuningConfig, block_scaled_matmul
 from fp8jax.kernels.row_gemm import row_scaled_matmul
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD, Producer
 from fp8jax.kernels.swiglu_quantize import cast_produced
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.backends import BACKENDS
-from fp8jax.linear.dot import dot_general
-from fp8jax.linear.operands import CastRequest
-from fp8jax.model.attention import dot_product_attention, fastest_attention
+from fp8jax.lm.model.attention import dot_product_attention, fastest_attention
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipes import RECIPES
@@ -392,7 +392,7 @@ def _quantize(backend: str, kind: str, arrays: Sequence[Array]) -> Callable[[], 
 
 
 def _produced(producer: Producer, *sources: Array) -> Callable[[], Program]:
-    """Returns a function that prepares the kernel that linear/fused_mlp.py uses.
+    """Returns a function that prepares the kernel that gemm/fused_mlp.py uses.
 
     In one pass, it computes SwiGLU or its gradients, and quantizes the results.
     """

@@ -24,10 +24,10 @@ from ml_collections import ConfigDict
 
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Timing, say
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.tokenizers import tokenizer
-from fp8jax.records.events import Event
-from fp8jax.records.jsonl import read_jsonl
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.records.events import Event
+from fp8jax.lm.records.jsonl import read_jsonl
 
 _STEPS = 3
 _PATIENCE = 600.0  # seconds

@@ -1,7 +1,7 @@
 """Benchmarks of steps of layers, beside BF16, the device's measured limits, and torch.
 
 The layers of a model run forward and backward, without an optimizer: `accumulate` of
-training/step.py on our own Transformer, which quantizes float32 weights in every step. A delayed
+lm/training/step.py on our own Transformer, which quantizes float32 weights in every step. A delayed
 policy starts from the amax histories that its seeding step leaves: with empty histories, gradients
 would be flushed to zeros, which draw less power. The limit of a row is the time of the step's
 matmuls at the measured rate of their precision, plus the measured time of attention.
@@ -35,13 +35,13 @@ from experiments.bench.operators import (
 )
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer, Timing
-from fp8jax.data.loader import Batch
 from fp8jax.device import xla
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.model.config import ModelConfig, flops_per_token
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lm.data.loader import Batch
+from fp8jax.lm.model.config import ModelConfig, flops_per_token
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.training.step import TrainState, accumulate
 from fp8jax.numerics.names import as_policy
-from fp8jax.training.step import TrainState, accumulate
 
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):

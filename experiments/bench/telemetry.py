@@ -24,9 +24,9 @@ from ml_collections import ConfigDict
 
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Timing
-from fp8jax.records.events import Event
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training.loop import train_and_evaluate
+from fp8jax.lm.records.events import Event
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.loop import train_and_evaluate
 
 _FIRST = 3  # steps whose times also hold compilation and the first reads
 

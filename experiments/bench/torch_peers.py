@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.bench.timing import Contestants, Program
-from fp8jax.model.config import ModelConfig
+from fp8jax.lm.model.config import ModelConfig
 
 DEVICE = "cuda"
 

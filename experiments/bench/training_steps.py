@@ -39,18 +39,18 @@ from experiments.bench.operators import (
 from experiments.bench.report import Report, Row
 from experiments.bench.steps import quantizes, random_batch, step_floor
 from experiments.bench.timing import Program, Timer, Timing
-from fp8jax.data.loader import to_devices
 from fp8jax.device import xla
-from fp8jax.model.config import flops_per_token
-from fp8jax.optim.config import OptimizerConfig
-from fp8jax.optim.optimizers import make_optimizer
-from fp8jax.stability.bad_steps import is_finite, select_if
-from fp8jax.training.build import build
-from fp8jax.training.layer_choice import memory_limit
-from fp8jax.training.policy_switch import enter_policy
-from fp8jax.training.programs import lower_program
-from fp8jax.training.run import Run
-from fp8jax.training.step import StepNumbers, TrainState, accumulate
+from fp8jax.lm.data.loader import to_devices
+from fp8jax.lm.model.config import flops_per_token
+from fp8jax.lm.optim.config import OptimizerConfig
+from fp8jax.lm.optim.optimizers import make_optimizer
+from fp8jax.lm.stability.bad_steps import is_finite, select_if
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.layer_choice import memory_limit
+from fp8jax.lm.training.policy_switch import enter_policy
+from fp8jax.lm.training.programs import lower_program
+from fp8jax.lm.training.run import Run
+from fp8jax.lm.training.step import StepNumbers, TrainState, accumulate
 
 DEFAULTS = "defaults"  # the setting that changes nothing in a config
 
@@ -176,7 +176,7 @@ class _Training:
 
 
 def _train(training: _Training, case: _Case) -> Program:
-    """Prepares what training/loop.py does in a step.
+    """Prepares what lm/training/loop.py does in a step.
 
     It copies the rows to the device, dispatches the step, and reads the metrics of the step before.
 

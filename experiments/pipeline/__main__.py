@@ -19,8 +19,8 @@ from experiments import command
 from experiments.config_flag import PIPELINE_KEYS
 from experiments.pipeline import plan, report, stages
 from fp8jax.device import xla
-from fp8jax.records.checkpoint import DamagedError
-from fp8jax.records.workdir_lock import refuse_url
+from fp8jax.lm.records.checkpoint import DamagedError
+from fp8jax.lm.records.workdir_lock import refuse_url
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A pipeline's file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The pipeline's directory.", required=True)

@@ -69,7 +69,7 @@ def read_chains(precisions: Sequence[Any], chains: Sequence[Any]) -> tuple[Chain
 
 
 def export_format(precision: str) -> str:
-    """Returns the format in which a model of this policy is exported (interop/export.py).
+    """Returns the format in which a model of this policy is exported (lm/interop/export.py).
 
     Raises ValueError if servers have no format for its weights.
     """

@@ -1,7 +1,7 @@
 """Evaluation of trained and exported models, and the export: every number with its items.
 
 An evaluation writes items.npz beside its result: what each row of text and each problem contributes
-to each number. So models are compared on the same items, pair by pair (inference/paired.py). A
+to each number. So models are compared on the same items, pair by pair (lm/inference/paired.py). A
 number is called MODEL|PRECISION|KIND|NAME:
 
     sft_2|fp8_block|loss|cpt/python_stdlib    nats a token on a source of the held-out text of cpt
@@ -23,22 +23,22 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
-from fp8jax.data.chat import load_chat_template
-from fp8jax.data.rows import Row
-from fp8jax.data.tokenizers import tokenizer
 from fp8jax.device.mesh import MeshAxes, make_mesh
-from fp8jax.inference.accuracy import measure_accuracy, share
-from fp8jax.inference.generate import SEEDS
-from fp8jax.inference.paired import Measured, measured
-from fp8jax.inference.perplexity import score_texts
-from fp8jax.inference.problems import Problem, read_problems, shuffled
-from fp8jax.interop.export import export_model
-from fp8jax.interop.fp8_format import FP8_FORMATS, plan_export
-from fp8jax.interop.trained import TrainedModel, load_model
-from fp8jax.model.config import ModelConfig
+from fp8jax.lm.data.chat import load_chat_template
+from fp8jax.lm.data.rows import Row
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.inference.accuracy import measure_accuracy, share
+from fp8jax.lm.inference.generate import SEEDS
+from fp8jax.lm.inference.paired import Measured, measured
+from fp8jax.lm.inference.perplexity import score_texts
+from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
+from fp8jax.lm.interop.export import export_model
+from fp8jax.lm.interop.fp8_format import FP8_FORMATS, plan_export
+from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.training.epochs import read_corpus
+from fp8jax.lm.training.settings import Settings
 from fp8jax.numerics.names import as_policy
-from fp8jax.training.epochs import read_corpus
-from fp8jax.training.settings import Settings
 
 ITEMS = "items.npz"
 EXPORTED = "hf"  # the folder of an export's model

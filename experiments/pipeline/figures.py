@@ -24,8 +24,8 @@ from experiments.pipeline.chains import BASELINE, Chain
 from experiments.pipeline.evaluation import ACCURACY, LOSS, SHUFFLED, Numbers, known, read_items
 from experiments.pipeline.plan import TRAINING, Plan
 from experiments.pipeline.stages import read_result
-from fp8jax.inference.accuracy import paired_difference
-from fp8jax.inference.paired import Measured, difference, measured
+from fp8jax.lm.inference.accuracy import paired_difference
+from fp8jax.lm.inference.paired import Measured, difference, measured
 
 Figures = dict[str, dict[str, Any]]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fp8jax.data import tokenizers
-from fp8jax.data.arithmetic import Difficulty
-from fp8jax.data.arithmetic_files import ProblemFile, problem_files, write_problems
-from fp8jax.data.chat import load_chat_template
-from fp8jax.data.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
-from fp8jax.data.documents import training_documents
-from fp8jax.interop.folders import shape_of_model
+from fp8jax.lm.data import tokenizers
+from fp8jax.lm.data.arithmetic import Difficulty
+from fp8jax.lm.data.arithmetic_files import ProblemFile, problem_files, write_problems
+from fp8jax.lm.data.chat import load_chat_template
+from fp8jax.lm.data.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
+from fp8jax.lm.data.documents import training_documents
+from fp8jax.lm.interop.folders import shape_of_model
 
 
 def check_tokenizer(config: ConfigDict) -> None:

@@ -23,7 +23,7 @@ from configs import base
 from experiments.pipeline import evaluation, making, training
 from experiments.pipeline.chains import BASELINE, Chain, joined, read_chains
 from experiments.pipeline.stages import Stage
-from fp8jax.inference.generate import SEEDS
+from fp8jax.lm.inference.generate import SEEDS
 from fp8jax.lookup import lookup
 
 TRAINING = ("cpt", "sft_1", "sft_2")

@@ -16,7 +16,7 @@ from experiments.pipeline.plan import TRAINING, Plan
 from experiments.report import charts, compare
 from experiments.report.page import page_template, report, signature
 from experiments.report.tables import Table
-from fp8jax.figures.run_files import RunFiles, read_run
+from fp8jax.lm.figures.run_files import RunFiles, read_run
 
 _STAGES = {
     "cpt": "Continual pre-training", "sft_1": "First fine-tuning", "sft_2": "Second fine-tuning",

@@ -29,8 +29,8 @@ from typing import Any
 from absl import logging
 
 from experiments.command import INTERRUPTED
-from fp8jax.records.differences import config_difference, listed
-from fp8jax.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
+from fp8jax.lm.records.differences import config_difference, listed
+from fp8jax.lm.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
 
 RESULT, BEGUN, MARK, LOCKS = "result.json", "begun.json", "pipeline.json", "locks"
 

@@ -9,12 +9,12 @@ import jax
 from ml_collections import ConfigDict
 
 from configs import base
-from fp8jax.model.config import ModelConfig
-from fp8jax.records.events import Event
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training.build import build
-from fp8jax.training.epochs import read_corpus, with_steps
-from fp8jax.training.loop import train_and_evaluate
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.records.events import Event
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.epochs import read_corpus, with_steps
+from fp8jax.lm.training.loop import train_and_evaluate
 
 
 def check(config: ConfigDict) -> ModelConfig:

@@ -15,7 +15,7 @@ from absl import app, flags
 
 from experiments import command
 from experiments.report.page import report
-from fp8jax.figures.run_files import read_run
+from fp8jax.lm.figures.run_files import read_run
 
 _OUTPUT = flags.DEFINE_string("output", "report.html", "The file to write.")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.report.compare import why_not
-from fp8jax.figures.run_files import RunFiles
+from fp8jax.lm.figures.run_files import RunFiles
 
 NO_MATPLOTLIB = (
     "There are no figures: matplotlib is not installed. Install it with"
@@ -118,7 +118,7 @@ def _and(runs: Sequence[RunFiles]) -> str:
 
 
 def _chart(figure: Callable[..., Any], what: Any, alt: str, caption: str) -> Chart | NoChart:
-    from fp8jax.figures import NothingToDraw, svg_text
+    from fp8jax.lm.figures import NothingToDraw, svg_text
 
     try:
         light, dark = (svg_text(figure(what, dark=dark)) for dark in (False, True))

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from fp8jax.figures.run_files import RunFiles
-from fp8jax.records.differences import changed_values
+from fp8jax.lm.figures.run_files import RunFiles
+from fp8jax.lm.records.differences import changed_values
 
 # Keys that change which text is predicted, or in which tokens: nats a token then mean other things.
 _SAME_TEXT = {

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8jax.figures.run_files import RunFiles, has_ended
-from fp8jax.records.events import Cause, Event
+from fp8jax.lm.figures.run_files import RunFiles, has_ended
+from fp8jax.lm.records.events import Cause, Event
 from fp8jax.telemetry.outliers import Finding, out_of_line
 
 _RUNGS = {
@@ -18,7 +18,7 @@ _RUNGS = {
 }
 _CAUSES = {Cause.SPIKE: "a loss spike", Cause.NON_FINITE: "not finite"}
 
-# A loss is a spike by the rule of stability/spikes.py, with its defaults.
+# A loss is a spike by the rule of lm/stability/spikes.py, with its defaults.
 _WINDOW, _DEVIATIONS, _NORMAL, _SLACK = 64, 6.0, 1.4826, 1 / 50
 _RISEN = 0.05  # a run whose loss ends this share above its lowest has diverged
 

@@ -12,7 +12,7 @@ from experiments.report import charts, compare, tables
 from experiments.report.charts import Chart, NoChart
 from experiments.report.first_look import FirstLook, first_look
 from experiments.report.tables import Happened, Table
-from fp8jax.figures.run_files import RunFiles
+from fp8jax.lm.figures.run_files import RunFiles
 
 _MOST_TENSORS = 8  # out of line that are shown at once
 _MOST_STEPS = 12

@@ -8,8 +8,8 @@ from typing import Any
 
 from experiments.report.compare import all_keys, differences, other_validation, why_not
 from experiments.report.first_look import number, own_events
-from fp8jax.figures.run_files import RunFiles
-from fp8jax.records.events import Event
+from fp8jax.lm.figures.run_files import RunFiles
+from fp8jax.lm.records.events import Event
 from fp8jax.telemetry.rows import NO_LAYER, Row
 
 NOT_RECORDED = "not recorded"

@@ -55,10 +55,10 @@ from experiments.study import (
     recipe_page,
 )
 from fp8jax.device import xla
+from fp8jax.lm.records.checkpoint import DamagedError
+from fp8jax.lm.training.recovery import StoppedError
 from fp8jax.lookup import lookup
 from fp8jax.numerics.policy import POLICIES
-from fp8jax.records.checkpoint import DamagedError
-from fp8jax.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 

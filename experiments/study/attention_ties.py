@@ -15,9 +15,9 @@ import numpy as np
 
 from experiments.markdown import markdown_table
 from fp8jax.device import xla
-from fp8jax.model import blockwise_attention
-from fp8jax.model.attention import ATTENTIONS
-from fp8jax.model.blockwise_attention import Blockwise
+from fp8jax.lm.model import blockwise_attention
+from fp8jax.lm.model.attention import ATTENTIONS
+from fp8jax.lm.model.blockwise_attention import Blockwise
 
 NAMES = (
     "reference", "reference_bf16", "reference_all_bf16",

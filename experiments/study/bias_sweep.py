@@ -18,17 +18,17 @@ from ml_collections import ConfigDict
 from experiments.markdown import markdown_table
 from experiments.study import plots
 from experiments.study.loss_curves import require_ungated
-from fp8jax.data.corpus import Corpus, build_corpus
-from fp8jax.data.loader import to_devices, train_batches
-from fp8jax.data.tokenizers import tokenizer
-from fp8jax.figures.style import require_matplotlib
-from fp8jax.model.transformer import count_params
+from fp8jax.lm.data.corpus import Corpus, build_corpus
+from fp8jax.lm.data.loader import to_devices, train_batches
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.figures.style import require_matplotlib
+from fp8jax.lm.model.transformer import count_params
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.recovery import NonFiniteError
+from fp8jax.lm.training.run import Run
+from fp8jax.lm.training.step import TrainState
+from fp8jax.lm.training.validate import validate
 from fp8jax.numerics.names import as_policy
-from fp8jax.training.build import build
-from fp8jax.training.recovery import NonFiniteError
-from fp8jax.training.run import Run
-from fp8jax.training.step import TrainState
-from fp8jax.training.validate import validate
 
 
 def sweep_bias(

@@ -26,9 +26,9 @@ from typing import Any
 from configs import study
 from experiments.study.corpus_files import File, Root, find_files
 from experiments.study.corpus_split import held_out_packages, unseen
-from fp8jax.data.bpe import train_bpe
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.tokenizers import tokenizer
+from fp8jax.lm.data.bpe import train_bpe
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.tokenizers import tokenizer
 
 VOCAB_SIZE = 32_000  # that of llama_60m
 SHARD_BYTES = 2**26

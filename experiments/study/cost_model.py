@@ -22,8 +22,8 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping
 
+from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import unknown
-from fp8jax.model.config import ModelConfig
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy

@@ -1,6 +1,6 @@
 """Inference in FP8 on held-out text: what each way to scale costs, in perplexity.
 
-The weights of a run are quantized once (model/freeze.py), and its validation rows are scored:
+The weights of a run are quantized once (lm/model/freeze.py), and its validation rows are scored:
 
     table       BF16, then each precision: AMAX by tensor (arXiv 2309.17224), rows, blocks, …
     CSCALE      one constant scale 2^-b for all weights and activations, for each bias b
@@ -28,12 +28,12 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study.bias_sweep import intervals
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.loader import valid_batches
-from fp8jax.inference.score import log_likelihoods
-from fp8jax.interop.trained import TrainedModel, load_model
-from fp8jax.model.freeze import freeze
-from fp8jax.model.transformer import Transformer, count_params
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.loader import valid_batches
+from fp8jax.lm.inference.score import log_likelihoods
+from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.transformer import Transformer, count_params
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import RECIPES

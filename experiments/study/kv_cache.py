@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.markdown import markdown_table
-from fp8jax.data.corpus import build_corpus
 from fp8jax.device import xla
-from fp8jax.inference.generate import Generator
-from fp8jax.inference.sampling import Sampling
-from fp8jax.inference.score import log_likelihoods
-from fp8jax.interop.trained import TrainedModel, load_model
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.inference.generate import Generator
+from fp8jax.lm.inference.sampling import Sampling
+from fp8jax.lm.inference.score import log_likelihoods
+from fp8jax.lm.interop.trained import TrainedModel, load_model
 
 _BATCH = 8
 _NEW_TOKENS = 32

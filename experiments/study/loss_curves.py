@@ -17,13 +17,13 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
-from fp8jax.figures.style import require_matplotlib
+from fp8jax.lm.figures.style import require_matplotlib
+from fp8jax.lm.records.events import Cause, Event
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.layer_choice import with_layers_of
+from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.lm.training.recovery import NonFiniteError
 from fp8jax.numerics.names import as_policy
-from fp8jax.records.events import Cause, Event
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training.layer_choice import with_layers_of
-from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.recovery import NonFiniteError
 
 
 def loss_curves(

@@ -22,8 +22,8 @@ import numpy as np
 
 from experiments.study.corpus import HELD_OUT, TOKENIZER, VALID_FRACTION, training_text
 from experiments.study.parity_plan import Chain, Fork
-from fp8jax.records.events import Cause, Event
-from fp8jax.records.jsonl import read_jsonl
+from fp8jax.lm.records.events import Cause, Event
+from fp8jax.lm.records.jsonl import read_jsonl
 
 TRAIN, SCORE = "train", "score"  # kinds of parts
 BLOCKS = 32  # groups of neighboring held-out rows

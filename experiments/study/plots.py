@@ -1,7 +1,7 @@
 """Figures of studies. Each function takes numbers and returns a matplotlib Figure.
 
 Nothing here reads a file or knows of a run. The style is that of all figures, and so needs
-matplotlib (fp8jax/figures/style.py). Curves are labeled directly, without legends.
+matplotlib (fp8jax/lm/figures/style.py). Curves are labeled directly, without legends.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.study.intervals import CONFIDENCE, t_interval
-from fp8jax.figures.style import Style, panels, style
+from fp8jax.lm.figures.style import Style, panels, style
 
 _INDEX = {"FP8": 0, "FP4": 1}  # group -> which of the style's curves
 _OTHER = 2

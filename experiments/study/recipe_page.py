@@ -16,12 +16,12 @@ from experiments.markdown import markdown_table, replace_between
 from experiments.study.cost_model import Speeds, relative_cost
 from fp8jax.device import xla
 from fp8jax.device.hardware import DEVICES, Device
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.backends import BACKENDS, choose_backend
-from fp8jax.linear.dot import dot_general
-from fp8jax.linear.refusals import exact_in_bf16, kernels_refuse
-from fp8jax.linear.vjp import KEY_ORDER
-from fp8jax.model.models import MODELS
+from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
+from fp8jax.gemm.backends.refusals import exact_in_bf16, kernels_refuse
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.histories.amax_history import init_state
+from fp8jax.gemm.vjp import KEY_ORDER
+from fp8jax.lm.model.models import MODELS
 from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS
 from fp8jax.numerics.cast_options import OPTIONS, Option
 from fp8jax.numerics.names import as_policy

@@ -9,7 +9,7 @@ HLO names a GEMM by one linear and role only. Two optimizations of XLA hide othe
 
 - XLA merges small GEMMs with a common operand into one, such as q, k and v of the same x, and keeps
   one of their names. `find_gemms` finds the others by the width of the merged GEMM.
-- If layers may be promoted (linear/promotable.py), each linear has a branch for each of two
+- If layers may be promoted (gemm/promotable.py), each linear has a branch for each of two
   recipes, and only one branch runs. XLA keeps one of several equal branches, under one name, and
   calls it several times: a linear's GEMMs may have the name of another linear of the same size.
 
@@ -28,8 +28,8 @@ from typing import NamedTuple
 from fp8jax.analysis.hlo import BARE, ROLES, UNNAMED, Gemm, module_position, parse_gemms
 from fp8jax.device import hardware
 from fp8jax.device.hardware import Device
-from fp8jax.linear.backends import BACKENDS, choose_backend
-from fp8jax.linear.refusals import exact_in_bf16
+from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
+from fp8jax.gemm.backends.refusals import exact_in_bf16
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
@@ -125,8 +125,8 @@ def _rounded_scale(gemm: Gemm, recipe: Recipe) -> str | None:
     """Returns what happens to a scale that XLA should have folded into an FP8 GEMM, or None.
 
     The backend `xla` multiplies a result by the one scale of both tensors in the result's dtype
-    (linear/xla.py): within the GEMM that is float32, after it a scale of 8 bits. It is exact for a
-    float32 result, and for scales that are powers of two.
+    (gemm/backends/xla.py): within the GEMM that is float32, after it a scale of 8 bits. It is exact
+    for a float32 result, and for scales that are powers of two.
     """
     if gemm.role is None or gemm.scaled is not False or gemm.result == "f32":
         return None

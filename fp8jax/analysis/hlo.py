@@ -7,7 +7,7 @@ An instruction is a GEMM if it is one of these:
     convolution     if it has a role's name: TPUs turn GEMMs into convolutions
     Pallas kernel   if it has a role's name: the other Pallas kernels cast, transpose or attend
 
-The name of a role is RECIPE.ROLE. linear/vjp.py puts it around each GEMM of a linear, and JAX keeps
+The name of a role is RECIPE.ROLE. gemm/vjp.py puts it around each GEMM of a linear, and JAX keeps
 it in the path that HLO stores as `op_name`:
 
     jit(step)/transpose(jvp(Transformer))/…/while/body/…/Block/mlp/up/fp8_delayed.dgrad/dot_general
@@ -280,7 +280,7 @@ def _parse_op_name(op_name: str) -> _OpName:
     parts = op_name.split("/")
     scopes = [i for i, part in enumerate(parts) if part.rpartition(".")[2] in ROLES]
     end = scopes[-1] if scopes else len(parts) - 1  # the last part is the operation
-    # Transformations contain parentheses, methods a dot. model/layer.py calls a layer `Block`.
+    # Transformations contain parentheses, methods a dot. lm/model/layer.py calls a layer `Block`.
     modules = [part for part in parts[:end] if part.isidentifier() and part not in _CONTROL]
     path = "/".join("layers" if part == "Block" else part for part in modules) or UNNAMED
     if not scopes:

@@ -135,7 +135,7 @@ def compiler_options(
 
     Args:
       weights_only: whether the program multiplies weights in a narrow format with activations in
-        bfloat16 (linear/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
+        bfloat16 (gemm/backends/weights_only.py). On GPUs, XLA may then use Triton for GEMMs.
       layer_loop: whether the program may contain a loop over layers.
     """
     if platform() == "cpu":

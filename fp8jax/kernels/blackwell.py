@@ -9,7 +9,7 @@ cuDNN runs it on codes with K as the last axis of both operands. There are two f
              multiplied into the result
 
 For operands in other formats XLA silently dequantizes and multiplies in 16 bits. The backends of
-linear/ therefore call this only for the two formats.
+gemm/ therefore call this only for the two formats.
 """
 
 import jax

@@ -5,11 +5,12 @@
 The values are multiplied by the reciprocal, which is computed once per tile. For x / scale, XLA
 uses that multiplication for some shapes and not for others, and the values would depend on it.
 
-With delayed scaling, the scale comes from a history of amaxes (linear/amax_history.py) instead of
-the tensor itself, so the cast does not wait for a reduction over the whole tensor. A finite value
-above every amax of the history saturates silently. An infinity or a NaN must not, so `quantize`
-also computes the tensor's own amax, in parallel with the cast, and returns a NaN scale where that
-amax is not finite. The result of the GEMM is then NaN, and the training step is rejected.
+With delayed scaling, the scale comes from a history of amaxes (gemm/histories/amax_history.py)
+instead of the tensor itself, so the cast does not wait for a reduction over the whole tensor. A
+finite value above every amax of the history saturates silently. An infinity or a NaN must not, so
+`quantize` also computes the tensor's own amax, in parallel with the cast, and returns a NaN scale
+where that amax is not finite. The result of the GEMM is then NaN, and the training step is
+rejected.
 """
 
 import dataclasses

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.linear.modules import Dense, Einsum, Fp8DotGeneral
-from fp8jax.linear.probe import PROBE, TELEMETRY, Probe, empty_probe
-from fp8jax.linear.trees import check_loss
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.gemm.histories.trees import check_loss
+from fp8jax.gemm.modules import Dense, Einsum, Fp8DotGeneral
+from fp8jax.gemm.probe import PROBE, TELEMETRY, Probe, empty_probe
 from fp8jax.lookup import brief
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import Policy

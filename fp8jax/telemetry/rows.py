@@ -1,7 +1,7 @@
 """One row of telemetry: what one cast did to one operand of one linear, in plain numbers.
 
 `rows_of` derives them, on the host, from the maxima and sums that a program returned
-(linear/probe.py). A `Table` holds the rows of one or more steps.
+(gemm/probe.py). A `Table` holds the rows of one or more steps.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8jax.linear.probe import COUNTS, PEAKS, Probe, row_names
+from fp8jax.gemm.probe import COUNTS, PEAKS, Probe, row_names
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.text_table import aligned

@@ -10,7 +10,7 @@ import pytest
 import fp8jax
 from fp8jax.analysis.gemms import Fp8FallbackError, find_gemms
 from fp8jax.device import hardware
-from fp8jax.linear import backends
+from fp8jax.gemm.backends import choice as backends
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.policy import POLICIES
 from tests.support.stored_hlo import H200, STORED, stored

@@ -12,19 +12,19 @@ import pytest
 
 from fp8jax.analysis.gemms import Fp8FallbackError, _missing, find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram, parse_gemms
-from fp8jax.data.loader import to_devices
 from fp8jax.device import hardware
-from fp8jax.linear.backends import choose_backend
-from fp8jax.linear.modules import Dense
+from fp8jax.gemm.backends.choice import choose_backend
+from fp8jax.gemm.modules import Dense
+from fp8jax.lm.data.loader import to_devices
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training import loop
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.lm.training.programs import abstract_numbers
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training import loop
-from fp8jax.training.build import build
-from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.programs import abstract_numbers
 from tests.support.runs import tiny
 from tests.support.stored_hlo import (
     GATE_UP,

@@ -23,14 +23,14 @@ from fp8jax.analysis.gains_table import KINDS, grid, parse_table
 from fp8jax.analysis.size_gate import size_gate
 from fp8jax.device import hardware
 from fp8jax.device.hardware import Device
-from fp8jax.model.config import ModelConfig
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.lm.training.programs import abstract_batch, abstract_numbers
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training.build import build
-from fp8jax.training.loop import train_and_evaluate
-from fp8jax.training.programs import abstract_batch, abstract_numbers
 from tests.support import ROOT
 from tests.support.runs import tiny
 

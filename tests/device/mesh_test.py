@@ -23,8 +23,8 @@ from fp8jax.device.mesh import (
     spec,
     tree_shardings,
 )
-from fp8jax.model.config import ModelConfig
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 
 CONFIG = ModelConfig(
     vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=48, head_dim=8

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from experiments.study.attention_ties import ones_per_row, ulps
-from fp8jax.model import blockwise_attention
-from fp8jax.model.attention import ATTENTIONS
+from fp8jax.lm.model import blockwise_attention
+from fp8jax.lm.model.attention import ATTENTIONS
 
 
 def test_ones_are_counted_by_row():

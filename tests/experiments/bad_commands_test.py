@@ -18,9 +18,9 @@ import pytest
 
 from configs import base
 from experiments import command
-from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
-from fp8jax.records.workdir_lock import lock_workdir
+from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
+from fp8jax.lm.records.workdir_lock import lock_workdir
 from tests.support.annotations import unchecked_annotations  # noqa: F401
 from tests.support.chats import pairs, write_chats
 from tests.support.commands import command_here

@@ -37,13 +37,13 @@ from experiments.bench.report import Report, Row, mean_ratio, versions, write
 from experiments.bench.timing import Program, Timing, time_in_turns
 from fp8jax.analysis import gains_table
 from fp8jax.device import xla
+from fp8jax.gemm.backends.xla import matmul_xla
+from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.kernels.block_gemm import TuningConfig
-from fp8jax.linear.amax_history import HISTORIES
-from fp8jax.linear.xla import matmul_xla
-from fp8jax.model.transformer import Transformer, count_params
-from fp8jax.stability.faults import Faults
-from fp8jax.training.build import build
-from fp8jax.training.loop import train_and_evaluate
+from fp8jax.lm.model.transformer import Transformer, count_params
+from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.commands import run_command
 from tests.support.runs import tiny
 

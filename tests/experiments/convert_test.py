@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from fp8jax.interop import convert, write
-from fp8jax.records.checkpoint import Checkpointer
+from fp8jax.lm.interop import convert, write
+from fp8jax.lm.records.checkpoint import Checkpointer
 from tests.support import ROOT
 from tests.support.commands import run_command, run_here
 from tests.support.hf_folders import config_json, tensors, write_folder
@@ -78,7 +78,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 SLOW = """
 import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-from fp8jax.interop import write
+from fp8jax.lm.interop import write
 from experiments import command, convert
 
 def save_file(*args, **kwargs):
@@ -113,7 +113,7 @@ def test_an_interrupted_process_leaves_nothing(sent, folder, tmp_path):
 MOMENTS = """
 import os, shutil, signal, sys, threading, time
 from pathlib import Path
-from fp8jax.interop.convert import import_folder
+from fp8jax.lm.interop.convert import import_folder
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 source, new = sys.argv[1], Path(sys.argv[2])

@@ -12,8 +12,8 @@ from experiments.study.cost_model import (
     relative_cost,
     split_cost,
 )
-from fp8jax.model.config import flops_per_token
-from fp8jax.model.models import MODELS
+from fp8jax.lm.model.config import flops_per_token
+from fp8jax.lm.model.models import MODELS
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import RECIPES
 

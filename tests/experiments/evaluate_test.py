@@ -9,17 +9,17 @@ import jax
 import numpy as np
 import pytest
 
-from fp8jax.data.byte_tokenizer import ByteTokenizer
-from fp8jax.data.tokenizers import tokenizer
-from fp8jax.inference.accuracy import paired_difference
-from fp8jax.inference.generate import Generator
-from fp8jax.inference.paired import measured
-from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.inference.accuracy import paired_difference
+from fp8jax.lm.inference.generate import Generator
+from fp8jax.lm.inference.paired import measured
+from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.resume import checkpoint_items
+from fp8jax.lm.training.validate import validate
 from fp8jax.telemetry import read
-from fp8jax.training.build import build
-from fp8jax.training.resume import checkpoint_items
-from fp8jax.training.validate import validate
 from tests.support.chats import pairs, write_chats
 from tests.support.commands import command_here
 from tests.support.runs import corpus, tiny

@@ -6,12 +6,12 @@ import sys
 import numpy as np
 import pytest
 
-from fp8jax.data.bpe import train_bpe
-from fp8jax.data.tokenizers import tokenizer
-from fp8jax.inference.generate import Generator
-from fp8jax.inference.sampling import Sampling
-from fp8jax.inference.text import GrowingText
-from fp8jax.interop.trained import load_model
+from fp8jax.lm.data.bpe import train_bpe
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.inference.generate import Generator
+from fp8jax.lm.inference.sampling import Sampling
+from fp8jax.lm.inference.text import GrowingText
+from fp8jax.lm.interop.trained import load_model
 from tests.support.commands import command_here, run_here
 from tests.support.hf_folders import config_json, tensors, write_folder
 
@@ -140,7 +140,7 @@ def test_a_chat_goes_on_after_a_message_that_does_not_fit(folder, generate, monk
         text.add(words.encode("yes"))
         yield [text]
 
-    monkeypatch.setattr("fp8jax.inference.text.stream_text", answer)  # before it is imported
+    monkeypatch.setattr("fp8jax.lm.inference.text.stream_text", answer)  # before it is imported
 
     def chat(*messages):
         typed = iter([*messages, ""])

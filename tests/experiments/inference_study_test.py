@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.study import inference
-from fp8jax.training.loop import train_and_evaluate
+from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.runs import tiny
 
 SEGMENTS = np.array([[1, 1, 1, 2], [1, 1, 0, 0]], np.int32)  # scored: 2 tokens, and 1

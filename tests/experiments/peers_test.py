@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from flax.linen import fp8_ops
 
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.numerics.quantization import quantize
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES

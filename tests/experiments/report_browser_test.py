@@ -11,10 +11,10 @@ import shutil
 import pytest
 
 from experiments.report.page import report
-from fp8jax.figures.run_files import read_run
+from fp8jax.lm.figures.run_files import read_run
+from fp8jax.lm.records.events import Event
+from fp8jax.lm.records.metrics import Metrics
 from fp8jax.numerics.names import as_recipe
-from fp8jax.records.events import Event
-from fp8jax.records.metrics import Metrics
 from fp8jax.telemetry.files import StepFiles
 from fp8jax.telemetry.rows import Row
 

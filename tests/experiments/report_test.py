@@ -17,9 +17,9 @@ from experiments.report import charts
 from experiments.report.first_look import spikes
 from experiments.report.page import report
 from fp8jax import telemetry
-from fp8jax.figures.run_files import read_run
-from fp8jax.records.events import Cause, Event
-from fp8jax.records.metrics import Metrics
+from fp8jax.lm.figures.run_files import read_run
+from fp8jax.lm.records.events import Cause, Event
+from fp8jax.lm.records.metrics import Metrics
 from fp8jax.telemetry.files import StepFiles
 from tests.support.commands import command_here
 from tests.support.pages import page_of

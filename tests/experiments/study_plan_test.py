@@ -14,7 +14,7 @@ from experiments.study import parity_analysis, parity_ledger, parity_parts, pari
 from experiments.study import parity_runner as runner
 from experiments.study.parity_parts import SCORE, TRAIN, Part
 from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, PLANS, Arm, Chain
-from fp8jax.model.models import model_config
+from fp8jax.lm.model.models import model_config
 from fp8jax.numerics.names import as_policy
 
 # The plan -----------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from configs import base
 from experiments.study import bias_sweep, loss_curves, recipe_page
 from experiments.study.cost_model import PAPER_SPLIT, split_cost
 from fp8jax.device import hardware
-from fp8jax.linear.backends import choose_backend
+from fp8jax.gemm.backends.choice import choose_backend
+from fp8jax.lm.records.events import Cause, Event
+from fp8jax.lm.records.metrics import Metrics
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.recovery import NonFiniteError
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.records.events import Cause, Event
-from fp8jax.records.metrics import Metrics
-from fp8jax.training.build import build
-from fp8jax.training.recovery import NonFiniteError
 from tests.support import ROOT
 
 pytestmark = pytest.mark.extended
@@ -105,7 +105,7 @@ def test_noise_is_what_the_roundings_imply():
     """Rounding to nearest with m mantissa bits errs by 2^-m/sqrt(12) of the power of two below,
     root mean square. The mean of (power of two below / number)^2, evenly in the number's logarithm,
     is (1 - 1/4) / ln 4. The two operands' noises add in squares. Within 0.1 dB: how a tensor lies
-    to its binades is a matter of its amax. tests/linear/sqnr_test.py integrates that for
+    to its binades is a matter of its amax. tests/gemm/sqnr_test.py integrates that for
     every recipe.
     """
     e4m3, e5m2 = (0.75 / math.log(4) * 4.0**-m / 12 for m in (3, 2))

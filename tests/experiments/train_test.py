@@ -1,6 +1,6 @@
 """The real command: sharded, in two processes, stopped, resumed, misused.
 
-tests/stability/faults_test.py kills and stops it on one device.
+tests/lm/stability/faults_test.py kills and stops it on one device.
 """
 
 import shutil
@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from fp8jax.device import mesh
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.stability.faults import OF_STEPS
-from fp8jax.training import build
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.stability.faults import OF_STEPS
+from fp8jax.lm.training import build
 from tests.support import ROOT
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers

@@ -156,7 +156,7 @@ def test_quantize_blocks_spills_nothing(assembled, dtype, rule, transposed):
     assert assembled(f, shape(M, K, dtype=dtype)) == 0
 
 
-# Of each result, as linear/fused_mlp.py asks for them.
+# Of each result, as gemm/fused_mlp.py asks for them.
 PRODUCERS = pytest.mark.parametrize(
     ("producer", "axes"),
     [(SWIGLU, ((-1,),)), (SWIGLU_GRAD, (BOTH, BOTH, (-2,)))],

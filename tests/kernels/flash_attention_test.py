@@ -1,6 +1,6 @@
 """Flash attention over several tiles and documents, in Pallas' interpreter, on a mesh, on a GPU.
 
-model/attention_test.py tests it with all other implementations, on rows of one tile.
+lm/model/attention_test.py tests it with all other implementations, on rows of one tile.
 """
 
 import jax

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels import partition, quantize
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.programs import lower_program
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.names import as_recipe
-from fp8jax.training.build import build
-from fp8jax.training.programs import lower_program
 from tests.support import ROOT, h200
 from tests.support.products import MATMUL
 from tests.support.runs import tiny
@@ -62,8 +62,8 @@ from unittest import mock
 import jax, numpy as np
 from jax._src import compilation_cache, compiler
 from fp8jax.device import xla
-from fp8jax.training.build import build
-from fp8jax.training.programs import lower_program
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.programs import lower_program
 from tests.support import h200
 from tests.support.runs import tiny
 spec, cache, precision, *names = sys.argv[1:]

@@ -25,6 +25,10 @@ from jax._src import compilation_cache, compiler
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from fp8jax.device import xla
+from fp8jax.gemm.backends import choice as backends
+from fp8jax.gemm.dot import dot_general
+from fp8jax.gemm.fused_mlp import fused_mlp
+from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels import (
     block_gemm,
     partition,
@@ -34,10 +38,6 @@ from fp8jax.kernels import (
     swiglu_quantize,
 )
 from fp8jax.kernels.swiglu import SWIGLU_GRAD
-from fp8jax.linear import backends
-from fp8jax.linear.amax_history import init_state
-from fp8jax.linear.dot import dot_general
-from fp8jax.linear.fused_mlp import fused_mlp
 from fp8jax.numerics import quantization
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.names import as_recipe

@@ -62,7 +62,7 @@ def test_far_from_zero_nothing_overflows():
     np.testing.assert_array_equal(d_up, jnp.maximum(gate, 0))
 
 
-# Of each result, as linear/fused_mlp.py wants them, and all.
+# Of each result, as gemm/fused_mlp.py wants them, and all.
 AXES = pytest.mark.parametrize(
     ("producer", "axes"),
     [

@@ -304,7 +304,7 @@ def test_a_recipe_is_one_entry():
     """One added on the fly gets a case of every test that walks the tables; dot_test's pass."""
     modules = [
         f"tests/{name}_test.py"
-        for name in ("linear/dot", "numerics/recipe", "numerics/policy", "linear/sqnr")
+        for name in ("gemm/dot", "numerics/recipe", "numerics/policy", "gemm/sqnr")
     ]
     plugin = [sys.executable, "-m", "pytest", "-p", "tests.support.extra_recipe", "-o", "addopts="]
     options = dict(cwd=ROOT, capture_output=True, text=True)

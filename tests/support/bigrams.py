@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from fp8jax.data.tokenizers import tokenizer
-from fp8jax.model.config import ModelConfig
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 
 WORDS = tokenizer("bytes").vocab_size
 

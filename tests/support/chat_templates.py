@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from fp8jax.data.bpe import train_bpe
+from fp8jax.lm.data.bpe import train_bpe
 
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|body|>", "<|turn|>", "<s>", "</s>",

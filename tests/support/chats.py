@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8jax.data.corpus import Corpus, build_corpus
-from fp8jax.data.tokenizers import tokenizer
+from fp8jax.lm.data.corpus import Corpus, build_corpus
+from fp8jax.lm.data.tokenizers import tokenizer
 from tests.support.chat_templates import CHATML, write_chat_folder
 
 

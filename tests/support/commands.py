@@ -14,7 +14,7 @@ from unittest import mock
 
 from absl import flags
 
-import fp8jax.training.loop  # noqa: F401  # defines Grain's flags, which are not the program's
+import fp8jax.lm.training.loop  # noqa: F401  # defines Grain's flags, which are not the program's
 from experiments import command
 from experiments.config_flag import RUN_KEYS, Keys
 from tests.support import ROOT
@@ -117,7 +117,7 @@ _TRAIN_ALONE = """
 import runpy
 import jax
 from fp8jax.device import mesh
-from fp8jax.training import build
+from fp8jax.lm.training import build
 from tests.support import shared_programs
 
 def make_mesh(axes, devices=None):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from fp8jax.device import mesh
-from fp8jax.training import build
+from fp8jax.lm.training import build
 
 
 def _make_mesh(axes: mesh.MeshAxes, devices: Any = None) -> jax.sharding.Mesh:

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from fp8jax.interop.config_json import to_model_config
-from fp8jax.interop.tensor_names import names_for, tensor_shapes
+from fp8jax.lm.interop.config_json import to_model_config
+from fp8jax.lm.interop.tensor_names import names_for, tensor_shapes
 from tests.support.hf_vectors import MODELS, weight
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

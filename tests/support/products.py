@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from fp8jax.linear.dot import dot_general
+from fp8jax.gemm.dot import dot_general
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.recipe import Recipe
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8jax.data.byte_tokenizer import ByteTokenizer
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.token_cache import TokenStream
+from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.token_cache import TokenStream
 
 BYTES = ByteTokenizer()
 BOS, EOS = BYTES.bos, BYTES.eos

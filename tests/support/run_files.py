@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8jax.figures.run_files import RunFiles, read_run
-from fp8jax.records.metrics import Metrics
+from fp8jax.lm.figures.run_files import RunFiles, read_run
+from fp8jax.lm.records.metrics import Metrics
 from fp8jax.telemetry.files import StepFiles
 from fp8jax.telemetry.rows import FIELDS, Row
 

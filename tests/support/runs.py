@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import base
-from fp8jax.data.corpus import build_corpus
-from fp8jax.data.loader import to_devices, train_batches
-from fp8jax.data.tokenizers import tokenizer
+from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.data.loader import to_devices, train_batches
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.records.events import SILENT
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.build import build
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.records.events import SILENT
-from fp8jax.records.jsonl import read_jsonl
-from fp8jax.training.build import build
 
 # A policy with histories that compiles nearly as fast as bf16; a test puts it into `POLICIES`.
 ONE_LINEAR = Policy((("layers/mlp/down", RECIPES["fp8_delayed"]),), name="one_linear")

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.model.models import MODELS
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 
 WORDS = 24
 

@@ -2,7 +2,7 @@
 
 `build` makes new jitted functions for each run, and JAX traces and lowers them anew: for a run of
 seconds most of its time. Runs whose configs differ in what no program depends on, which
-tests/training/numbers_test.py shows, share the functions here. So do a run and the one that
+tests/lm/training/numbers_test.py shows, share the functions here. So do a run and the one that
 resumes it. A file whose tests replace nothing that programs are traced from asks for it:
 
     @pytest.fixture(scope="module", autouse=True)
@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fp8jax.training import build
+from fp8jax.lm.training import build
 
 # What no program depends on: data, the numbers of a step, when something is done; and the policy,
 # which is in the key by itself.

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8jax.records.checkpoint import Checkpointer
-from fp8jax.records.run_checkpoint import CHECKPOINT_VERSION
-from fp8jax.training.build import build
-from fp8jax.training.resume import checkpoint_items
+from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.resume import checkpoint_items
 from tests.support.random_weights import random_weights
 
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import telemetry
-from fp8jax.model.config import ModelConfig
-from fp8jax.model.freeze import freeze
-from fp8jax.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.nn import HISTORIES
 from fp8jax.telemetry.rows import Table
 from tests.support import arrays
@@ -267,7 +267,7 @@ def test_a_transformer_with_frozen_kernels():
         assert amax == pytest.approx(np.abs(normed).max(), rel=2**-7)  # two roundings to BF16
 
 
-# tests/model/freeze_test.py shows that the logits are the same.
+# tests/lm/model/freeze_test.py shows that the logits are the same.
 @pytest.mark.full
 def test_frozen_kernels_have_the_same_activations():
     model, variables, kernels, ids = transformer()

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.dataset
 import pytest
 
-from fp8jax.linear.probe import Probe
+from fp8jax.gemm.probe import Probe
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.names import as_recipe
 from fp8jax.telemetry.files import StepFiles, read_rows, write_rows

@@ -1,0 +1,1 @@
+"""The quantized GEMM: its derivative, and the linen modules and functions that call it."""

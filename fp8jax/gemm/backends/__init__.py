@@ -1,0 +1,1 @@
+"""Backends: how quantized operands are multiplied."""

@@ -1,0 +1,301 @@
+"""`dot_general` and `einsum` with quantized operands.
+
+Any `dot_general` is brought to the form
+
+    y[..., M, N] = x[..., M, K] w[..., K, N]
+
+with at most one leading batch axis, which vjp.py computes and differentiates.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.gemm.arguments import (
+    check_lax_arguments,
+    check_operands,
+    check_out_sharding,
+    check_rounding_key,
+    history_lengths,
+    parse_equation,
+)
+from fp8jax.gemm.backends.choice import choose_backend
+from fp8jax.gemm.histories.amax_history import SEED_ENTRIES, Histories
+from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
+from fp8jax.gemm.probe import Probe, combining
+from fp8jax.gemm.sharding.explicit_axes import with_automatic_axes
+from fp8jax.gemm.sharding.manual_axes import check_manual, pooled_axes, varying
+from fp8jax.gemm.vjp import VjpContext, quantized_matmuls
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.recipe import Cast, Recipe
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers,
+    *positional: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    recipe: str | Recipe,
+    state: Histories | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    backend: str | None = None,
+    seeded: bool = False,
+    probe: Probe | None = None,
+) -> Float[Array, "..."]:
+    """`lax.dot_general` with quantized operands, in the forward and in both gradients.
+
+    Takes the arguments of `lax.dot_general`, so that `functools.partial(dot_general, recipe=...)`
+    can stand for it in other libraries. The function is pure: with delayed scaling, the cotangent
+    of `state` is the new state (amax_history.py). Apart from the quantization it equals::
+
+        lax.dot_general(
+            lhs, rhs.astype(lhs.dtype), dimension_numbers,
+            preferred_element_type=preferred_element_type,
+        )
+
+    Args:
+      lhs: the activations, x of the recipe.
+      rhs: the weights, w of the recipe, in any float dtype; the gradient has the same dtype.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      positional: precision and preferred_element_type, as positions of `lax.dot_general`.
+      precision: only None or the default: the recipe decides how a GEMM is computed.
+      preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
+        rounded to lhs's dtype.
+      out_sharding: of the result, if the operands have explicit mesh axes; else None.
+      recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
+      state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
+        `recipe.histories`; see `init_state`.
+      key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
+      backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
+      seeded: whether no history is empty. By default an empty one seeds itself from the operand's
+        own amax, at the cost of a pass over the operand in every step.
+      probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
+
+    Returns:
+      An array with the batch, lhs free and rhs free dimensions, in this order.
+
+    Raises:
+      TypeError: for operands or results that are not real floating-point arrays of 16 or more bits.
+      ValueError: for unknown names, arguments of `lax.dot_general` that cannot be honored, a state
+        that does not fit the recipe, and a missing key.
+      NotImplementedError: if the named backend cannot run the recipe; the message says why.
+
+    Example:
+      >>> x, w = jnp.ones((4, 16)), jnp.full((16, 8), 0.5)
+      >>> dims = (((1,), (0,)), ((), ()))
+      >>> y = fp8jax.dot_general(x, w, dims, recipe="fp8_amax")
+      >>> y.shape, y[0, 0].item()
+      ((4, 8), 8.0)
+
+      With delayed scaling, the gradient of the state is the next state:
+
+      >>> state = fp8jax.init_state("fp8_delayed:history=2")
+      >>> def loss(w, state):
+      ...     return fp8jax.dot_general(
+      ...         x, w, dims, recipe="fp8_delayed:history=2", state=state
+      ...     ).sum()
+      >>> dw, state = jax.grad(loss, (0, 1))(w, state)
+      >>> dw.shape, state["x"], state["w"]
+      ((16, 8), Array([1., 0.], dtype=float32), Array([0.5, 0. ], dtype=float32))
+    """
+    recipe = as_recipe(recipe)
+    result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
+    return dot_general_shared(
+        lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
+        backend=backend, preferred_element_type=result_dtype, seeded=seeded,
+        out_sharding=out_sharding, probes=(probe,),
+    )[0]  # fmt: skip
+
+
+def dot_general_shared(
+    lhs: Float[Array, "..."],
+    rhs: Sequence[Float[Array, "..."]],
+    dimension_numbers,
+    *,
+    recipe: str | Recipe,
+    states: Sequence[Histories | None],
+    keys: Sequence[Shaped[Array, "..."] | None],
+    backend: str | None = None,
+    preferred_element_type=None,
+    out_sharding: Any = None,
+    scopes: Sequence[str] | None = None,
+    seeded: bool = False,
+    requantize: bool = False,
+    probes: Sequence[Probe | None] | None = None,
+) -> tuple[Float[Array, "..."], ...]:
+    """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
+
+    The results equal separate calls if the histories of lhs are equal, as they are for weights that
+    have always shared lhs, and the recipe has no shared casts. Otherwise the scale of lhs comes
+    from the largest history. With shared casts (`Recipe.sharing`) the scale of each rhs comes from
+    the largest amax of all, and so does that of the gradients of the results.
+
+    Args:
+      rhs, states, keys: one entry per weight. If the recipe rounds lhs stochastically, it uses the
+        first key.
+      probes: one entry per weight, or None for no probes.
+      scopes: the names of the weights' modules, for the compiled program.
+      requantize: as in `fp8jax.nn.Dense`.
+
+    Returns:
+      One result per weight. Other arguments and errors are those of `dot_general`.
+    """
+    for w in rhs:
+        check_operands(lhs, w, dimension_numbers, preferred_element_type)
+    check_out_sharding(out_sharding, lhs, rhs)
+    context = make_context(
+        recipe, states, keys, lhs.dtype, backend=backend,
+        whole=_is_whole(lhs, rhs, dimension_numbers),
+        preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
+    )  # fmt: skip
+    check_manual(context.recipe)
+    context = dataclasses.replace(
+        context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs)
+    )
+    probes = (None,) * len(rhs) if probes is None else tuple(map(combining, probes))
+    for leaf in jax.tree.leaves((states, probes)):
+        check_vmap(lhs, leaf)
+    all_histories = tuple(
+        {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
+    )
+
+    def multiply(lhs, rhs, histories, keys, probes):
+        return _multiply(context, lhs, rhs, dimension_numbers, histories, keys, probes)
+
+    multiply = with_automatic_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
+    return multiply(lhs, tuple(rhs), all_histories, tuple(keys), probes)
+
+
+def _multiply(
+    context: VjpContext, lhs, rhs: tuple, dimension_numbers, histories: tuple[Histories, ...], keys,
+    probes: tuple[Probe | None, ...],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Merge the operands' axes, multiply, and split the axes of the results."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
+    frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]
+    x = _merge_axes(lhs, lhs_batch, lhs_free, lhs_contract)
+    ws = tuple(
+        _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
+    )
+    ys = quantized_matmuls(context, x, ws, histories, keys, probes)
+    rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
+    return tuple(
+        y.reshape(*rows, *(w.shape[a] for a in free))
+        for y, w, free in zip(ys, rhs, frees, strict=True)
+    )
+
+
+def make_context(
+    recipe: str | Recipe, states, keys, dtype, *, backend, whole: bool, preferred_element_type=None,
+    scopes=None, seeded: bool = True,
+) -> VjpContext:  # fmt: skip
+    """Return the settings of GEMMs that share one x, after checking states and keys.
+
+    Raises as `dot_general` does.
+    """
+    recipe = as_recipe(recipe)
+    out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
+    chosen = choose_backend(backend, recipe, whole=whole)
+    given = [history_lengths(recipe, histories) for histories in states]
+    if recipe.histories and all(one == _with_seed_entries(recipe).histories for one in given):
+        recipe, seeded = _with_seed_entries(recipe), False
+    for lengths, key in zip(given, keys, strict=True):
+        if lengths != recipe.histories:
+            raise ValueError(
+                f"recipe {recipe.name!r} needs amax histories {recipe.histories} (operand: length),"
+                f" got {lengths}: fp8jax.init_state(recipe), or a module's init, creates them"
+            )
+        check_rounding_key(recipe, key)
+    names = ("",) * len(states) if scopes is None else tuple(scopes)
+    return VjpContext(recipe, chosen, dtype, out_dtype, names, seeded)
+
+
+def _with_seed_entries(recipe: Recipe) -> Recipe:
+    """Return the recipe with the longer histories by which `seed` asks for self-seeding."""
+
+    def longer(_, cast: Cast) -> Cast:
+        history = cast.history + SEED_ENTRIES if cast.delayed else 0
+        return dataclasses.replace(cast, history=history)
+
+    return recipe.map(longer)
+
+
+def _is_whole(lhs, rhs, dimension_numbers) -> bool:
+    """Whether these GEMMs multiply non-empty matrices without a batch axis."""
+    return all(operand.size for operand in (lhs, *rhs)) and not dimension_numbers[1][0]
+
+
+def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:
+    """Merge each group of axes into one axis; without batch axes the result is [rows, columns]."""
+    x = x.transpose(*batch, *rows, *columns)
+    sizes = [math.prod(x.shape[i] for i in group) for group in _groups(batch, rows, columns)]
+    return x.reshape(sizes if batch else sizes[1:])
+
+
+def _groups(*groups) -> list[range]:
+    """Return the positions of consecutive groups of axes."""
+    ends = [sum(len(g) for g in groups[: i + 1]) for i in range(len(groups))]
+    return [range(end - len(g), end) for end, g in zip(ends, groups, strict=True)]
+
+
+def einsum(
+    equation: str,
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    *,
+    recipe: str | Recipe,
+    state: Histories | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    backend: str | None = None,
+    preferred_element_type: Any = None,
+    seeded: bool = False,
+    probe: Probe | None = None,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands through `dot_general`.
+
+    Args:
+      equation: letters only, with the result, such as "bsd,dhk->bshk".
+      lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded, probe: as in
+        `dot_general`.
+
+    Returns:
+      An array with the axes of the equation's result, in lhs's dtype or in
+      `preferred_element_type`.
+
+    Raises:
+      TypeError: for an equation that is not a string, and as `dot_general` does.
+      ValueError: for an equation that is not one GEMM of two arrays or does not fit their shapes,
+        and as `dot_general` does.
+      NotImplementedError: as `dot_general` does.
+
+    Example:
+      >>> x, w = jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8))
+      >>> fp8jax.einsum("bsd,dhk->bshk", x, w, recipe="fp8_rowwise").shape
+      (2, 3, 4, 8)
+      >>> fp8jax.einsum("bsd,dhk", x, w, recipe="fp8_rowwise")
+      Traceback (most recent call last):
+          ...
+      ValueError: expected an equation such as 'bsd,dhk->bshk' ..., got 'bsd,dhk'
+    """
+    a, b, out = parse_equation(equation, lhs, rhs)
+    contract = [c for c in a if c in b and c not in out]
+    batch = [c for c in a if c in b and c in out]
+    result = batch + [c for c in a if c not in b] + [c for c in b if c not in a]
+    dimension_numbers = (
+        ([a.index(c) for c in contract], [b.index(c) for c in contract]),
+        ([a.index(c) for c in batch], [b.index(c) for c in batch]),
+    )
+    y = dot_general(
+        lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend,
+        preferred_element_type=preferred_element_type, seeded=seeded, probe=probe,
+    )  # fmt: skip
+    return y.transpose([result.index(c) for c in out])

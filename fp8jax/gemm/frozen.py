@@ -1,0 +1,270 @@
+"""Kernels that were quantized once, offline, for inference.
+
+Training quantizes the float32 kernel of a linear in every call. A `FrozenKernel` holds what that
+cast, `fwd_w` of the recipe, makes of it: codes and scales, in the layout of the backend. A linear
+whose `kernel` is a `FrozenKernel` quantizes only its activations, by `fwd_x`, and multiplies with
+the stored codes. The results have the bits of the same linear with the float32 kernel. Where a
+recipe leaves activations in high precision (`fp8_block:only=fwd_w`), only the weights are narrow.
+On GPUs, weights_only.py then multiplies most of them, whose sums have another order.
+
+Frozen kernels have a forward only: differentiation raises. A cast that rounds weights
+stochastically makes other codes in every call, so it cannot be frozen.
+
+The linears of a stack of layers have frozen kernels whose leaves have a leading axis of layers, so
+that `lax.scan` runs over them. Where a policy exempts the first or last layers, a `StackedKernel`
+has one part for each stretch of layers: codes for one, high-precision kernels for the others.
+"""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from fp8jax.device import hardware
+from fp8jax.gemm.backends.choice import choose_backend
+from fp8jax.gemm.backends.operands import QuantizedOperand
+from fp8jax.gemm.backends.weights_only import contracting_last, weights_only_matmul
+from fp8jax.gemm.dot import make_context
+from fp8jax.gemm.histories.amax_history import Histories, to_float32
+from fp8jax.gemm.probe import Probe, as_cotangent, combining, deposit
+from fp8jax.gemm.sharding.explicit_axes import is_explicit
+from fp8jax.gemm.sharding.manual_axes import pooled_axes
+from fp8jax.gemm.vjp import VjpContext, forward, quantize_operand, shared_amax
+from fp8jax.numerics.quantization import dequantize
+from fp8jax.numerics.recipe import Recipe
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("operand",), meta_fields=("shape", "backend")
+)
+@dataclasses.dataclass(frozen=True)
+class FrozenKernel:
+    """A kernel [K, N] as the cast `fwd_w` of a recipe has made it.
+
+    Attributes:
+      operand: codes and scales; in a stack of layers, each leaf has a leading axis of layers.
+      shape: (K, N), unpadded.
+      backend: name of the backend that quantized it, and that reads its layout.
+    """
+
+    operand: QuantizedOperand
+    shape: tuple[int, int]
+    backend: str
+
+    def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "K N"]:
+        """Return codes * scales [K, N], of one kernel without an axis of layers."""
+        values_KN = dequantize(self.operand.q, dtype)
+        if self.operand.axis == -1:
+            values_KN = values_KN.T
+        return values_KN[: self.shape[0], : self.shape[1]]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("parts",), meta_fields=("begins",)
+)
+@dataclasses.dataclass(frozen=True)
+class StackedKernel:
+    """The kernels of one linear in a stack of layers, with a part for each stretch of layers.
+
+    Attributes:
+      parts: arrays [layers, K, N], or `FrozenKernel`s with a leading axis of layers.
+      begins: the first layer of each part, and the number of all layers.
+    """
+
+    parts: tuple[Any, ...]
+    begins: tuple[int, ...]
+
+    def part(self, begin: int, end: int) -> Any:
+        """Return the part of layers `begin` to `end` - 1; raises ValueError if there is none."""
+        for part, first, following in zip(self.parts, self.begins, self.begins[1:], strict=False):
+            if (first, following) == (begin, end):
+                return part
+        raise ValueError(
+            f"layers {begin} to {end - 1} run in one recipe, but these kernels were frozen for a"
+            f" policy whose recipes begin at the layers {list(self.begins[:-1])}: freeze for the"
+            " model's own policy"
+        )
+
+
+def _is_node(tree: Any) -> bool:
+    return isinstance(tree, FrozenKernel | StackedKernel)
+
+
+def has_frozen(tree: Any) -> bool:
+    """Whether a tree of variables has frozen kernels."""
+    return any(map(_is_node, jax.tree.leaves(tree, is_leaf=_is_node)))
+
+
+def take_layers(tree: Any, begin: int, end: int) -> Any:
+    """Return layers `begin` to `end` - 1 of a tree whose leaves have a leading axis of layers."""
+
+    def take(node: Any) -> Any:
+        if isinstance(node, StackedKernel):
+            return node.part(begin, end)
+        return jax.tree.map(lambda leaf: leaf[begin:end], node)
+
+    return jax.tree.map(take, tree, is_leaf=_is_node)
+
+
+def layer_of(tree: Any, index: int) -> Any:
+    """Return layer `index` of a tree whose leaves have a leading axis of layers."""
+
+    def take(node: Any) -> Any:
+        if isinstance(node, StackedKernel):
+            at = bisect.bisect_right(node.begins, index) - 1
+            return layer_of(node.parts[at], index - node.begins[at])
+        # Not leaf[index]: that would compile a program for each index.
+        return jax.tree.map(
+            lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), node
+        )
+
+    return jax.tree.map(take, tree, is_leaf=_is_node)
+
+
+# Freezing -----------------------------------------------------------------------------------------
+
+
+def freeze_kernels(
+    kernels: Sequence[Float[Array, "K _"]],
+    recipe: Recipe,
+    states: Sequence[Histories],
+    *,
+    backend: str | None = None,
+    seeded: bool = True,
+) -> tuple[FrozenKernel, ...]:
+    """Quantize kernels that are multiplied with one x, as their forward does.
+
+    Args:
+      kernels: [K, N] each, in float32, or in the dtype of the master weights.
+      recipe: has a cast `fwd_w`.
+      states: the amax histories of each linear, {} without delayed scaling; only read.
+      backend, seeded: as in `dot_general`.
+
+    Raises:
+      ValueError: `fwd_w` rounds stochastically, or leaves weights in high precision.
+      NotImplementedError: the backend cannot run the recipe.
+    """
+    if recipe.fwd_w is None:
+        raise ValueError(f"recipe {recipe.name!r} leaves weights in high precision: nothing to do")
+    if recipe.fwd_w.rounding == "stochastic":
+        raise ValueError(
+            f"recipe {recipe.name!r} rounds weights stochastically, anew in every call: it cannot"
+            " be frozen (rounding=nearest can)"
+        )
+    chosen = choose_backend(backend, recipe)
+    dtype = jnp.dtype(jnp.float32)  # of x, which is not there
+    context = VjpContext(recipe, chosen, dtype, dtype, ("",) * len(kernels), seeded)
+    joint = shared_amax(context, ("fwd_w",), kernels)
+    frozen = []
+    for kernel, histories in zip(kernels, states, strict=True):
+        in_float32 = to_float32(histories)
+        operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, in_float32, None, joint)
+        operand = operands["fwd_w"]
+        assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
+        if _weights_only_on_gpu(recipe):
+            operand = contracting_last(operand)
+        frozen.append(FrozenKernel(operand, (kernel.shape[0], kernel.shape[1]), chosen.name))
+    return tuple(frozen)
+
+
+def _weights_only_on_gpu(recipe: Recipe) -> bool:
+    """Whether weights_only.py may multiply."""
+    return recipe.fwd_x is None and hardware.device().platform == "gpu"
+
+
+# Multiplying --------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _frozen_matmuls(context: VjpContext, x, operands, histories, keys) -> tuple[jax.Array, ...]:
+    """Multiply x [M, K] by each operand [K, N]; quantize x once for all."""
+    in_float32 = tuple(map(to_float32, histories))
+    return forward(context, x, operands, in_float32, keys, {"fwd_x": -1})[0]
+
+
+def _measured_matmuls(
+    context: VjpContext, x, operands, histories, keys, probes: Sequence[Probe | None]
+) -> tuple[jax.Array, ...]:
+    """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
+    arguments = lax.stop_gradient((x, operands, tuple(map(to_float32, histories))))
+    ys, _, _, rows = forward(context, *arguments, keys, {"fwd_x": -1}, probes)
+    return deposit(x, ys, tuple(probes), tuple(map(as_cotangent, probes, rows)))
+
+
+@_frozen_matmuls.defjvp
+def _refuse_derivative(context: VjpContext, primals, tangents):
+    raise NotImplementedError(
+        "frozen kernels have a forward only: differentiate a model with its float32 kernels"
+    )
+
+
+def frozen_dot(
+    x: Float[Array, "*rows K"],
+    kernels: Sequence[Any],
+    *,
+    recipe: Recipe,
+    states: Sequence[Histories],
+    keys: Sequence[Shaped[Array, "..."] | None],
+    backend: str | None = None,
+    preferred_element_type: Any = None,
+    scopes: Sequence[str] | None = None,
+    seeded: bool = False,
+    probes: Sequence[Probe | None] | None = None,
+) -> tuple[Float[Array, "*rows _"], ...]:
+    """Return x times each kernel, as `dot_general_shared` with the kernels that were frozen.
+
+    Other arguments are as there. Amax histories are read and not updated.
+
+    Args:
+      kernels: `FrozenKernel`s, without an axis of layers.
+
+    Raises:
+      ValueError: a kernel was frozen by another cast or for another backend, only some of the
+        kernels are frozen, and as `dot_general` does.
+      NotImplementedError: where it is differentiated, and for arrays on a mesh with explicit axes.
+    """
+    context = make_context(
+        recipe, states, keys, x.dtype, backend=backend, whole=bool(x.size),
+        preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
+    )  # fmt: skip
+    for kernel in kernels:
+        _check_kernel(kernel, context)
+    operands = tuple(kernel.operand for kernel in kernels)
+    codes = [operand.q.values for operand in operands]
+    if any(map(is_explicit, (x, *codes))):
+        raise NotImplementedError(
+            "frozen kernels run on meshes with automatic axes: make the mesh with AxisType.Auto"
+        )
+    context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
+    rows_MK = x.reshape(-1, x.shape[-1])
+    if _weights_only_on_gpu(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
+        multiplying = dataclasses.replace(context.backend, matmul=matmul)
+        context = dataclasses.replace(context, backend=multiplying)
+    arguments = context, rows_MK, operands, tuple(states), tuple(keys)
+    if probes is not None and any(probes):
+        ys = _measured_matmuls(*arguments, tuple(map(combining, probes)))
+    else:
+        ys = _frozen_matmuls(*arguments)
+    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+
+
+def _check_kernel(kernel: Any, context: VjpContext) -> None:
+    """Raises ValueError unless the kernel was frozen for the context's recipe and backend."""
+    if not isinstance(kernel, FrozenKernel):
+        raise ValueError("some of the kernels that share one input are frozen: freeze all or none")
+    if kernel.operand.cast != context.recipe.fwd_w:
+        raise ValueError(
+            f"a kernel was frozen by {kernel.operand.cast}, and recipe {context.recipe.name!r}"
+            f" casts weights by {context.recipe.fwd_w}: freeze for the policy that the model runs"
+        )
+    if kernel.backend != context.backend.name:
+        raise ValueError(
+            f"a kernel was frozen for backend {kernel.backend!r}, and runs in"
+            f" {context.backend.name!r}: freeze with the model's own backend"
+        )

@@ -1,0 +1,1 @@
+"""Amax histories: how they are kept, shared, merged and updated."""

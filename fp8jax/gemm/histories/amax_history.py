@@ -1,0 +1,300 @@
+"""Amax histories: the life of the state of delayed scaling.
+
+A history is a float32 array [H] of one operand ("x", "w" or "g") of one linear layer: its amaxes of
+the last H steps, newest first. `Histories` maps a layer's operands to their histories.
+
+created    Zeros: `init_state` for `dot_general`, `module_histories` for a linen module. A module
+           stores each history as one leaf of flax's collection `_overwrite_with_gradient`
+           (`HISTORIES`).
+read       A delayed cast computes its scale from `stored_amax`, the maximum or the newest amax.
+           Weights that share one x use the largest of their histories of x (`largest_of`).
+recorded   `record` puts this step's amax in front (`record_amax`). The forward records x and w; the
+           backward records g.
+returned   The new histories are the *cotangent* of the old ones: the collection's convention is
+           that the gradient of a leaf is its next value, and flax's own `TrainState` follows it.
+           Histories must never reach clipping, weight decay or an optimizer.
+combined   JAX adds the cotangents of a leaf that is used more than once in a step (a module that is
+           called twice, a loop with shared weights), but the sum of two histories is not a history.
+           `Model = fp8jax.nn.max_combining(Model)` wraps a model so that its histories are float32
+           outside it, and inside it have flax's max-combining dtype, whose addition is the maximum.
+           They are converted once, where they enter the model. Converting in each GEMM was
+           rejected: every call would return float32 before the addition, which is right only for
+           modules that are called once.
+           Max-combining arrays must not leave the model: Orbax cannot save them, and JAX cannot
+           differentiate with respect to them. Over microbatches, `empty_max` and `combine_max`
+           compute the maximum outside the model.
+merged     Between two steps, `merge_history` chooses the new history, or keeps the old one of an
+           operand that recorded nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
+from jax import lax
+from jaxtyping import Array, Float
+
+from fp8jax.gemm.histories.shared_leaf import is_eager
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.tiles import tensor_amax
+
+Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
+
+# The collection of amax histories, by flax's name for it.
+HISTORIES = OVERWRITE_WITH_GRADIENT
+"""The collection of amax histories in linen variables, by flax's name for it.
+
+The gradient of a leaf of this collection is its next value.
+
+Example:
+  >>> variables = fp8jax.nn.Dense(4, "fp8_delayed").init(jax.random.key(0), jnp.ones((2, 8)))
+  >>> jax.tree.map(jnp.shape, variables[fp8jax.nn.HISTORIES])
+  {'g_amax_history': (16,), 'w_amax_history': (16,), 'x_amax_history': (16,)}
+"""
+
+# `seed` (updates.py) runs a model with histories that are longer by this many entries. To modules
+# that skip self-seeding (`seeded=True`) the length says that these histories are empty.
+SEED_ENTRIES = 1
+
+
+# Created ------------------------------------------------------------------------------------------
+
+
+def init_state(recipe: str | Recipe) -> Histories:
+    """Return empty histories for `dot_general`: operand -> float32 zeros [H].
+
+    Args:
+      recipe: a `Recipe` or the name of one, with options if any.
+
+    Returns:
+      A dict of the operands "x", "w" and "g" that the recipe scales by past amaxes; {} if none.
+
+    Raises:
+      TypeError: for what is neither a recipe nor a name.
+      ValueError: for an unknown name or option.
+
+    Example:
+      >>> {k: (h.shape, h.dtype.name) for k, h in fp8jax.init_state("fp8_delayed").items()}
+      {'x': ((16,), 'float32'), 'w': ((16,), 'float32'), 'g': ((16,), 'float32')}
+      >>> fp8jax.init_state("fp8_block")
+      {}
+    """
+    return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}
+
+
+def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
+    """Return the module's histories, operand -> [H]; creates them, empty, in `init`.
+
+    Raises ValueError in `apply` if the variables have no histories for this module.
+    """
+    names = {operand: f"{operand}_amax_history" for operand in recipe.histories}
+    if not module.is_mutable_collection(HISTORIES):
+        missing = [name for name in names.values() if not module.has_variable(HISTORIES, name)]
+        if missing:
+            raise ValueError(_no_histories("/".join(module.path), recipe.name, missing))
+    return {
+        operand: module.variable(HISTORIES, names[operand], jnp.zeros, (length,), jnp.float32).value
+        for operand, length in recipe.histories.items()
+    }
+
+
+def _no_histories(path: str, recipe: str, missing: list[str]) -> str:
+    return (
+        f"module {path or '(the outermost)'!r} runs {recipe!r} and has no {', '.join(missing)} in"
+        f" the variables: pass the collection {HISTORIES!r} of `init` to `apply` next to 'params',"
+        " also with parameters from a BF16 checkpoint; under nn.scan or nn.vmap, name the"
+        " collection in variable_axes or variable_broadcast"
+    )
+
+
+# Read ---------------------------------------------------------------------------------------------
+
+
+def to_float32(histories: Histories) -> Histories:
+    """Return the histories in float32; inside a model they may have the max-combining dtype."""
+    return {k: lax.convert_element_type(v, jnp.float32) for k, v in histories.items()}
+
+
+def stored_amax(history: Float[Array, " H"], cast: Cast) -> Float[Array, ""]:
+    """Return the amax that sets the scale of a delayed cast: the history's maximum or newest."""
+    return largest_amax(history) if cast.amax == "max" else history[0]
+
+
+def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> Histories:
+    """Return the histories to read scales from if the operand's own may be empty.
+
+    An empty history is read as if it were full of `amax`, the operand's own in this step. A history
+    with a negative or NaN entry is read as NaN, which makes the result of the GEMM NaN: something
+    other than the update of histories has changed it, such as an optimizer.
+
+    Costs a pass over the operand before its cast; without it, cast and amax share one pass.
+    """
+    if operand not in histories:
+        return histories
+    history = histories[operand]
+    filled = jnp.where(jnp.any(history > 0), history, amax)
+    return histories | {operand: jnp.where(jnp.all(history >= 0), filled, jnp.nan)}
+
+
+def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:
+    """Return the maximum of a history.
+
+    A short history is halved until one entry is left, which XLA fuses with what follows. A
+    reduction would be a kernel of its own; entries compared one by one would be sixteen slices.
+    """
+    if len(history) > 16:
+        return jnp.max(history)
+    while len(history) > 1:
+        half = (len(history) + 1) // 2  # the halves share the entry in the middle, if there is one
+        history = jnp.maximum(history[:half], history[-half:])
+    return history[0]
+
+
+def largest_of(histories: tuple[Histories, ...]) -> Histories:
+    """Return the elementwise maximum of the histories of several weights that share one x.
+
+    The histories of x are equal if the weights have always shared it.
+    """
+    return functools.reduce(combine_max, histories)
+
+
+# Recorded -----------------------------------------------------------------------------------------
+
+
+def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | None) -> Histories:
+    """Return {operand: its next history}, or {} if the operand has no history.
+
+    Args:
+      x: the operand's array.
+      amax: max|x| where a kernel computed it, or None to compute it here.
+    """
+    if operand not in histories:
+        return {}
+    return {operand: record_amax(histories[operand], tensor_amax(x) if amax is None else amax)}
+
+
+def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
+    """Return the history shifted by one entry, with `amax` in front.
+
+    An amax that is not finite is replaced by the newest stored one.
+    """
+    newest = jnp.where(jnp.isfinite(amax), amax, history[0])
+    return jnp.roll(history, 1).at[0].set(newest)
+
+
+# Returned -----------------------------------------------------------------------------------------
+
+
+def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
+    """Return the cotangent of `histories`: the new histories of all operands, in the old dtypes."""
+    return {k: lax.convert_element_type(new_histories[k], v.dtype) for k, v in histories.items()}
+
+
+# Combined -----------------------------------------------------------------------------------------
+
+
+def to_max_combining(histories: Any) -> Any:
+    """Convert a tree's float32 histories to the dtype in which addition is the maximum.
+
+    Args:
+      histories: any tree of arrays; leaves of other dtypes than float32 stay as they are.
+
+    Returns:
+      A tree of the same structure and shapes. JAX cannot differentiate with respect to it, nor can
+      Orbax save it.
+
+    Example:
+      >>> histories = fp8jax.nn.to_max_combining({"x": jnp.array([3.0, 1.0])})
+      >>> histories["x"].dtype == jnp.float32
+      False
+      >>> jax.lax.convert_element_type(histories["x"], jnp.float32)
+      Array([3., 1.], dtype=float32)
+    """
+    return jax.tree.map(
+        lambda h: lax.convert_element_type(h, fm32) if h.dtype == jnp.float32 else h, histories
+    )
+
+
+def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
+    """Return `module` with histories that combine by maximum over several calls of a submodule.
+
+    Only needed for modules that are called more than once under `nn.remat` or `nn.jit`
+    (shared_leaf.py). The histories are converted on the way in and out. Parameters and the tree of
+    variables do not change, nor do initial values if the returned module is the outermost one.
+
+    Args:
+      module: a class of linen modules.
+
+    Returns:
+      A class that is constructed and called as `module`.
+
+    Raises:
+      ValueError: when the model is differentiated outside `jax.jit`.
+
+    Example:
+      >>> Model = fp8jax.nn.max_combining(fp8jax.nn.Dense)
+      >>> variables = Model(4).init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> jax.tree.map(jnp.shape, variables["params"])
+      {'kernel': (8, 4)}
+      >>> loss = lambda variables: Model(4).apply(variables, jnp.ones((2, 8))).sum()
+      >>> gradients = jax.jit(jax.grad(loss))(variables)
+      >>> gradients[fp8jax.nn.HISTORIES]["x_amax_history"][:3]
+      Array([1., 0., 0.], dtype=float32)
+    """
+
+    def into_max_combining(histories: Any) -> Any:
+        if any(isinstance(h, jax.core.Tracer) and is_eager(h) for h in jax.tree.leaves(histories)):
+            raise ValueError(
+                "max_combining is differentiated outside jax.jit, where JAX can only add histories:"
+                " put jax.jit around jax.grad"
+            )
+        return to_max_combining(histories)
+
+    def from_max_combining(histories: Any) -> Any:
+        return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), histories)
+
+    mapped: Any = nn.map_variables(
+        module, HISTORIES, trans_in_fn=into_max_combining, trans_out_fn=from_max_combining,
+        init=True, mutable=True,
+    )  # fmt: skip
+
+    class MaxCombining(mapped):  # flax's random keys depend on the lifted transformations around
+        def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+            names = [f.name for f in dataclasses.fields(self) if f.init]
+            plain = {name: getattr(self, name) for name in names if name not in ("parent", "name")}
+            return module(**plain, parent=None).init_with_output(*args, **kwargs)
+
+    MaxCombining.__name__ = f"MaxCombining{module.__name__}"
+    return MaxCombining
+
+
+def empty_max(histories: Any) -> Any:
+    """Return a tree like `histories` full of -inf, the neutral element of `combine_max`."""
+    return jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), histories)
+
+
+def combine_max(a: Any, b: Any) -> Any:
+    """Return the elementwise maximum of two trees of float32 histories."""
+    return jax.tree.map(jnp.maximum, a, b)
+
+
+# Merged -------------------------------------------------------------------------------------------
+
+
+def merge_history(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Float[Array, "*L H"]:
+    """Return `new` where it recorded an amax, else `old`; each history (last axis) by itself.
+
+    A GEMM that did not run returns a cotangent that is not a history: zeros if the GEMM was never
+    traced, -inf if it was in the branch not taken (under the max-combining dtype). A new history of
+    zeros only is also ignored: any scale fits a tensor of zeros, so the old history does too.
+    """
+    recorded = jnp.any(new > 0, axis=-1, keepdims=True) & jnp.all(
+        jnp.isfinite(new), axis=-1, keepdims=True
+    )
+    return jnp.where(recorded, new, old)

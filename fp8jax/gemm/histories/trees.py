@@ -1,0 +1,94 @@
+"""Checks of trees of variables and gradients, on structure and shapes alone.
+
+JAX and optax report two trees of different structure by their whole structures. These checks name
+the leaves that differ, by paths such as "params/mlp/kernel".
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lookup import brief
+
+
+def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Return path -> shape of each leaf of a tree."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def check_no_histories_inside(tree: Any) -> None:
+    """Raises TypeError if a tree that is no dict, such as a list or a TrainState, has histories."""
+    for path, _ in jax.tree.leaves_with_path(tree):
+        if any(getattr(key, "key", None) == HISTORIES for key in path):
+            raise TypeError(
+                f"histories must be in dicts of dicts, got them inside a {type(tree).__name__}:"
+                " pass flax's variables {'params': ..., '" + HISTORIES + "': ...}"
+            )
+
+
+def check_same_leaves(what: str, ours: Any, theirs: Any, remedy: str) -> None:
+    """Raises ValueError unless both trees have leaves of the same paths and shapes.
+
+    Args:
+      what: what the two trees are, in the plural.
+      remedy: what to do.
+    """
+    first, second = shapes_of(ours), shapes_of(theirs)
+    differing = sorted(first.keys() ^ second.keys())
+    if differing:
+        path = differing[0]
+        where = "the first" if path in first else "the second"
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise ValueError(f"{what} differ: only {where} have {path!r}{more}; {remedy}")
+    for path, shape in first.items():
+        if shape != second[path]:
+            raise ValueError(
+                f"{what} differ: {path!r} has shape {shape} in the first and {second[path]} in the"
+                f" second; {remedy}"
+            )
+
+
+def check_leading_axis(tree: Any, axes: int) -> None:
+    """Raises ValueError for a leaf with fewer than `axes` axes, of which the first is stacked."""
+    for path, shape in shapes_of(tree).items():
+        if len(shape) < axes:
+            raise ValueError(
+                f"{path!r} has shape {shape} and no leading axis of microbatches: stack the"
+                " gradients, or use fp8jax.merge"
+            )
+
+
+def check_branch(rest: Any, name: str) -> None:
+    """Raises KeyError if the tree, without its histories, lacks the branch of some of them."""
+    if not (hasattr(rest, "keys") and name in rest):
+        raise KeyError(
+            f"the tree has no {name!r}, which the histories have: pass both results of fp8jax.split"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError for what is not an optax optimizer."""
+    if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
+        raise TypeError(
+            f"optimizer must be an optax optimizer, such as optax.adamw(1e-3), got"
+            f" {brief(optimizer)}"
+        )
+
+
+def check_loss(result: Any, has_aux: bool) -> Any:
+    """Return the loss in what a loss function has returned.
+
+    Raises TypeError unless that is a scalar, or (scalar, anything) with `has_aux`.
+    """
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"with has_aux, loss must return (scalar, anything), got {brief(result)}")
+    loss = result[0] if has_aux else result
+    if not isinstance(loss, int | float) and getattr(loss, "shape", None) != ():
+        hint = "; set has_aux=True" if isinstance(loss, tuple) else ""
+        raise TypeError(f"loss must return a scalar, got {brief(loss)}{hint}")
+    return loss

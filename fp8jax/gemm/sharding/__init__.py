@@ -1,0 +1,1 @@
+"""Axes of a mesh that a caller handles itself."""

@@ -1,1 +1,0 @@
-"""The quantized linear layer: amax histories, backends, the one custom VJP, linen modules."""

@@ -1,0 +1,1 @@
+"""The language-model stack: the transformer, its data, training and inference."""

@@ -1,0 +1,390 @@
+"""Chat data: conversations become text, ids, and a mask of what the assistant wrote.
+
+`load_chat_template` reads the template of a Hugging Face folder. `ChatTemplate.example` renders a
+whole conversation to train on, `turns` renders each of the assistant's turns with what came before
+it, and `prompt` renders what a model continues.
+
+The mask says which tokens the assistant writes, so that a loss can be restricted to them. Templates
+with the tag `generation` mark these themselves. For others, such as those of Llama 3.1 and Qwen 3,
+a turn is what the template adds to its own generation prompt:
+
+    prompt   render(messages[:i], add_generation_prompt=True)   …<|im_start|>assistant⏎
+    whole    render(messages[:i + 1])                           …<|im_start|>assistant⏎Hi<|im_end|>⏎
+    turn     the difference                                     Hi<|im_end|>
+
+A turn includes the special token that ends it, since the model has to write it, too. The white
+space after that token does not count: whoever stops at the token never sees it. This works if each
+of these texts begins the text of the whole conversation. Templates that render earlier turns
+differently once later ones follow (Qwen 3's leaves out earlier thinking) are refused by `example`,
+and rendered by `turns`: each turn after what the model will see before it.
+
+Text that spells a special token stays text in a message, as everywhere in this package: only the
+template can write special tokens. A token that a turn contains in part counts as a whole.
+"""
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from jaxtyping import Bool, Int32
+
+from fp8jax.lm.data.bad_examples import BadChatError, Reason
+from fp8jax.lm.data.bpe import BPETokenizer
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.conversation import Message, check_example, check_messages
+from fp8jax.lm.data.template import GUARD, Rendered, Template, read_config, read_source
+from fp8jax.lookup import brief
+
+Spans = Sequence[tuple[int, int]]
+
+_NOTHING = Rendered(text="", spans=())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChatExample:
+    """A rendered conversation.
+
+    Attributes:
+      text: the rendered text.
+      ids: the tokens of the text.
+      mask: which of them the assistant wrote; neither none nor all of them.
+      spans: the begin and end of each of the assistant's turns, as offsets in `text`.
+    """
+
+    text: str
+    ids: Int32[np.ndarray, " length"]
+    mask: Bool[np.ndarray, " length"]
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ChatTemplate:
+    """Renders conversations; `load_chat_template` creates it.
+
+    `fingerprint` is a hex digest of the template and of what it reads besides messages.
+
+    Further arguments of the methods are variables of the template, such as `enable_thinking`.
+    `place` says where messages are from, such as "chats.jsonl, line 3", and begins every error.
+    """
+
+    template: Template
+    tokenizer: BPETokenizer
+    fingerprint: str
+    backend: tokenizers.Tokenizer = dataclasses.field(repr=False)  # recognizes special tokens
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        place: str = "messages",
+        **variables: Any,
+    ) -> Int32[np.ndarray, " length"]:
+        """Returns the ids that a model continues with the assistant's next turn.
+
+        Raises:
+          ValueError: the messages are no conversation (`check_messages`), their last one is the
+            assistant's, or the template refuses them or renders nothing.
+        """
+        check_messages(messages, place)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"{place}: the last message is the assistant's, so it has no turn")
+        text = self._render(messages, tools, variables, place, prompt=True).text
+        ids = self._encode(text, place)[0]
+        if not len(ids):
+            raise ValueError(f"{place}: {self.template.place} makes an empty text of the messages")
+        return ids
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Returns the whole conversation as text.
+
+        Raises:
+          ValueError: the messages are no conversation (`check_messages`), or the template refuses
+            them.
+        """
+        check_messages(messages, "messages")
+        return self._render(messages, None, {}, "messages").text.replace(GUARD, "")
+
+    def example(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        place: str = "messages",
+        **variables: Any,
+    ) -> ChatExample:
+        """Returns the whole conversation, and which of its tokens the assistant wrote.
+
+        Raises:
+          BadChatError: the messages are no example (`check_example`), the template refuses them or
+            renders some turns differently once others follow or leaves out calls of tools, or the
+            mask would hold none or all of the tokens.
+        """
+        check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
+        if self.template.has_tags:
+            rendered = self._render(messages, tools, variables, place)
+            return self._example(rendered.text, rendered.spans, place)
+        text = self._render(messages, tools, variables, place).text
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin, upto = self._turn(messages[: i + 1], tools, variables, place)
+                if not text.startswith(upto):
+                    raise BadChatError(
+                        Reason.TURNS,
+                        f"{place}: the template renders the first {i + 1} messages differently "
+                        f"once others follow, {_difference(upto, text)}: render each turn by "
+                        "itself, with `turns`",
+                    )
+                spans.append((begin, self._end(upto, begin)))
+        return self._example(text, spans, place)
+
+    def turns(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        place: str = "messages",
+        **variables: Any,
+    ) -> list[ChatExample]:
+        """Returns an example for each of the assistant's turns: what came before it, and the turn.
+
+        Its mask holds the last turn only, also for templates with generation tags.
+
+        Raises:
+          BadChatError: as `example`, but turns may be rendered differently once others follow.
+        """
+        check_example(messages, place)
+        self._require_calls(messages, tools, variables, place)
+        examples = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            where = f"{place}, message {i + 1}"
+            part = messages[: i + 1]
+            if self.template.has_tags:
+                before = self._render(messages[:i], tools, variables, where) if i else _NOTHING
+                rendered = self._render(part, tools, variables, where)
+                spans = rendered.spans[len(before.spans) :]
+                examples.append(self._example(rendered.text, spans, where))
+            else:
+                begin, text = self._turn(part, tools, variables, where)
+                examples.append(self._example(text, [(begin, self._end(text, begin))], where))
+        return examples
+
+    def _render(self, messages, tools, variables, place, *, prompt: bool = False) -> Rendered:
+        return self.template.render(
+            messages, tools=tools, add_generation_prompt=prompt, variables=variables, place=place
+        )
+
+    def _require_calls(self, messages, tools, variables, place) -> None:
+        """Raises ValueError if the template leaves out the assistant's calls of tools."""
+        calling = ["tool_calls" in message and bool(message["tool_calls"]) for message in messages]
+        if not any(calling):
+            return
+        text = self._render(messages, tools, variables, place).text
+        without = [
+            {key: value for key, value in message.items() if key != "tool_calls"}
+            for message in messages
+        ]
+        try:
+            same = self._render(without, tools, variables, place).text == text
+        except ValueError:  # the template reads the calls, it fails without them
+            return
+        if same:
+            raise BadChatError(
+                Reason.TEMPLATE,
+                f"{place}: message {calling.index(True) + 1} calls tools, and {self.template.place}"
+                " does not render the calls: take a template that does",
+            )
+
+    def _turn(self, messages, tools, variables, place) -> tuple[int, str]:
+        """Returns where the last message begins in the text of all, and this text."""
+        before = self._render(messages[:-1], tools, variables, place, prompt=True).text
+        text = self._render(messages, tools, variables, place).text
+        if not text.startswith(before):
+            raise BadChatError(
+                Reason.TURNS,
+                f"{place}: message {len(messages)} does not begin as the template's generation "
+                f"prompt does, {_difference(before, text)}: the assistant's turn cannot be found",
+            )
+        return len(before), text
+
+    def _end(self, text: str, begin: int) -> int:
+        """Returns where the turn ends that begins at `begin`: after its last special token."""
+        ends = [found.end() for found in self._special.finditer(text, begin)]
+        return ends[-1] if ends and not text[ends[-1] :].strip() else len(text)
+
+    def _example(self, guarded: str, spans: Spans, place: str) -> ChatExample:
+        """Returns the example of a text with guards, and spans in it."""
+        spans = tuple(
+            (begin - guarded.count(GUARD, 0, begin), end - guarded.count(GUARD, 0, end))
+            for begin, end in spans
+        )
+        text = guarded.replace(GUARD, "")
+        ids, offsets = self._encode(guarded, place)
+        begins, ends = offsets.T
+        mask = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            mask |= (begins < end) & (ends > begin)
+        if not mask.any() or mask.all():
+            what = "all" if mask.any() else "none"
+            raise BadChatError(
+                Reason.SUPERVISION,
+                f"{place}: {what} of the {len(ids)} tokens are the assistant's, in {_brief(text)}",
+            )
+        return ChatExample(text=text, ids=ids, mask=mask, spans=spans)
+
+    def _encode(self, guarded: str, place: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a text with guards, and offsets [length, 2] in the text without them.
+
+        Raises:
+          BadChatError: a message spells a special token, and the tokenizer encodes text differently
+            after one, so that the parts of the text cannot be encoded apart.
+        """
+        text = guarded.replace(GUARD, "")
+        if len(self._special.findall(text)) == len(self._special.findall(guarded)):
+            return self._encode_whole(text)  # no message spells a special token
+        spelled = [token.replace(GUARD, "") for token in self._forged.findall(guarded)]
+        without = self._forged.sub("", guarded).replace(GUARD, "")
+        if not np.array_equal(self._encode_parts(without)[0], self._encode_whole(without)[0]):
+            raise BadChatError(
+                Reason.NOT_TEXT,
+                f"{place}: a message spells a special token, which with this tokenizer cannot be "
+                f"kept text: remove {', '.join(sorted(set(spelled)))}",
+            )
+        return self._encode_parts(guarded)
+
+    def _encode_whole(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return _ids(encoding.ids), _offsets(encoding.offsets)
+
+    def _encode_parts(self, guarded: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encodes special tokens and the texts between them one by one."""
+        ids, offsets, at = [_ids([])], [_offsets([])], 0
+        for i, part in enumerate(re.split(f"({self._special.pattern})", guarded)):
+            part = part.replace(GUARD, "")
+            if i % 2:
+                index = self.backend.token_to_id(part)
+                assert index is not None
+                ids.append(_ids([index]))
+                offsets.append(_offsets([(at, at + len(part))]))
+            else:
+                encoding = self.plain.encode(part, add_special_tokens=False)
+                ids.append(_ids(encoding.ids))
+                offsets.append(_offsets(encoding.offsets) + at)
+            at += len(part)
+        return np.concatenate(ids), np.concatenate(offsets)
+
+    @functools.cached_property
+    def plain(self) -> tokenizers.Tokenizer:
+        """Encodes text that spells special tokens as text, with offsets that leave nothing out."""
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Finds special tokens, the longest where several begin."""
+        return _any_of(self.template.special_tokens)
+
+    @functools.cached_property
+    def _forged(self) -> re.Pattern[str]:
+        """Finds special tokens that a message spells."""
+        return _any_of([token[0] + GUARD + token[1:] for token in self.template.special_tokens])
+
+
+def load_chat_template(
+    folder: str | os.PathLike[str],
+    tokenizer: Tokenizer | None,
+    *,
+    name: str | None = None,
+    now: datetime.datetime | None = None,
+) -> ChatTemplate:
+    """Returns the chat template of a Hugging Face folder.
+
+    Args:
+      folder: has a chat_template.jinja, or a tokenizer_config.json with a chat_template.
+      tokenizer: the folder's tokenizer.
+      name: which of several templates; None for the only one, or the one named default.
+      now: the time that templates write into their texts (Llama 3's write today's date); None for
+        the time of this call. It does not change after that, so the same messages give the same
+        tokens; give one to repeat them on another day.
+
+    Raises:
+      ValueError: the tokenizer is not a BPE, which has the special tokens of templates; or the
+        folder has no template, none of that name, or a damaged one.
+    """
+    folder = Path(folder).expanduser()
+    if not isinstance(tokenizer, BPETokenizer):
+        has = "there is none" if tokenizer is None else f"this one is {tokenizer.name}"
+        raise ValueError(f"{folder}: chat templates need the tokenizer of a tokenizer.json; {has}")
+    source, place = read_source(folder, name)
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    variables, now = _named_tokens(folder), datetime.datetime.now() if now is None else now
+    template = Template.compile(
+        source, place=place, special_tokens=[token.content for token in added if token.special],
+        variables=variables, now=now,
+    )  # fmt: skip
+    reads = json.dumps([source, variables, now.isoformat()], sort_keys=True)
+    return ChatTemplate(
+        template=template, tokenizer=tokenizer, backend=_backend(tokenizer),
+        fingerprint=hashlib.sha256(reads.encode()).hexdigest(),
+    )  # fmt: skip
+
+
+def _backend(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:
+    """Returns a copy of the tokenizer's backend that turns special tokens in a text into ids."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.encode_special_tokens = False
+    # It would add tokens, which are not asked for, and cut white space off the offsets.
+    backend.post_processor = None
+    return backend
+
+
+def _named_tokens(folder: Path) -> dict[str, str]:
+    """Returns bos_token and so on, by the names under which templates read them."""
+    named = {}
+    for key, token in read_config(folder).items():
+        if not key.endswith("_token"):
+            continue
+        if isinstance(token, dict) and "content" in token:
+            token = token["content"]
+        if isinstance(token, str):
+            named[key] = token
+    return named
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Returns a pattern without groups that finds any of the texts, the longest first."""
+    ordered = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+def _ids(ids: Sequence[int]) -> Int32[np.ndarray, " length"]:
+    return np.array(ids, np.int32)
+
+
+def _offsets(offsets: Sequence[tuple[int, int]]) -> Int32[np.ndarray, "length 2"]:
+    return np.array(offsets, np.int32).reshape(-1, 2)
+
+
+def _difference(expected: str, text: str) -> str:
+    """Says where a text stops beginning with what was expected."""
+    at = len(os.path.commonprefix([expected, text]))
+    begin = max(0, at - 20)
+    return f"…{_brief(expected[begin : at + 40])} against …{_brief(text[begin : at + 40])}"
+
+
+def _brief(text: str) -> str:
+    return brief(text.replace(GUARD, ""))

@@ -1,0 +1,84 @@
+"""What the memory of a training step is taken by."""
+
+from typing import Any
+
+from fp8jax.lm.figures.run_files import RunFiles
+from fp8jax.lm.figures.style import NothingToDraw, panels, style
+from fp8jax.lm.records.events import Event
+
+KINDS = {
+    "weights": "weights", "optimizer": "optimizer state", "histories": "FP8 histories",
+    "batch": "batch", "gradients": "gradients, float32",
+    "activations": "activations and work space",
+}  # fmt: skip
+_HATCHES = ("", "//", "xx", "--", "\\\\", "++")
+
+
+def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
+    """Return the memory of each stage's training step on each device, by kind, in GiB.
+
+    The thick line is what XLA allocates in all: less than the kinds add up to where it does not
+    hold all gradients at once. The dashed line is the largest peak that the device reported, with
+    the programs of validation and initialization.
+
+    Args:
+      run: a run; its events have the memory of each stage.
+      dark: whether to draw for dark pages.
+
+    Returns:
+      A `matplotlib.figure.Figure`.
+
+    Raises:
+      NothingToDraw: the run is of a version that did not record it.
+      ImportError: matplotlib is not installed.
+
+    Example:
+      >>> kinds = ["weights", "optimizer", "histories", "batch", "gradients", "activations"]
+      >>> memory = dict.fromkeys([*kinds, "total"], 2**30)
+      >>> stage = {"step": 0, "kind": "stage", "policy": "fp8_block", "memory": memory}
+      >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a", events=[stage])
+      >>> fp8jax.figures.memory_by_kind(run).axes[0].get_xlabel()
+      'memory on each device, GiB'
+    """
+    stages = {
+        event["policy"]: event["memory"] for event in run.events
+        if event["kind"] == Event.STAGE and {"policy", "memory"} <= event.keys()
+    }  # fmt: skip
+    if not stages:
+        raise NothingToDraw(f"{run.name} did not record its memory by kind: it is older")
+    unit, label = _unit(max(memory["total"] for memory in stages.values()))
+    with style(dark=dark) as look:
+        figure, ((axis,),) = panels(1, 1, height=1.2 + 0.5 * len(stages))
+        for row, memory in enumerate(stages.values()):
+            left = 0.0
+            for i, (kind, name) in enumerate(KINDS.items()):
+                axis.barh(
+                    row, memory[kind] / unit, 0.6, left=left, color=look.colors[i],
+                    hatch=_HATCHES[i], edgecolor=look.background, linewidth=0,
+                    label=None if row else name,
+                )  # fmt: skip
+                left += memory[kind] / unit
+            total = memory["total"] / unit
+            axis.vlines(total, row - 0.38, row + 0.38, color=look.text, linewidth=2)
+            axis.text(max(total, left), row, f"  {total:.3g}", va="center")
+        _draw_peak(axis, run, unit, look.muted)
+        axis.set_yticks(range(len(stages)), list(stages))
+        axis.set_ylim(len(stages) - 0.4, -0.6)
+        axis.margins(x=0.1)
+        axis.set_xlabel(f"memory on each device, {label}")
+        axis.set_title(f"{run.name}: memory of a training step; thick line: all that XLA allocates")
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _unit(size: int) -> tuple[int, str]:
+    return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+
+
+def _draw_peak(axis: Any, run: RunFiles, unit: int, color: str) -> None:
+    """Draw the largest peak that the device reported, if it reports any."""
+    name = "peak_memory_bytes"
+    peaks = [line[name] for line in run.metrics if name in line and line[name] is not None]
+    if peaks:
+        peak = max(peaks) / unit
+        axis.axvline(peak, color=color, linestyle="--", label=f"peak of the device, {peak:.3g}")

@@ -1,0 +1,152 @@
+"""Generated text: decoded as it grows, and ended by stop strings.
+
+Stop strings are looked for in decoded text, on the host: a token may hold the end of one and what
+follows it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.inference.generate import Generator, Prompt
+from fp8jax.lm.inference.sampling import Sampling
+
+_UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
+
+STOP_ID, STOP_STRING, LENGTH = "stop id", "stop string", "length"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The text that follows a prompt.
+
+    Attributes:
+      text: up to the stop string, without it.
+      ids: all new ids. They may go a little beyond a stop string.
+      ended_by: `STOP_ID`, `STOP_STRING`, or `LENGTH` for as many tokens as were asked for.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    ended_by: str
+
+
+def complete_text(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    num_tokens: int,
+    *,
+    stop_strings: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[Completion]:
+    """Returns the completion of each of any number of prompts.
+
+    Arguments and errors as in `stream_text`.
+    """
+    seeds, most = range(len(prompts)) if seeds is None else seeds, generator.max_requests
+    found: list[Completion] = []
+    for begin in range(0, len(prompts), most):
+        part = slice(begin, begin + most)
+        streamed = stream_text(
+            generator, tokenizer, prompts[part], sampling, num_tokens, stop_strings=stop_strings,
+            stop_ids=stop_ids, seeds=seeds[part], every=min(8, generator.tokens_per_call),
+        )  # fmt: skip
+        found += [growing.completion() for growing in list(streamed)[-1]]
+    return found
+
+
+def stream_text(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    num_tokens: int,
+    *,
+    stop_strings: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+    every: int = 4,
+) -> Iterator[list["GrowingText"]]:
+    """Yields the texts so far, again and again until all have ended.
+
+    Args:
+      prompts: ids; at most `max_requests` of the generator.
+      stop_strings: strings that end a text; not empty.
+      stop_ids: ids that end a text; None for the tokenizer's EOS.
+      seeds: as in `Generator.generate`.
+      every: tokens between two looks at the texts.
+
+    Raises:
+      ValueError: as `Generator.generate`, and for an empty stop string.
+    """
+    if "" in stop_strings:
+        raise ValueError("a stop string is empty: it would end every text at once")
+    stop_ids = [tokenizer.eos] if stop_ids is None else list(stop_ids)
+    texts = [GrowingText(tokenizer, tuple(stop_strings), tuple(stop_ids)) for _ in prompts]
+    run = generator.start(prompts, sampling, num_tokens, stop_ids, seeds=seeds)
+    for piece in run.pieces(every):
+        for index, (text, ids) in enumerate(zip(texts, piece, strict=True)):
+            text.add(ids)
+            if text.ended_by == STOP_STRING:
+                run.end(index)
+        yield texts
+    for text in texts:
+        text.close()
+    yield texts
+
+
+class GrowingText:
+    """One text that is being generated.
+
+    Attributes:
+      ended_by: as in `Completion`; "" while the text grows.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop_strings: tuple[str, ...], stop_ids: tuple[int, ...]
+    ) -> None:
+        self._tokenizer, self._stop_strings, self._stop_ids = tokenizer, stop_strings, stop_ids
+        self._ids: list[int] = []
+        self._text, self._shown = "", 0
+        self.ended_by = ""
+
+    def add(self, ids: np.ndarray) -> None:
+        """Adds new ids; those behind the end of the text are dropped."""
+        if self.ended_by or not len(ids):
+            return
+        self._ids += ids.tolist()
+        self._text = self._tokenizer.decode(self._ids)
+        found = [at for stop in self._stop_strings if (at := self._text.find(stop)) >= 0]
+        if found:
+            self._text, self.ended_by = self._text[: min(found)], STOP_STRING
+        elif self._ids[-1] in self._stop_ids:
+            self.ended_by = STOP_ID
+
+    def close(self) -> None:
+        """Says that no more ids come."""
+        self.ended_by = self.ended_by or LENGTH
+
+    def fresh(self) -> str:
+        """Returns what has been added since the last call and cannot change any more.
+
+        The beginning of a character, or of a stop string, is held back until what follows is known.
+        """
+        end = len(self._text) if self.ended_by else self._certain()
+        begin, self._shown = self._shown, max(end, self._shown)
+        return self._text[begin : self._shown]
+
+    def _certain(self) -> int:
+        """Returns the length of the text that no further token can change or cut off."""
+        text = self._text.rstrip(_UNFINISHED)
+        for size in range(max(map(len, self._stop_strings), default=1) - 1, 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stop_strings if text[-size:]):
+                return len(text) - min(size, len(text))
+        return len(text)
+
+    def completion(self) -> Completion:
+        return Completion(text=self._text, ids=tuple(self._ids), ended_by=self.ended_by)

@@ -1,0 +1,145 @@
+"""The small files of a Hugging Face folder, and models that are named by such a folder: hf:DIR."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from fp8jax.lm.interop.config_json import load_json, to_model_config, unknown_keys
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.models import model_config, with_overrides
+from fp8jax.lm.records.differences import config_difference
+from fp8jax.lookup import brief
+
+HUGGING_FACE = "hugging_face"  # the folder of a workdir that keeps the small files
+
+_SHAPE = ("config.json", "generation_config.json")
+_BESIDE_TOKENIZER = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *_BESIDE_TOKENIZER)
+
+
+def names_folder(spec: str) -> bool:
+    """Whether a spec is `hf:DIR`, be there such a folder or not."""
+    return spec.startswith("hf:")
+
+
+def as_folder(spec: str) -> Path | None:
+    """Returns the folder that `hf:DIR` names, and None for every other spec.
+
+    Raises:
+      ValueError: DIR is empty, missing, or not a folder.
+    """
+    if not names_folder(spec):
+        return None
+    path = spec.removeprefix("hf:")
+    folder = Path(os.path.expanduser(path))
+    if not path:
+        raise ValueError("hf: needs a folder: give hf:DIR")
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{spec}: {folder} {what}")
+    return folder
+
+
+def shape_of_model(name: str, overrides: Mapping[str, Any]) -> ModelConfig:
+    """Returns the shape of a model of `MODELS`, or of the config.json of `hf:DIR`.
+
+    Args:
+      overrides: fields that replace those of the model; None keeps the model's own.
+
+    Raises:
+      ValueError: there is no such model or folder, or the fields contradict each other.
+    """
+    folder = as_folder(name)
+    if folder is None:
+        return model_config(name, dict(overrides))
+    path = folder / "config.json"
+    config = load_json(path)
+    if (folder / "checkpoints").is_dir() and not config.keys() & {"architectures", "model_type"}:
+        raise ValueError(f"{name} is a workdir, not a Hugging Face folder: name it without hf:")
+    return with_overrides(to_model_config(config, str(path)), overrides)
+
+
+def warn_of_unknown_keys(name: str) -> None:
+    """Logs the keys of the config.json of `hf:DIR` that nobody reads; nothing for other models."""
+    folder = as_folder(name)
+    if folder is not None and (unknown := unknown_keys(load_json(folder / "config.json"))):
+        logging.warning("%s: keys of config.json that are not read: %s", name, ", ".join(unknown))
+
+
+def small_file(folder: Path, name: str) -> Path | None:
+    """Returns the path of a file of the folder, None if there is none."""
+    return folder / name if (folder / name).is_file() else None
+
+
+def copy_small_files(source: Path, target: Path, *, words: bool) -> None:
+    """Copies config.json and generation_config.json, and the tokenizer's files if `words`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (*_SHAPE, *(_TOKENIZER if words else ())):
+        if (found := small_file(source, name)) is not None:
+            shutil.copyfile(found, target / name)
+
+
+def end_ids(folder: Path, vocab_size: int) -> list[int]:
+    """Returns the ids that end a text by the folder's generation_config.json, [] without one.
+
+    Raises ValueError for anything else than an id, a list of ids, or null.
+    """
+    path = small_file(folder, "generation_config.json")
+    settings = {} if path is None else load_json(path)
+    ends = settings["eos_token_id"] if "eos_token_id" in settings else None
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise ValueError(
+            f"{path}: eos_token_id must be ids of tokens, from 0 to {vocab_size - 1}, got "
+            f"{brief(ends)}"
+        )
+    return ids
+
+
+def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
+    """Copies what a run's config names by path into the workdir, so that it needs nothing else.
+
+    These are the config.json of a model `hf:DIR`, and the files of a tokenizer `bpe:PATH`.
+
+    Args:
+      record: the config as JSON has it.
+    """
+    kept = workdir / HUGGING_FACE
+    folder = as_folder(record["model"])
+    if folder is not None and not _same(folder, kept):
+        copy_small_files(folder, kept, words=False)
+    kind, _, path = record["tokenizer"].partition(":")
+    if kind == "bpe" and not _same(Path(path).expanduser().parent, kept):
+        _copy_tokenizer(Path(path).expanduser(), kept)
+
+
+def kept_differences(record: Mapping[str, Any], workdir: Path) -> list[str]:
+    """Returns how the model `hf:DIR` of a config differs from the one that a workdir keeps."""
+    kept = workdir / HUGGING_FACE / "config.json"
+    if as_folder(record["model"]) is None or not kept.is_file():
+        return []
+    overrides = record["model_overrides"]
+    before = dataclasses.asdict(shape_of_model(f"hf:{kept.parent}", overrides))
+    now = dataclasses.asdict(shape_of_model(record["model"], overrides))
+    return config_difference(before, now)
+
+
+def _same(folder: Path, other: Path) -> bool:
+    return other.exists() and folder.samefile(other)
+
+
+def _copy_tokenizer(path: Path, target: Path) -> None:
+    """Copies a tokenizer.json of any name, and the files beside it that belong to it."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _BESIDE_TOKENIZER:
+        if (found := small_file(path.parent, name)) is not None:
+            shutil.copyfile(found, target / name)
+    shutil.copyfile(path, target / "tokenizer.json")

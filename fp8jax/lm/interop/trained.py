@@ -1,0 +1,280 @@
+"""A model with its weights and its tokenizer, from a run's workdir or a Hugging Face folder."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from fp8jax.device.mesh import tree_shardings
+from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.interop.folders import (
+    HUGGING_FACE,
+    as_folder,
+    names_folder,
+    shape_of_model,
+    small_file,
+    warn_of_unknown_keys,
+)
+from fp8jax.lm.interop.read import (
+    check_tensors,
+    dropped_tensors,
+    grouped,
+    not_finite,
+    open_tensors,
+    read_tree,
+)
+from fp8jax.lm.interop.tensor_names import HEAD
+from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
+from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_float32
+from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.run_checkpoint import NAMES, PARAMS, require_version
+from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.policy import Policy
+from fp8jax.numerics.schedule import as_schedule
+
+_HISTORIES = "histories"  # name of the checkpoint's item
+_READ = (PARAMS, _HISTORIES)  # all that is read of a checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model that is ready to be applied.
+
+    Attributes:
+      model: with the policy that was asked for, or the one that trained the weights. A delayed
+        policy without histories of its own in the checkpoint is in its seeding form: its casts take
+        current amaxes.
+      variables: {"params": …}, float32, and `HISTORIES` if the policy has delayed scaling.
+      tokenizer: None if the folder has none.
+      name: the workdir or folder, for people.
+      record: the run's config as JSON has it; None if no run trained the weights.
+      step: finished steps of the run; 0 without one.
+      files: where the small files of a Hugging Face folder are; None if nowhere.
+      prefix: what the tensors' names begin with in the folder that the weights come from; None for
+        the family's own.
+      stored_head: whether that folder stored a tied head, too.
+    """
+
+    model: Transformer
+    variables: dict[str, Any]
+    tokenizer: Tokenizer | None
+    name: str
+    record: dict[str, Any] | None
+    step: int = 0
+    files: Path | None = None
+    prefix: str | None = None
+    stored_head: bool = False
+
+
+def load_model(
+    source: str,
+    *,
+    precision: str | None = None,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    backend: str | None = None,
+    attention: Any = None,
+) -> TrainedModel:
+    """Returns the model of a workdir or of a Hugging Face folder, with its weights.
+
+    The optimizer's state is not read.
+
+    Args:
+      source: a workdir of a run or of a conversion, or `hf:DIR`.
+      precision: a policy; None for the one that trained the weights, bf16 for a folder.
+      step: which checkpoint of a workdir; None for the newest sound one.
+      mesh: shards the variables as training does; None puts them on the first device.
+      backend, attention: of the `Transformer`.
+
+    Raises:
+      ValueError: there is no model, it cannot be read, or weights are NaN or infinite; the message
+        has the path. A name is unknown, or the policy does not fit the model.
+      DamagedError: all checkpoints of a workdir are damaged.
+    """
+    folder = as_folder(source)
+    if folder is not None:
+        if step is not None:
+            raise ValueError(f"step={step} is for workdirs: {source} has no checkpoints")
+        return _load_folder(folder, precision or "bf16", mesh, backend, attention)
+    return _load_workdir(Path(source), precision, step, mesh, backend, attention)
+
+
+def _load_folder(
+    folder: Path, precision: str, mesh: Mesh | None, backend: Any, attention: Any
+) -> TrainedModel:
+    shape = shape_of_model(f"hf:{folder}", {})
+    warn_of_unknown_keys(f"hf:{folder}")
+    policy = as_policy(precision)
+    found = small_file(folder, "tokenizer.json")
+    words = None if found is None else tokenizer(f"bpe:{found}")
+    _check(shape, policy, words, mesh, str(folder))
+    model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
+    files = open_tensors(folder)
+    prefix = check_tensors(files, shape)
+    if dropped := dropped_tensors(files, shape):
+        logging.info("%s: tensors that are computed, not read: %s", folder, grouped(dropped))
+    params = read_tree(files, shape, prefix, shardings["params"], np.float32)
+    variables = {"params": params, **_empty_histories(model, shardings)}
+    return TrainedModel(
+        model=model, variables=variables, tokenizer=words, name=str(folder), record=None,
+        files=folder, prefix=prefix, stored_head=shape.tie_embeddings and HEAD in files.shapes,
+    )  # fmt: skip
+
+
+def _load_workdir(
+    workdir: Path, precision: str | None, step: int | None, mesh: Mesh | None, backend: Any,
+    attention: Any,
+) -> TrainedModel:  # fmt: skip
+    with Checkpointer(workdir / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
+        found, meta = read_record(checkpointer, workdir, step)
+        record = meta["config"] if "config" in meta else None
+        shape = shape_of_workdir(workdir, record)
+        policy, own = _policy(record, found, precision, workdir)
+        words = tokenizer_of_workdir(workdir, record)
+        _check(shape, policy, words, mesh, str(workdir))
+        model, shardings, boxed = _model(shape, policy, own, mesh, backend, attention)
+        dtype = jnp.float32 if record is None else MASTER_WEIGHTS[record["master_weights"]]
+        items = {PARAMS: _abstract(boxed["params"], shardings["params"], dtype)}
+        if own and HISTORIES in boxed:
+            items[_HISTORIES] = _abstract(boxed[HISTORIES], shardings[HISTORIES], jnp.float32)
+        restored = checkpointer.restore(items, at_most=found, only=_READ)
+    assert restored is not None and restored.step == found
+    refuse_not_finite(restored.arrays[PARAMS], workdir)
+    variables = {"params": to_float32(restored.arrays[PARAMS])}
+    if _HISTORIES in items:
+        variables[HISTORIES] = restored.arrays[_HISTORIES]
+    else:
+        variables |= _empty_histories(model, shardings)
+    return TrainedModel(
+        model=model, variables=variables, tokenizer=words, name=str(workdir), record=record,
+        step=found, files=workdir / HUGGING_FACE, **(meta[NAMES] if NAMES in meta else {}),
+    )  # fmt: skip
+
+
+def read_record(
+    checkpointer: Checkpointer, workdir: Path, step: int | None
+) -> tuple[int, dict[str, Any]]:
+    """Returns step and meta of the checkpoint `step`, or of the newest sound one.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or another version wrote it.
+      DamagedError: all checkpoints are damaged.
+    """
+    if not (workdir / "checkpoints").is_dir():
+        what = "has no checkpoints" if workdir.is_dir() else "is not a folder"
+        raise ValueError(f"{workdir} {what}: name the workdir of a run, or hf:DIR")
+    newest = checkpointer.read_meta(at_most=step, only=_READ)
+    if newest is None or (step is not None and newest[0] != step):
+        wanted = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
+        raise ValueError(f"{workdir} has {wanted}")
+    require_version(*newest)
+    return newest
+
+
+def refuse_not_finite(params: Any, workdir: Path) -> None:
+    """Raises ValueError with the parameters of a workdir that have NaN or infinities."""
+    sound = jax.device_get(_finite(params))
+    damaged = [
+        jax.tree_util.keystr(keys, simple=True, separator="/")
+        for keys, is_sound in jax.tree_util.tree_leaves_with_path(sound)
+        if not is_sound
+    ]
+    if damaged:
+        raise not_finite(workdir, damaged)
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    """Returns for each array whether all of its elements are finite, bool []."""
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+
+
+def shape_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> ModelConfig:
+    """Returns the shape of the model in a workdir, from what lies in the workdir alone."""
+    kept = workdir / HUGGING_FACE
+    if record is None:
+        return shape_of_model(f"hf:{kept}", {})
+    name = f"hf:{kept}" if names_folder(record["model"]) else record["model"]
+    return shape_of_model(name, record["model_overrides"])
+
+
+def tokenizer_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> Tokenizer | None:
+    """Returns the tokenizer of a workdir: the run's, or that of the converted folder."""
+    if record is not None and record["tokenizer"] == "bytes":
+        return tokenizer("bytes")
+    kept = small_file(workdir / HUGGING_FACE, "tokenizer.json")
+    if kept is not None:
+        return tokenizer(f"bpe:{kept}")
+    return None if record is None else tokenizer(record["tokenizer"])
+
+
+def _policy(
+    record: Mapping[str, Any] | None, step: int, precision: str | None, workdir: Path
+) -> tuple[Policy, bool]:
+    """Returns the policy, and whether the checkpoint's histories are those of this policy."""
+    if record is None:
+        return as_policy(precision or "bf16"), False
+    trained_in = as_schedule(record["precision"], record["precision_schedule"]).policy_of(
+        step, record["num_steps"]
+    )
+    if precision is None and record["size_gate"]:
+        raise ValueError(
+            f"{workdir} was trained with size_gate=True, so that its linears' recipes depend on the"
+            " device: name a precision"
+        )
+    policy = trained_in if precision is None else as_policy(precision)
+    return policy, policy == trained_in and not record["size_gate"]
+
+
+def _check(
+    shape: ModelConfig, policy: Policy, words: Tokenizer | None, mesh: Mesh | None, name: str
+) -> None:
+    policy.check(shape.modules, shape.n_layers)
+    if words is not None and words.vocab_size > shape.vocab_size:
+        raise ValueError(
+            f"{name}: vocab_size={shape.vocab_size} of the model is less than the tokenizer's"
+            f" {words.vocab_size}"
+        )
+    if mesh is not None:
+        shape.check_mesh(mesh.shape["tensor"])
+
+
+def _model(
+    shape: ModelConfig, policy: Policy, own: bool, mesh: Mesh | None, backend: Any, attention: Any
+) -> tuple[Transformer, Any, Any]:
+    """Returns the model, the shardings of its variables, and their boxed abstract arrays."""
+    model = Transformer(shape, policy if own else policy.seeding(), backend, attention)
+    boxed = abstract_variables(model)
+    if mesh is not None:
+        return model, tree_shardings(boxed, mesh), boxed
+    first = SingleDeviceSharding(jax.devices()[0])
+    return model, jax.tree.map(lambda leaf: first, nn.meta.unbox(boxed)), boxed
+
+
+def _abstract(boxed: Any, shardings: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+        nn.meta.unbox(boxed), shardings,
+    )  # fmt: skip
+
+
+def _empty_histories(model: Transformer, shardings: Any) -> dict[str, Any]:
+    """Returns the collection of histories, all zeros; {} for a policy without any."""
+    if HISTORIES not in shardings:
+        return {}
+    shapes = abstract_variables(model)[HISTORIES]
+    zeros = jax.tree.map(
+        lambda leaf, sharding: jax.device_put(np.zeros(leaf.shape, np.float32), sharding),
+        nn.meta.unbox(shapes), shardings[HISTORIES],
+    )  # fmt: skip
+    return {HISTORIES: zeros}

@@ -1,0 +1,209 @@
+"""The shape of a transformer, and what follows from it: its linears, its checks, its FLOPs.
+
+One decoder serves all model families. The fields of `ModelConfig` tell them apart:
+
+    family      norm   MLP        positions            biases  q and k    head
+    GPT-2       layer  gelu_tanh  learned              all     plain      tied
+    GPT (111M   layer  gelu       learned              all     plain      tied
+     to 13B)
+    Llama 2, 3  rms    swiglu     RoPE                 none    plain      its own
+    Qwen 2, 2.5 rms    swiglu     RoPE, theta 1e6      q k v   plain      tied if small
+    Qwen 3      rms    swiglu     RoPE, theta 1e6      none    normalized tied if small
+
+models.py has the sizes of each family, and their sources.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from fp8jax.lm.model.rope import ROPE_SCALINGS, RopeScaling
+from fp8jax.lookup import lookup
+from fp8jax.numerics.module_paths import MODULES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP:
+    """A kind of MLP.
+
+    Attributes:
+      gated: the hidden activations are activation(gate) * up if True, else activation(up).
+      activation: an elementwise function.
+      smooth: before "down" quantizes its input, each channel is divided by the power of two just
+        below its amax: Smooth-SwiGLU (arXiv 2409.12517).
+
+    Raises:
+      ValueError: smooth without SwiGLU.
+    """
+
+    gated: bool
+    activation: Callable[[Float[Array, "..."]], Float[Array, "..."]]
+    smooth: bool = False
+
+    def __post_init__(self):
+        if self.smooth and not (self.gated and self.activation is jax.nn.silu):
+            raise ValueError(f"smooth=True needs a gated MLP with SiLU, got {self}")
+
+    @property
+    def fusible(self) -> bool:
+        """Whether `fused_mlp` can compute it: it knows SwiGLU without smoothing."""
+        return self.gated and self.activation is jax.nn.silu and not self.smooth
+
+
+MLPS = {
+    "swiglu": MLP(gated=True, activation=jax.nn.silu),
+    "smooth_swiglu": MLP(gated=True, activation=jax.nn.silu, smooth=True),
+    "gelu": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_tanh": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=True)),
+}
+
+
+# Name -> the linears that have a bias. A LayerNorm has its own bias, whatever this says.
+BIASES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "qkv": MODULES[:3],
+    "all": MODULES[:-1],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a `Transformer`.
+
+    Attributes:
+      vocab_size: V, rows of the embedding and outputs of the head; may exceed the tokenizer's.
+      d_model: D, width of the residual stream.
+      n_layers: number of layers.
+      n_heads: N, number of query heads.
+      n_kv_heads: K, number of key and value heads; divides N.
+      d_ff: F, hidden width of the MLP.
+      head_dim: H, size of a head.
+      norm: a key of `NORMS` (norms.py).
+      norm_eps: added to the variance by the norms.
+      mlp: a key of `MLPS`.
+      biases: a key of `BIASES`.
+      qk_norm: queries and keys are RMS-normalized, head by head, before they are rotated.
+      tie_embeddings: the head uses the embedding as its kernel.
+      learned_positions: rows of the table of learned positions; 0 for rotary positions.
+      rope_theta: base of the rotary wavelengths.
+      rope_scaling: how RoPE is extended, a `RopeScaling` or a key of `ROPE_SCALINGS` (rope.py),
+        which the constructor resolves; or None.
+
+    Raises:
+      ValueError: a field is out of range or unknown, or two fields contradict each other.
+
+    Example:
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_kv_heads=4)
+      >>> config.linears["layers/mlp/down"]  # inputs, outputs
+      (384, 128)
+      >>> dataclasses.replace(config, n_kv_heads=3)
+      Traceback (most recent call last):
+          ...
+      ValueError: n_heads=4 is not a multiple of n_kv_heads=3
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_ff: int
+    head_dim: int
+    norm: str = "rms"
+    norm_eps: float = 1e-5
+    mlp: str = "swiglu"
+    biases: str = "none"
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    learned_positions: int = 0
+    rope_theta: float = 10_000.0
+    rope_scaling: Any = None
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "head_dim",
+            "norm_eps", "rope_theta",
+        ):  # fmt: skip
+            if not 0 < getattr(self, name) < math.inf:  # also refuses NaN
+                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+            )
+        lookup("MLP", self.mlp, MLPS)
+        lookup("choice of biases", self.biases, BIASES)
+        if self.learned_positions < 0:
+            raise ValueError(f"learned_positions={self.learned_positions} is negative")
+        for name, unset in (("rope_theta", 1e4), ("rope_scaling", None)):
+            if self.learned_positions and getattr(self, name) != unset:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is for rotary positions, but this model has "
+                    f"learned_positions={self.learned_positions}"
+                )
+        if not self.learned_positions and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            scaling = lookup("RoPE scaling", self.rope_scaling, ROPE_SCALINGS)
+            object.__setattr__(self, "rope_scaling", scaling)
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Path -> (input features, output features) of the linears of one layer and of the head.
+
+        The order is that of `MODULES`. There is no gate if the MLP is not gated.
+        """
+        d, f = self.d_model, self.d_ff
+        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        sizes = {
+            "layers/attention/q": (d, queries),
+            "layers/attention/k": (d, keys),
+            "layers/attention/v": (d, keys),
+            "layers/attention/o": (queries, d),
+            "layers/mlp/gate": (d, f),
+            "layers/mlp/up": (d, f),
+            "layers/mlp/down": (f, d),
+            "lm_head": (d, self.vocab_size),
+        }
+        assert tuple(sizes) == MODULES
+        if not MLPS[self.mlp].gated:
+            del sizes["layers/mlp/gate"]
+        return sizes
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the linears of this model."""
+        return tuple(self.linears)
+
+    def check_mesh(self, tensor: int) -> None:
+        """Raises ValueError unless `tensor` devices can share the heads equally."""
+        for name in ("n_heads", "n_kv_heads"):
+            if getattr(self, name) % tensor:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} does not divide over tensor={tensor} devices"
+                )
+
+    def check_length(self, seq_len: int) -> None:
+        """Raises ValueError if rows are longer than the table of learned positions."""
+        if self.learned_positions and seq_len > self.learned_positions:
+            raise ValueError(
+                f"{seq_len=} is more than the model's learned_positions={self.learned_positions}: "
+                "use shorter rows"
+            )
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Returns the model FLOPs of training on one token, forward and backward.
+
+    Recomputed values are not counted. Each weight of a linear takes 6 FLOPs. Causal attention takes
+    6 * seq_len * N * H in each layer (scores and values, over half of the square). Looking up the
+    embedding is free; a tied head still counts as a linear.
+    """
+    c = config
+    counts = {path: 1 if path == "lm_head" else c.n_layers for path in c.linears}
+    weights = sum(counts[path] * k * n for path, (k, n) in c.linears.items())
+    return 6 * weights + 6 * c.n_layers * seq_len * c.n_heads * c.head_dim

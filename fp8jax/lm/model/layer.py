@@ -1,0 +1,318 @@
+"""One layer of the decoder: attention, then an MLP, each with a norm before and a residual after.
+
+Legend: B batch, L length, D residual width, N query heads, K key and value heads, H head size,
+F hidden width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from fp8jax.device.mesh import constrain
+from fp8jax.gemm.frozen import FrozenKernel, has_frozen
+from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
+from fp8jax.gemm.modules import Dense, add_bias, together
+from fp8jax.gemm.probe import TELEMETRY, module_probe, watched
+from fp8jax.gemm.promotable import promotable_dot
+from fp8jax.lm.model.attention import Implementation, choose_attention
+from fp8jax.lm.model.cache import KVCache, attend_cached, written
+from fp8jax.lm.model.config import BIASES, MLPS, ModelConfig
+from fp8jax.lm.model.norms import RMSNorm, norm_layer
+from fp8jax.lm.model.rope import rotate
+from fp8jax.numerics.formats import folded, power_of_two_below
+from fp8jax.numerics.module_paths import MODULES
+from fp8jax.numerics.names import as_recipe
+from fp8jax.numerics.policy import Policy
+
+# A collection: float32 [n_layers] amaxes, one leaf for each output inside a layer.
+AMAXES = "amaxes"
+# The leaf of "mlp" in it, and in `TELEMETRY`, for the input of "down": the output of SwiGLU.
+HIDDEN = "hidden"
+
+
+class LinearSpec(NamedTuple):
+    """A linear of a layer.
+
+    Attributes:
+      name, features: of the linear and its output.
+      axes: logical axes of its kernel.
+      requantize: as in `Dense`.
+    """
+
+    name: str
+    features: int
+    axes: tuple[str, str]
+    requantize: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Linears:
+    """Creates and applies the linears of one part of a layer, attention or MLP.
+
+    The linears become submodules of the flax module that calls this object. A linear's path is
+    `path`/name; it decides the recipe, the bias and the random key.
+
+    Attributes:
+      config, policy, backend: as in `Transformer`.
+      path: path of the part, such as "layers/mlp".
+      key: random key of the layer, or None.
+      high: policy of promoted layers, or None.
+      promoted: bool [], whether this layer is promoted; None where no layer ever is.
+      real_BL: bool [B, L], False for positions that carry zeros into every linear; None for none.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    backend: str | None
+    path: str
+    key: Any
+    high: Policy | None = None
+    promoted: Any = None
+    real_BL: Any = None
+
+    def __call__(self, x, *linears: LinearSpec, input_scale=None) -> tuple[Array, ...]:
+        """Applies each linear to x [..., K]; returns one array [..., features] for each.
+
+        Args:
+          input_scale: powers of two [K] by which x is divided before it is quantized, see `Dense`.
+
+        Raises:
+          ValueError: an input scale in a layer that can be promoted.
+        """
+        x = self.masked(x)
+        layers = [self.layer(linear) for linear in linears]
+        if self.promoted is not None and self.high is not None:
+            if input_scale is not None:
+                raise ValueError(
+                    "a layer with mlp='smooth_swiglu' cannot be promoted: use another mlp or turn "
+                    "promotions off"
+                )
+            return tuple(self._promotable(layer, x, self.high) for layer in layers)
+        return together(layers, x, self.keys(linear.name for linear in linears), input_scale)
+
+    def masked(self, x_BLK):
+        """Returns x with zeros in the positions that are not real."""
+        return x_BLK if self.real_BL is None else jnp.where(self.real_BL[..., None], x_BLK, 0)
+
+    def layer(self, linear: LinearSpec) -> Dense:
+        """Returns the linear's module."""
+        path = self._path_of(linear.name)
+        # The outputs of "o" and "down" are added to the residual stream, whose variance grows with
+        # each of the 2 * n_layers additions: so their kernels start smaller (GPT-2).
+        shrink = math.sqrt(2 * self.config.n_layers) if linear.name in ("o", "down") else 1.0
+        return Dense(
+            linear.features, self.policy.recipe(path), self.backend,
+            path in BIASES[self.config.biases],
+            kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=linear.axes,
+            seeded=True, requantize=linear.requantize, name=linear.name,
+        )  # fmt: skip
+
+    def keys(self, names: Iterable[str]) -> list[Any]:
+        """Returns the random key of each linear: the layer's, folded with its place in MODULES."""
+        return [fold_in(self.key, MODULES.index(self._path_of(name))) for name in names]
+
+    def _path_of(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def _promotable(self, layer: Dense, x, high: Policy) -> Array:
+        """Applies the linear in its own recipe, or in that of `high` if the layer is promoted."""
+        name = str(layer.name)
+        kernel, bias, histories = layer.variables_for(x.shape[-1])
+        if isinstance(kernel, FrozenKernel):
+            raise ValueError(f"layers with frozen kernels cannot be promoted: {name!r} is frozen")
+        (key,) = self.keys([name])
+        y = promotable_dot(
+            x, kernel, self.promoted, low=as_recipe(layer.recipe),
+            high=high.recipe(self._path_of(name)), state=histories, key=key,
+            backend=self.backend, scope=name, probe=module_probe(layer),
+        )  # fmt: skip
+        return add_bias(y, bias)
+
+    def fuses(self, x) -> bool:
+        """Whether gate, up and down can run as one `fused_mlp`.
+
+        Its kernels have no biases and no promotions, and gate and up share a recipe.
+        """
+        if self.promoted is not None:
+            return False
+        gate, up, down = (self._path_of(name) for name in ("gate", "up", "down"))
+        recipe = self.policy.recipe(gate)
+        if self.policy.recipe(up) != recipe:
+            return False
+        if not {gate, up, down}.isdisjoint(BIASES[self.config.biases]):
+            return False
+        return can_fuse_mlp(recipe, self.policy.recipe(down), self.backend, x.dtype)
+
+    def gated(self, x, gate: LinearSpec, up: LinearSpec, down: LinearSpec) -> Array:
+        """Returns down(silu(gate(x)) * up(x)), computed by `fused_mlp`; only where `fuses(x)`."""
+        x = self.masked(x)
+        linears = (gate, up, down)
+        layers = [self.layer(linear) for linear in linears]
+        input_sizes = (x.shape[-1], x.shape[-1], up.features)
+        kernels, states = [], []
+        for layer, size in zip(layers, input_sizes, strict=True):
+            kernel, _, histories = layer.variables_for(size)
+            kernels.append(kernel)
+            states.append(histories)
+        names = [linear.name for linear in linears]
+        return fused_mlp(
+            x, tuple(kernels), recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
+            states=tuple(states), keys=self.keys(names), backend=self.backend, scopes=names,
+        )  # fmt: skip
+
+
+class Attention(nn.Module):
+    """Causal attention with its projections q, k, v and o.
+
+    Attributes:
+      config: shape of the model.
+      linears: creates the projections.
+      implementation: as in `dot_product_attention`.
+    """
+
+    config: ModelConfig
+    linears: Linears
+    implementation: str | Implementation | None
+
+    @nn.compact
+    def __call__(self, x_BLD, segments_BL, positions_BL, cache=None):
+        """Returns y; with a cache, also the cache with the new tokens."""
+        c = self.config
+
+        def split_heads(y, heads: int):
+            return y.reshape(*y.shape[:2], heads, c.head_dim)
+
+        q, k, v = self.linears(
+            x_BLD,
+            LinearSpec("q", c.n_heads * c.head_dim, ("embed", "heads")),
+            LinearSpec("k", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
+            LinearSpec("v", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
+        )
+        q_BLNH, k_BLKH = split_heads(q, c.n_heads), split_heads(k, c.n_kv_heads)
+        if c.qk_norm:
+            q_BLNH = RMSNorm(c.norm_eps, name="q_norm")(q_BLNH)
+            k_BLKH = RMSNorm(c.norm_eps, name="k_norm")(k_BLKH)
+        if not c.learned_positions:
+            q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
+            k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
+        v_BLKH = split_heads(v, c.n_kv_heads)
+        updated, keeps_y = None, False
+        if cache is not None:
+            updated = written(cache, k_BLKH, v_BLKH, positions_BL, segments_BL > 0)
+        if updated is None or cache.fresh:
+            chosen = choose_attention(self.implementation, q_BLNH)
+            y_BLNH = chosen.attend(q_BLNH, k_BLKH, v_BLKH, segments_BL)
+            keeps_y = chosen.saves_output
+        else:
+            y_BLNH = attend_cached(q_BLNH, updated, positions_BL)
+        y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
+        o = LinearSpec("o", c.d_model, ("heads", "embed"), requantize=keeps_y)
+        y = self.linears(y, o)[0]
+        return y if cache is None else (y, updated)
+
+
+class FeedForward(nn.Module):
+    """The MLP, with its linears gate (if gated), up and down.
+
+    Attributes:
+      config: shape of the model.
+      linears: creates the linears.
+    """
+
+    config: ModelConfig
+    linears: Linears
+
+    @nn.compact
+    def __call__(self, x_BLD):
+        mlp, features = MLPS[self.config.mlp], self.config.d_ff
+        gate = LinearSpec("gate", features, ("embed", "mlp"))
+        up = LinearSpec("up", features, ("embed", "mlp"))
+        down = LinearSpec("down", self.config.d_model, ("mlp", "embed"))
+        # The fused kernels never write the hidden activations, which a watched layer reports.
+        watching = self.is_mutable_collection("intermediates") or TELEMETRY in self.variables
+        separate = self.is_initializing() or watching or has_frozen(self.variables)
+        if mlp.fusible and not separate and self.linears.fuses(x_BLD):
+            return self.linears.gated(x_BLD, gate, up, down)
+        if mlp.gated:
+            gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
+            hidden_BLF = _recomputed(lambda gate, up: mlp.activation(gate) * up)(gate_BLF, up_BLF)
+        else:
+            (up_BLF,) = self.linears(x_BLD, up)
+            hidden_BLF = _recomputed(mlp.activation)(up_BLF)
+        hidden_BLF = self.linears.masked(constrain(hidden_BLF, "batch", "length", "mlp"))
+        self.sow("intermediates", HIDDEN, hidden_BLF)
+        if self.has_variable(TELEMETRY, HIDDEN):
+            hidden_BLF = watched(hidden_BLF, self.get_variable(TELEMETRY, HIDDEN))
+        scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
+        return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
+
+
+def _recomputed(activation):
+    """Saves only the arguments: a scan would store every value in between for every layer."""
+    return jax.checkpoint(activation, prevent_cse=False)
+
+
+def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
+    """Returns the power of two just below each channel's amax; 1 where that is 0, inf or NaN."""
+    amax_F = jnp.max(jnp.abs(x_BLF), axis=(0, 1)).astype(jnp.float32)
+    scale_F = power_of_two_below(lax.stop_gradient(amax_F))
+    return jnp.where(jnp.isfinite(scale_F) & (scale_F > 0), scale_F, 1.0)
+
+
+class Block(nn.Module):
+    """One layer.
+
+    Attributes:
+      config: shape of the model.
+      policy: decides the recipes of the layer's linears by their paths.
+      backend, attention: as in `Transformer`.
+      high: policy of the layer while it is promoted, or None.
+      zero_padding: as in `Transformer`.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    backend: str | None
+    attention: str | Implementation | None
+    high: Policy | None = None
+    zero_padding: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B L D"],
+        segments_BL: Int[Array, "B L"],
+        positions_BL: Int[Array, "B L"],
+        key: Shaped[Array, "..."] | None = None,
+        promoted: Bool[Array, ""] | None = None,
+        cache: KVCache | None = None,
+    ) -> Float[Array, "B L D"] | tuple[Float[Array, "B L D"], KVCache]:
+        """Returns the layer's output; with a cache, also the cache with the new tokens."""
+        c, real_BL = self.config, segments_BL > 0 if self.zero_padding else None
+
+        def linears(part: str) -> Linears:
+            path = f"layers/{part}"
+            return Linears(c, self.policy, self.backend, path, key, self.high, promoted, real_BL)
+
+        y = norm_layer(c, "attention_norm")(x_BLD)
+        attention = Attention(c, linears("attention"), self.attention, name="attention")
+        if cache is None:
+            y = attention(y, segments_BL, positions_BL)
+        else:
+            y, cache = attention(y, segments_BL, positions_BL, cache)
+        x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
+        y = FeedForward(c, linears("mlp"), name="mlp")(norm_layer(c, "mlp_norm")(x_BLD))
+        x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
+        return x_BLD if cache is None else (x_BLD, cache)
+
+
+def fold_in(key, index):
+    """Returns the key folded with `index`, or None for None."""
+    return None if key is None else folded(key, index)

@@ -1,0 +1,88 @@
+"""The probes of the transformer, and the rows of what they have measured.
+
+The LM head has a probe only where its recipe casts something: a head in high precision may be
+computed in chunks with the loss (chunked_loss.py), and nothing is cast there.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fp8jax.gemm.probe import PROBE, empty_probe
+from fp8jax.lm.model.layer import HIDDEN
+from fp8jax.lm.model.stretches import is_exact, stretches
+from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.policy import Policy
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.telemetry.rows import NO_LAYER, Row, hidden_row, rows_of
+
+HIDDEN_LINEAR = "layers/mlp"
+
+
+def transformer_probes(model: Any, what_if: Policy | None = None) -> dict[str, Any]:
+    """Return the collection `TELEMETRY` of a model: a probe for each linear, of zeros.
+
+    Args:
+      what_if: the policy to measure beside the model's own; layers that it exempts are measured as
+        the others. None for none.
+
+    Raises ValueError for a what-if policy that does not fit the model.
+    """
+    n_layers = model.config.n_layers
+    if what_if is not None:
+        what_if.check(model.config.modules, n_layers)
+    layers: dict[str, Any] = {}
+    tree: dict[str, Any] = {"layers": layers}
+    for path in model.config.modules:
+        beside = None if what_if is None else what_if.recipe(path)
+        group, _, rest = path.partition("/")
+        if group == "layers":
+            part, _, name = rest.partition("/")
+            own = layers.setdefault(part, {})
+            own[name] = {PROBE: empty_probe(beside, (n_layers,))}
+        elif as_policy(model.policy).recipe(path).casts:
+            tree[path] = {PROBE: empty_probe(beside)}
+    layers["mlp"][HIDDEN] = jnp.zeros(n_layers, jnp.float32)
+    return tree
+
+
+def transformer_rows(
+    model: Any, statistics: dict[str, Any], *, step: int, promoted: Any = None
+) -> list[Row]:
+    """Return the rows of one measured step or forward pass.
+
+    Args:
+      statistics: a tree as `transformer_probes` returns, of NumPy arrays.
+      promoted: bool [layers], which ran in the policy `model.high`; None for none.
+    """
+    policy, n_layers = as_policy(model.policy), model.config.n_layers
+    rows: list[Row] = []
+    for path in model.config.modules:
+        group, _, rest = path.partition("/")
+        if group == "layers":
+            part, _, name = rest.partition("/")
+            recipes = _recipes(model, policy, path, promoted)
+            probe = statistics["layers"][part][name][PROBE]
+            rows += rows_of(probe, path, recipes, step=step, layers=range(n_layers))
+        elif path in statistics:
+            probe = jax.tree.map(lambda leaf: leaf[None], statistics[path][PROBE])
+            recipe = policy.recipe(path)
+            rows += rows_of(probe, path, [recipe], step=step, layers=[NO_LAYER])
+    for layer, amax in enumerate(statistics["layers"]["mlp"][HIDDEN]):
+        rows.append(
+            hidden_row(float(amax), HIDDEN_LINEAR, step=step, layer=layer, recipe=policy.name)
+        )
+    return rows
+
+
+def _recipes(model: Any, policy: Policy, path: str, promoted: Any) -> list[Recipe]:
+    """Return the recipe that the linear at `path` ran in each layer."""
+    recipes: list[Recipe] = []
+    for stretch in stretches(policy, model.config.n_layers):
+        low = high = stretch.policy.recipe(path)
+        if model.high is not None and not is_exact(stretch.policy):
+            high = as_policy(model.high).recipe(path)
+        for layer in range(stretch.begin, stretch.end):
+            recipes.append(high if promoted is not None and promoted[layer] else low)
+    return recipes

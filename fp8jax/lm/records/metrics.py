@@ -1,0 +1,164 @@
+"""Records the progress of a run: on the display, in TensorBoard and in three files of JSON lines.
+
+    metrics.jsonl    one object per step: `step`, `time`, then its scalars
+    samples.jsonl    one object per sample text: `step` and `text`
+    events.jsonl     what happened and why (lm/records/events.py)
+
+`step` counts finished optimizer steps. When the files are opened, metrics and samples of steps
+later than the step that the run resumes from are dropped: after a crash and a resume they read as
+those of one uninterrupted run. Lines of events.jsonl are never dropped. jsonl.py says how numbers
+are written. Without `time` (ISO 8601, UTC) and the speeds, metrics of equal runs are equal bytes.
+"""
+
+import datetime
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+
+from fp8jax.lm.records.display import Display
+from fp8jax.lm.records.events import SILENT
+from fp8jax.lm.records.jsonl import append_line, keep_lines
+from fp8jax.lm.records.sinks import Sink
+from fp8jax.lm.records.tensorboard import open_tensorboard
+
+
+class Metrics:
+    """Writes a run's scalars, samples and events; a context manager.
+
+    In a multi-host run only the first process writes. On the others all methods do nothing.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        num_steps: int,
+        start_step: int = 0,
+        sink: Sink | None = None,
+    ):
+        """Opens the files in `workdir`, and creates the directory if it does not exist.
+
+        Args:
+          workdir: the run's directory.
+          num_steps: the step at which the run ends.
+          start_step: the step that the run resumes from, in [0, num_steps]; 0 for a fresh run.
+            Metrics and samples of later steps are dropped: a killed run wrote them after its last
+            checkpoint, or this run before a rollback. A fresh run drops all. An incomplete last
+            line is dropped too.
+          sink: takes the scalars as well (sinks.py), None for none; closed with the files.
+
+        Raises:
+          ValueError: start_step is out of range, or a file holds a line that is not JSON.
+        """
+        if not 0 <= start_step <= num_steps:
+            raise ValueError(f"{start_step=} must lie between 0 and {num_steps=}")
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
+        directory = Path(workdir)
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / f"{name}.jsonl" for name in ("metrics", "samples", "events")]
+        for path in paths[:2]:
+            keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
+        keep_lines(paths[2], lambda line: True)
+        # Unbuffered: write() returns when the line is in the file, or raises the error.
+        self._metrics_file, self._samples_file, self._events_file = (
+            open(path, "ab", buffering=0) for path in paths
+        )
+        self._tensorboard = open_tensorboard(
+            directory / "tensorboard", start_step + 1 if start_step else 0
+        )
+        self._sink = sink
+        self._display = Display(num_steps, start_step)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, step: int, scalars: Mapping[str, float | int | None]) -> None:
+        """Writes the scalars of one finished step.
+
+        Args:
+          step: the number of finished steps.
+          scalars: Python numbers by name. None, for a number that is not known here, is written
+            as null. `mfu` is a fraction of 1. TensorBoard gets only finite numbers.
+
+        Raises:
+          OSError: the line could not be written (because the disk is full, say). The message names
+            the file.
+        """
+        if not self._writes:
+            return
+        append_line(self._metrics_file, {"step": step, "time": _now(), **scalars})
+        self.curves(step, scalars)
+        self._display.show(step, scalars)
+
+    def curves(self, step: int, scalars: Mapping[str, float | int | None]) -> None:
+        """Writes the finite ones of some scalars to TensorBoard and to the sink alone."""
+        if not self._writes:
+            return
+        finite = {k: v for k, v in scalars.items() if v is not None and math.isfinite(v)}
+        for name, value in finite.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._sink is not None:
+            self._sink.log(finite, step)
+
+    def sample(self, step: int, text: str) -> None:
+        """Writes and logs a text that the model generated after `step` steps.
+
+        Raises:
+          OSError: as `write`.
+        """
+        if not self._writes:
+            return
+        append_line(self._samples_file, {"step": step, "text": text})
+        self._tensorboard.add_text("sample", text, step)
+        self.say(f"step {step}: sample:\n{text}")
+
+    def event(self, step: int, kind: str, **fields: Any) -> None:
+        """Writes and logs what happened after `step` steps; kinds in `SILENT` are only written.
+
+        Args:
+          step: the number of finished steps.
+          kind: a value of `Event` (lm/records/events.py).
+          **fields: the fields of the event. A value that JSON cannot represent is written as its
+            str().
+
+        Raises:
+          OSError: as `write`.
+        """
+        if not self._writes:
+            return
+        append_line(self._events_file, {"time": _now(), "step": step, "kind": kind, **fields})
+        if kind not in SILENT:
+            text = "".join(f"  {name}={value}" for name, value in fields.items())
+            self.say(f"step {step}: {kind}{text}")
+
+    def say(self, text: str) -> None:
+        """Logs a text, above the progress bar if there is one."""
+        if not self._writes:
+            return
+        with self._display.aside():
+            logging.info("%s", text)
+
+    def close(self) -> None:
+        """Shows the last step on the display, and closes all files."""
+        if self._writes:
+            self._display.close()
+            self._tensorboard.close()
+            self._metrics_file.close()
+            self._samples_file.close()
+            self._events_file.close()
+            if self._sink is not None:
+                self._sink.finish()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,75 @@
+"""A run of whole epochs: how many steps it has, and what a resumed one may not change.
+
+With `num_epochs` a run reads each training row that often, and the last batch is filled up with
+empty rows. So the number of steps is known once the data is packed, and before the run is built:
+the learning rate's schedule and the precision schedule depend on it.
+"""
+
+from collections.abc import Sequence
+
+from absl import logging
+from ml_collections import ConfigDict
+
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.corpus import Corpus, build_corpus
+from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.training.settings import Settings
+
+# Keys that decide which examples come when; and how config differences name the files.
+_ORDER = (
+    "data", "tokenizer", "seq_len", "valid_fraction", "long_examples", "bad_examples", "seed",
+    "batch_size", "num_epochs", "(contents of the data)",
+)  # fmt: skip
+
+
+def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
+    """Returns the corpus of a run; raises ValueError as `build_corpus` does."""
+    return build_corpus(
+        settings.data, tokens, seq_len=settings.seq_len, valid_fraction=settings.valid_fraction,
+        cache_dir=settings.cache_dir, long_examples=settings.long_examples,
+        bad_examples=settings.bad_examples, document_masking=settings.document_masking,
+    )  # fmt: skip
+
+
+def with_steps(config: ConfigDict) -> tuple[ConfigDict, Corpus | None]:
+    """Returns the config with the `num_steps` of its `num_epochs`, and the corpus that gives them.
+
+    Without `num_epochs`, returns the config as it is, and None.
+
+    Raises:
+      ValueError: a number out of range, sources with weights, or what `build_corpus` raises.
+    """
+    if config.num_epochs is None:
+        return config, None
+    settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
+    weighted = [each.name for each in parse_sources(config.data) if each.weight is not None]
+    if weighted:
+        raise ValueError(
+            f"num_epochs={config.num_epochs} reads all rows equally often, but {weighted} have "
+            "weights: remove the weights, or set num_steps and not num_epochs"
+        )
+    corpus = read_corpus(settings, tokenizer(config.tokenizer))
+    counted = config.copy_and_resolve_references()
+    counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)
+    logging.info(
+        "num_epochs=%d of %d rows are num_steps=%d of %d rows; num_steps=%d is not read",
+        config.num_epochs, len(corpus.train), counted.num_steps, config.batch_size,
+        config.num_steps,
+    )  # fmt: skip
+    return counted, corpus
+
+
+def require_same_epochs(changes: Sequence[str]) -> None:
+    """Raises ValueError if a change of a resumed run decides which examples come when.
+
+    Its epochs would not be complete.
+
+    Args:
+      changes: lines `KEY: BEFORE -> NOW`.
+    """
+    if wrong := [line for line in changes if line.partition(":")[0] in _ORDER]:
+        raise ValueError(
+            f"a run of num_epochs reads every example equally often, which it cannot after "
+            f"{'; '.join(wrong)}: begin another run, or set num_steps and not num_epochs"
+        )

@@ -1,0 +1,120 @@
+"""A run's programs without its data: lowered and compiled from shapes, measured, dumped."""
+
+import math
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fp8jax.lm.training.run import Run, Stage
+from fp8jax.lm.training.step import StepNumbers
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes on each device of a tree of sharded arrays, abstract ones included."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def abstract_batch(run: Run, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch of lm/data/loader.py with that many rows, and the run's sharding."""
+
+    def array(dtype: Any) -> jax.ShapeDtypeStruct:
+        shape = rows, run.settings.seq_len
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=run.batch_sharding)
+
+    ids = ("tokens", "targets", "segments", "positions")
+    return {name: array(jnp.int32) for name in ids} | {"weights": array(jnp.float32)}
+
+
+def abstract_numbers(run: Run, stage: Stage) -> StepNumbers:
+    """The shapes of the numbers of a step, which every device has."""
+    replicated = NamedSharding(run.mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        jax.eval_shape(stage.programs.numbers, stage.state),
+    )
+
+
+def training_programs(stage: Stage) -> list[str]:
+    """The fields of `Programs` that train a stage: `seed_step` if histories are new, and `step`."""
+    return ["seed_step", "step"] if stage.seeds else ["step"]
+
+
+def lower_program(run: Run, stage: Stage, name: str) -> Any:
+    """The program `name`, a field of `Programs`, lowered for the shapes that the loop passes."""
+    program: Any = getattr(stage.programs, name)
+    if name == "initialize":
+        return program.lower()
+    settings = run.settings
+    rows = settings.microbatch if name == "eval_step" else settings.batch_size
+    trains = name in ("seed_step", "step", "repeat_step")
+    with jax.set_mesh(run.mesh):
+        numbers = (abstract_numbers(run, stage),) if trains else ()
+        return program.lower(stage.state, abstract_batch(run, rows), *numbers)
+
+
+def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
+    """The compiled programs by name, and the seconds that tracing and compiling took.
+
+    A call of such a program, with the state and batches of the loop, compiles nothing more.
+    """
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(names)) as pool:
+        # XLA does not hold Python's lock: it compiles one program while the next one is traced.
+        futures = {name: pool.submit(lower_program(run, stage, name).compile) for name in names}
+        compiled = {name: future.result() for name, future in futures.items()}
+    return compiled, time.perf_counter() - begin
+
+
+class Compilation:
+    """Training programs of a stage that are compiled in a thread, while a run prepares its start.
+
+    Attributes:
+      stage: the stage.
+      names: of the programs, fields of `Programs`.
+    """
+
+    def __init__(self, run: Run, stage: Stage, names: list[str]):
+        """Begins to compile."""
+        self.stage, self.names = stage, names
+        pool = ThreadPoolExecutor(1, "compilation")
+        self._result = pool.submit(compile_programs, run, stage, names)
+        pool.shutdown(wait=False)  # the thread ends with its work
+
+    def result(self) -> tuple[dict[str, Any], float]:
+        """Waits, and returns what `compile_programs` returns; raises what it raises."""
+        return self._result.result()
+
+
+def dump_hlo(run: Run, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write every program of training and validation as text, before and after XLA.
+
+    Args:
+      run: from `build(config)`.
+      directory: made if missing. Files of the same names are replaced.
+
+    Returns:
+      The files. NAME.stablehlo.txt is what JAX lowers, NAME.hlo.txt what XLA compiled for this
+      device. NAME is step, eval_step, and seed_step where the first step is a program of its own;
+      stage2_step and so on for later stages of the precision schedule.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for number, stage in enumerate(run.stages, start=1):
+        prefix = "" if number == 1 else f"stage{number}_"
+        for name in [*training_programs(stage), "eval_step"]:
+            lowered = lower_program(run, stage, name)
+            texts = {"stablehlo": lowered.as_text(), "hlo": lowered.compile().as_text()}
+            for kind, text in texts.items():
+                written.append(folder / f"{prefix}{name}.{kind}.txt")
+                written[-1].write_text(text, encoding="utf-8")
+    return written

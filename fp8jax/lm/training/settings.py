@@ -1,0 +1,126 @@
+"""The numbers of a run that the loop reads, checked and frozen.
+
+`build.py` turns a config's names into objects and its numbers into these settings. Nothing after
+`build` reads the config, except that checkpoints and config.json record it.
+"""
+
+import dataclasses
+import json
+import math
+import threading
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fp8jax.lm.records.sinks import check_sink
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a run; each field but two is the config key of that name (configs/base.py).
+
+    Attributes:
+      warmup_steps: those of the warm-up, which are fewer than the key if that does not fit.
+      record: the whole config as JSON has it, for checkpoints and config.json.
+
+    Raises:
+      ValueError: a number out of its range, or two keys that do not fit together.
+    """
+
+    model: str
+    initial_weights: str
+    initial_state: str
+    precision: str
+    data: str
+    valid_fraction: float
+    cache_dir: str
+    long_examples: str
+    bad_examples: str
+    document_masking: bool
+    data_timeout: float
+    seed: int
+    num_steps: int
+    num_epochs: int | None
+    batch_size: int
+    seq_len: int
+    grad_accum: int
+    warmup_steps: int
+    recovery: str
+    valid_every: int
+    valid_batches: int | None
+    sample_every: int | None
+    telemetry_every: int | None
+    log_to: str
+    checkpoint_every: int
+    checkpoint_keep: int
+    checkpoint_keep_best: int
+    require_fp8_gemms: bool
+    resume_with_changes: bool
+    record: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: ConfigDict, *, warmup_steps: int) -> "Settings":
+        """The settings of a run's config, with a warm-up of `warmup_steps`."""
+        check_numbers(config)
+        names = {field.name for field in dataclasses.fields(cls)} - {"record", "warmup_steps"}
+        return cls(
+            record=json.loads(config.to_json()), warmup_steps=warmup_steps,
+            **{name: config[name] for name in names},
+        )  # fmt: skip
+
+    @property
+    def microbatch(self) -> int:
+        """Rows of a microbatch, over all devices."""
+        return self.batch_size // self.grad_accum
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+
+def check_numbers(config: ConfigDict) -> None:
+    """Raises ValueError for numbers out of their range, and for keys that need another one."""
+    names = (
+        "num_steps", "num_epochs", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
+        "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
+        "checkpoint_keep",
+    )  # fmt: skip
+    for name in names:
+        if config[name] is not None and config[name] < 1:
+            raise ValueError(f"{name}={config[name]} must be at least 1")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed} does not lie in [0, 2^32)")
+    if not 0 < config.valid_fraction < 1:  # also refuses NaN, as the comparisons below
+        raise ValueError(f"valid_fraction={config.valid_fraction} must lie between 0 and 1")
+    if not 0 < config.data_timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"data_timeout={config.data_timeout} must be positive and at most "
+            f"{threading.TIMEOUT_MAX:.0f} seconds"
+        )
+    if not config.spike_deviations > 0:
+        raise ValueError(f"spike_deviations={config.spike_deviations} must be positive")
+    if config.checkpoint_keep_best < 0:
+        raise ValueError(f"checkpoint_keep_best={config.checkpoint_keep_best} is negative")
+    if not 0 <= config.sample_temperature < math.inf:
+        raise ValueError(
+            f"sample_temperature={config.sample_temperature} must be finite and not negative"
+        )
+    check_sink(config.log_to)
+    if config.initial_state and config.initial_weights:
+        raise ValueError(
+            f"initial_state={config.initial_state} has weights of its own: leave out"
+            f" initial_weights={config.initial_weights}"
+        )
+    if config.telemetry_what_if is not None and config.telemetry_every is None:
+        raise ValueError(
+            f"telemetry_what_if={config.telemetry_what_if!r} is measured with telemetry: set"
+            " telemetry_every"
+        )
+    if config.sample_prompt and config.sample_every is None:
+        raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")
+    if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:
+        raise ValueError(
+            f"checkpoint_keep_best={config.checkpoint_keep_best} compares validation losses: "
+            f"checkpoint_every={config.checkpoint_every} must be a multiple of "
+            f"valid_every={config.valid_every}"
+        )

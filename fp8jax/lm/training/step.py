@@ -1,0 +1,303 @@
+"""One training step and one validation step, as pure functions.
+
+    for each microbatch: loss, gradients, next amax histories     (a scan; histories by maximum)
+    clip, optimizer, weight decay                                 (parameters only)
+    select the new state, or the old one if the step is rejected  (not finite, or a spike)
+
+They know nothing of files, config keys or devices: build.py jits them, loop.py calls them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float
+
+from fp8jax.device.mesh import constrain
+from fp8jax.gemm.histories.amax_history import HISTORIES, combine_max, empty_max
+from fp8jax.gemm.histories.updates import next_histories
+from fp8jax.gemm.probe import TELEMETRY, combine
+from fp8jax.lm.data.loader import Batch
+from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
+from fp8jax.lm.model.layer import AMAXES, HIDDEN
+from fp8jax.lm.model.transformer import Transformer
+from fp8jax.lm.optim.master_weights import to_float32
+from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
+from fp8jax.lm.stability.gnmr import Gnmr, update_gnmr
+from fp8jax.lm.stability.spikes import SpikeDetector, judge
+from fp8jax.numerics.names import as_policy
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that a run carries from step to step. Leaves are arrays, or abstract ones.
+
+    Attributes:
+      step: int32 [], finished steps that were not rejected; with `initial_state` also those of
+        the run before.
+      params: master weights, float32 or bfloat16 (lm/optim/master_weights.py).
+      histories: float32 amax histories, {} without delayed scaling.
+      opt_state: the optimizer's.
+      key: the run's PRNG key. It never changes: each step folds its number into it.
+      spikes: what the spike detector remembers, {} without one.
+      gnmr: what GNMR remembers, {} without it.
+    """
+
+    step: Any
+    params: Any
+    histories: Any
+    opt_state: Any
+    key: Any
+    spikes: Any = dataclasses.field(default_factory=dict)
+    gnmr: Any = dataclasses.field(default_factory=dict)
+
+
+@flax.struct.dataclass
+class StepNumbers:
+    """The numbers of a training step that are inputs of its program, not constants.
+
+    So a run with another learning rate, schedule, number of steps or threshold compiles no step
+    anew.
+
+    Attributes:
+      learning_rate: float32 [].
+      clip_norm: float32 [], the largest norm of the gradients.
+      gnmr_first_steps: int32 [], how many steps use GNMR's first threshold; None without GNMR.
+    """
+
+    learning_rate: Any
+    clip_norm: Any
+    gnmr_first_steps: Any
+
+
+def as_variables(params: Any, histories: Any, probes: Any = None) -> dict[str, Any]:
+    """The variables that `Transformer.apply` takes: all float32."""
+    others = {HISTORIES: histories, TELEMETRY: probes}
+    return {"params": to_float32(params)} | {k: tree for k, tree in others.items() if tree}
+
+
+def loss_sum(
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
+    promoted: Array | None = None, total: Any = 1.0, probes: Any = None,
+) -> Float[Array, ""]:  # fmt: skip
+    """The sum of the tokens' weighted negative log-likelihoods, in nats, divided by `total`."""
+    return _loss(model, params, histories, batch, key, promoted, total, probes=probes)[0]
+
+
+def _loss(
+    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
+    promoted: Array | None, total: Any, watched: tuple[str, ...] = (), probes: Any = None,
+) -> tuple[Float[Array, ""], Any]:  # fmt: skip
+    """`loss_sum`, and the collections `watched` of the model.
+
+    Logits that are larger than a chunk are computed chunk by chunk. A head that is quantized is
+    not: its scales and histories are those of whole operands.
+    """
+    recipe = as_policy(model.policy).recipe("lm_head")
+    rows, length = batch["tokens"].shape
+    positions = chunk_length(rows, length, model.config.vocab_size)
+    whole = bool(recipe.casts) or positions == length
+    inputs = batch["tokens"], batch["segments"], batch["positions"]
+    out, seen = model.apply(
+        as_variables(params, histories, probes),
+        *inputs,
+        key,
+        promoted,
+        head=whole,
+        mutable=[*watched],
+    )
+    targets, weights = batch["targets"], batch["weights"]
+    if whole:
+        return jnp.sum(token_losses(out, targets) * weights) / total, seen
+    total = jnp.asarray(total, jnp.float32)
+    return chunked_loss(recipe, positions, *out, targets, weights, total), seen
+
+
+def _promoted(model: Transformer, state: TrainState) -> Array | None:
+    """bool [layers]: which layers run in high precision; None without GNMR."""
+    return None if model.high is None else state.gnmr["promoted"]
+
+
+def accumulate(
+    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
+) -> tuple[Float[Array, ""], Any, Any]:
+    """Mean loss, its float32 gradients and the next histories, over `grad_accum` microbatches.
+
+    Microbatch j holds the rows j, j + grad_accum, …: a batch that is sharded over devices stays
+    where it is. Each microbatch's loss is divided by the weights of the whole batch, so that
+    gradients add up. Histories combine by maximum.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    params = to_float32(state.params)  # here, so that gradients are not rounded to bfloat16
+
+    def microbatch_loss(params, histories, micro, index):
+        key = _microbatch_key(model, state, index)
+        return loss_sum(model, params, histories, micro, key, _promoted(model, state), total)
+
+    grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
+    if grad_accum == 1:
+        loss, (grads, histories) = grad(params, state.histories, batch, 0)
+        return loss, grads, histories
+
+    def body(carry, scanned):
+        loss, grads, histories = carry
+        micro_loss, (micro_grads, micro_histories) = grad(params, state.histories, *scanned)
+        grads = jax.tree.map(jnp.add, grads, micro_grads)
+        histories = combine_max(histories, micro_histories)
+        return (loss + micro_loss, grads, histories), None
+
+    start = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(jnp.zeros_like, params),
+        empty_max(state.histories),
+    )
+    return lax.scan(body, start, _microbatches(batch, grad_accum))[0]
+
+
+def _microbatch_key(model: Transformer, state: TrainState, index: Any) -> Array | None:
+    """The key of a microbatch's casts; None if none rounds stochastically."""
+    if not as_policy(model.policy).stochastic:
+        return None
+    return jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
+
+
+def _microbatches(batch: Batch, grad_accum: int) -> tuple[Batch, Array]:
+    """All microbatches on a leading axis, and their indices."""
+
+    def split(x):
+        x = x.reshape(-1, grad_accum, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(x, None, "batch", "length")
+
+    return jax.tree.map(split, batch), jnp.arange(grad_accum)
+
+
+def telemetry_step(
+    state: TrainState, batch: Batch, *, model: Transformer, grad_accum: int, probes: Any
+) -> Any:
+    """The statistics of every cast in the training step of this state and batch.
+
+    It computes the step's loss and gradients as `train_step` does, and changes nothing. Parts of a
+    batch combine as gemm/probe.py says. Clipping, the optimizer and weight gradients are left
+    out.
+
+    Args:
+      probes: zeros (lm/model/probes.py).
+
+    Returns:
+      A tree like `probes`; and `promoted`, bool [layers], None without GNMR.
+    """
+    total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
+    params, promoted = to_float32(state.params), _promoted(model, state)
+
+    def microbatch_loss(probes, micro, index):
+        key = _microbatch_key(model, state, index)
+        return loss_sum(model, params, state.histories, micro, key, promoted, total, probes)
+
+    grad = jax.grad(microbatch_loss)
+    if grad_accum == 1:
+        return grad(probes, batch, 0), promoted
+
+    def body(statistics, scanned):
+        return combine(statistics, grad(probes, *scanned)), None
+
+    return lax.scan(body, probes, _microbatches(batch, grad_accum))[0], promoted
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    numbers: StepNumbers,
+    *,
+    model: Transformer,
+    optimizer: optax.GradientTransformationExtraArgs,
+    grad_accum: int,
+    detector: SpikeDetector | None = None,
+    gnmr: Gnmr | None = None,
+    inject: Callable[[Any, Batch], Any] | None = None,
+) -> tuple[TrainState, dict[str, Array]]:
+    """Take one optimizer step; a rejected step returns the old state, bit for bit.
+
+    Args:
+      detector: judges loss spikes; without one only steps that are not finite are rejected.
+      gnmr: chooses the layers that run in high precision in the next step, None for none.
+      inject: changes the gradients where a batch asks for a fault (lm/stability/faults.py).
+
+    Returns:
+      The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
+      learning_rate; verdict with a detector; promoted, bool [layers], with GNMR.
+    """
+    loss, grads, histories = accumulate(model, state, batch, grad_accum)
+    if inject is not None:
+        grads = inject(grads, batch)
+    grad_norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(
+        grads,
+        state.opt_state,
+        state.params,
+        learning_rate=numbers.learning_rate,
+        clip_norm=numbers.clip_norm,
+    )
+    new = TrainState(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),  # a float32 sum, rounded once
+        histories=next_histories(state.histories, histories),
+        opt_state=opt_state,
+        key=state.key,
+        spikes=state.spikes,
+        gnmr=state.gnmr,
+    )
+    if gnmr is not None:
+        norms = layer_norms(grads)
+        seen = update_gnmr(gnmr, state.gnmr, norms, state.key, numbers.gnmr_first_steps)
+        new = dataclasses.replace(new, gnmr=seen)
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
+    if gnmr is not None:
+        metrics["promoted"] = state.gnmr["promoted"]
+    if detector is None:
+        return select_if(is_finite(loss, grad_norm), new, state), metrics
+    verdict, spikes = judge(detector, state.spikes, loss, grad_norm)
+    new = dataclasses.replace(select_if(verdict == ACCEPTED, new, state), spikes=spikes)
+    return new, metrics | {"verdict": verdict}
+
+
+def layer_norms(grads: Any) -> Float[Array, " layers"]:
+    """The norm of each layer's gradients."""
+    squares = [
+        jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))
+        for g in jax.tree.leaves(grads["layers"])
+    ]
+    return jnp.sqrt(sum(squares))
+
+
+def repeat_step(
+    state: TrainState, batch: Batch, numbers: StepNumbers, **settings: Any
+) -> tuple[TrainState, dict]:
+    """`train_step` with a model that has neither amax histories nor promotions; both stay."""
+    new, metrics = train_step(dataclasses.replace(state, histories={}), batch, numbers, **settings)
+    return dataclasses.replace(new, histories=state.histories), metrics
+
+
+def eval_step(
+    state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
+) -> dict[str, Array]:
+    """Sums over one batch: nats, tokens (predicted ones) and bytes (of text, of these tokens); and
+    hidden, float32 [layers], the largest magnitude of the input of each layer's mlp/down.
+
+    Args:
+      token_bytes_V: bytes of UTF-8 text that each token stands for.
+    """
+    size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
+    key = state.key if as_policy(model.policy).stochastic else None
+    nats, watched = _loss(
+        model, state.params, state.histories, batch, key, _promoted(model, state), 1.0, (AMAXES,)
+    )
+    (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
+    return {
+        "nats": nats, "tokens": jnp.sum(batch["weights"]),
+        "bytes": jnp.sum(size), "hidden": hidden,
+    }  # fmt: skip

@@ -1,0 +1,80 @@
+"""Growing texts: what may be shown, and where they end."""
+
+import numpy as np
+import pytest
+
+from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
+from fp8jax.lm.inference.generate import Generator
+from fp8jax.lm.inference.sampling import Sampling
+from fp8jax.lm.inference.text import GrowingText, complete_text, stream_text
+from tests.support.tiny_models import tiny_model
+
+BYTES = ByteTokenizer()
+
+
+def growing(*stops: str) -> GrowingText:
+    return GrowingText(BYTES, stops, (BYTES.eos,))
+
+
+def test_a_stop_string_may_span_pieces_and_is_never_shown():
+    text = growing("END", "stop")
+    shown = []
+    for piece in ("a st", "oking E", "N", "D and more"):
+        text.add(BYTES.encode(piece))
+        shown.append(text.fresh())
+    assert shown == ["a ", "stoking ", "", ""]
+    text.add(BYTES.encode("dropped"))
+    text.close()
+    found = text.completion()
+    assert (found.text, found.ended_by) == ("a stoking ", "stop string")
+    assert bytes(found.ids).decode() == "a stoking END and more"
+
+
+def test_the_first_of_several_stop_strings_counts():
+    text = growing("b", "ab")
+    text.add(BYTES.encode("xxabxx"))
+    assert text.completion().text == "xx"
+
+
+def test_half_a_character_waits_for_the_rest():
+    text = growing()
+    shown = []
+    for byte in [*"ä€x".encode(), 0xE2]:
+        text.add(np.array([byte]))
+        shown.append(text.fresh())
+    assert shown == ["", "ä", "", "", "€", "x", ""]
+    text.close()
+    assert text.fresh() == "\ufffd" and text.completion().ended_by == "length"
+
+
+def test_a_stop_id_ends_a_text():
+    text = growing("zz")
+    text.add(np.array([*BYTES.encode("yz"), BYTES.eos]))
+    assert text.fresh() == "yz"  # the beginning of a stop string that nothing will complete
+    assert text.completion().ended_by == "stop id"
+
+
+@pytest.fixture(scope="module")
+def generator():
+    model, variables = tiny_model(vocab_size=BYTES.vocab_size)
+    return Generator(model, variables, words=BYTES.vocab_size, max_length=64, cache="fp32")
+
+
+def test_texts_end_by_themselves(generator):
+    prompts = [[BYTES.bos, *BYTES.encode(text)] for text in ("a", "bc")]
+    sampling = Sampling(temperature=0)
+    plain = complete_text(generator, BYTES, prompts, sampling, 30)
+    assert [one.ended_by for one in plain] == ["length"] * 2
+    stop = plain[0].text[4:6]
+    ended = complete_text(generator, BYTES, prompts, sampling, 30, stop_strings=[stop])
+    for one, whole in zip(ended, plain, strict=True):
+        assert one.text == whole.text.partition(stop)[0]
+        assert one.ended_by == ("stop string" if stop in whole.text else "length")
+        assert one.ids == whole.ids[: len(one.ids)]
+    assert len(ended[0].ids) < 30
+    shown = ["", ""]
+    for texts in stream_text(generator, BYTES, prompts, sampling, 30, stop_strings=[stop]):
+        shown = [one + text.fresh() for one, text in zip(shown, texts, strict=True)]
+    assert shown == [one.text for one in ended]
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        complete_text(generator, BYTES, prompts, sampling, 30, stop_strings=[""])

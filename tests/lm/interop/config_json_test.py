@@ -1,0 +1,290 @@
+"""config.json in and out: what is understood, what is refused by name."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from fp8jax.lm.interop.config_json import (
+    FAMILIES,
+    family_for,
+    load_json,
+    to_config_json,
+    to_model_config,
+    unknown_keys,
+)
+from fp8jax.lm.interop.fp8_read import read_format
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
+from tests.support.hf_folders import config_json
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+
+# Published files, without the keys that say nothing about the shape.
+LLAMA_2 = dict(
+    architectures=["LlamaForCausalLM"], hidden_act="silu", hidden_size=4096,
+    intermediate_size=11008, max_position_embeddings=4096, model_type="llama",
+    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1,
+    rms_norm_eps=1e-5, rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16",
+    vocab_size=32000,
+)  # fmt: skip
+LLAMA_3_1 = LLAMA_2 | dict(
+    attention_bias=False, intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False,
+    num_key_value_heads=8, rope_scaling=LLAMA3, rope_theta=500000.0, vocab_size=128256,
+)  # fmt: skip
+QWEN_2_5 = dict(
+    architectures=["Qwen2ForCausalLM"], hidden_act="silu", hidden_size=1536,
+    intermediate_size=8960, max_window_layers=28, model_type="qwen2", num_attention_heads=12,
+    num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
+    sliding_window=131072, tie_word_embeddings=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+QWEN_3 = dict(
+    architectures=["Qwen3ForCausalLM"], attention_bias=False, head_dim=128, hidden_act="silu",
+    hidden_size=1024, intermediate_size=3072, max_window_layers=28, model_type="qwen3",
+    num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8, rms_norm_eps=1e-6,
+    rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=True,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+GPT_2 = dict(
+    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
+    layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_layer=12,
+    n_positions=1024, vocab_size=50257,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (LLAMA_2, "llama2_7b"),
+        (LLAMA_3_1 | dict(rope_scaling=None), "llama3_8b"),
+        (QWEN_2_5, "qwen2.5_1.5b"),
+        (QWEN_3, "qwen3_0.6b"),
+        (GPT_2, "gpt2_125m"),
+    ],
+)
+def test_published_files_are_our_models(config, model):
+    assert to_model_config(config) == MODELS[model]
+    assert unknown_keys(config) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_goes_out_and_returns(name):
+    config = to_config_json(MODELS[name], max_length=77)
+    assert to_model_config(json.loads(json.dumps(config))) == MODELS[name]
+    assert unknown_keys(config) == []
+
+
+@pytest.mark.parametrize(
+    "scaling", [*ROPE_SCALINGS.values(), Yarn(factor=2.0, original=64, beta_fast=16.0,
+                                              attention_factor=1.5, truncate=False)]
+)  # fmt: skip
+def test_every_scaling_goes_out_and_returns(scaling):
+    model = dataclasses.replace(MODELS["llama_tiny"], rope_scaling=scaling, rope_theta=3e5)
+    assert to_model_config(to_config_json(model, max_length=77)) == model
+
+
+def rope_of(new: bool, **rope) -> Linear | Llama3 | Yarn | None:
+    """The scaling of a Llama, in the form of transformers 5 or the older one."""
+    theta = {"rope_theta": 7e5}
+    added = {"rope_parameters": rope | theta} if new else {"rope_scaling": rope} | theta
+    model = to_model_config(LLAMA_2 | added)
+    assert model.rope_theta == 7e5
+    return model.rope_scaling
+
+
+@pytest.mark.parametrize("new", [True, False])
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (dict(rope_type="default"), None),
+        (dict(type="linear", factor=4), Linear(factor=4.0)),
+        (LLAMA3, Llama3(factor=8.0, low=1.0, high=4.0, original=8192)),
+        (dict(type="yarn", factor=4.0, original_max_position_embeddings=1024),
+         Yarn(factor=4.0, original=1024)),
+        (dict(rope_type="yarn", factor=4.0), Yarn(factor=4.0, original=4096)),  # max_position_…
+        (dict(rope_type="yarn", factor=None, original_max_position_embeddings=2048),
+         Yarn(factor=2.0, original=2048)),  # 4096 / 2048
+        (dict(rope_type="yarn", factor=4.0, attention_factor=1.1, beta_fast=64, beta_slow=2,
+              truncate=False),
+         Yarn(factor=4.0, original=4096, attention_factor=1.1, beta_fast=64.0, beta_slow=2.0,
+              truncate=False)),
+        (dict(rope_type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=0.5),
+         Yarn(factor=4.0, original=4096, attention_factor=(0.2 * math.log(4) + 1)
+              / (0.05 * math.log(4) + 1))),
+        (dict(rope_type="yarn", factor=4.0, mscale=2.0), Yarn(factor=4.0, original=4096)),
+    ],
+)  # fmt: skip
+def test_rope_in_either_form(rope, expected, new):
+    assert rope_of(new, **rope) == expected
+
+
+def test_a_length_beside_the_scaling_takes_priority():
+    config = LLAMA_3_1 | dict(original_max_position_embeddings=512)
+    assert to_model_config(config).rope_scaling.original == 512
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", dict(architectures=["MistralForCausalLM"]),
+         "unknown architecture 'MistralForCausalLM'.* LlamaForCausalLM, Qwen2ForCausalLM"),
+        ("llama", dict(architectures=["A", "B"]), "must name one class, got"),
+        ("llama", dict(architectures=None, model_type="mamba"), "unknown model_type 'mamba'"),
+        ("llama", dict(attention_bias=True), "attention_bias=true is not supported for Llama"),
+        ("llama", dict(mlp_bias=True), "mlp_bias=true is not supported for LlamaForCausalLM"),
+        ("llama", dict(hidden_act="relu"), "hidden_act='relu' is not supported, only silu"),
+        ("llama", dict(sliding_window=4096), "sliding_window=4096 is not supported for Llama"),
+        ("llama", dict(auto_map={"AutoModel": "modeling.X"}), "auto_map=.* is not supported"),
+        ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+        ("llama", dict(hidden_size="32"), "hidden_size must be a positive whole .*, got '32'"),
+        ("llama", dict(num_attention_heads=3), "width of 32 does not divide into 3 heads"),
+        ("llama", dict(num_key_value_heads=3), "config.json: n_heads=4 is not a multiple"),
+        ("llama", dict(tie_word_embeddings="no"), "tie_word_embeddings must be true or false"),
+        ("llama", dict(rms_norm_eps="x"), "rms_norm_eps must be a number, got 'x'"),
+        ("llama", dict(hidden_size=None, vocab_size=None), "lacks vocab_size, hidden_size"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+         "use_sliding_window=true: the layers from max_window_layers=1 on .* sliding_window=8"),
+        ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "has full_att"),
+        ("qwen3", dict(attention_bias=True), "attention_bias=true is not supported for Qwen3"),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_.*=true"),
+        ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=false is not supported"),
+        ("gpt2", dict(add_cross_attention=True), "add_cross_attention=true is not supported"),
+        ("gpt2", dict(activation_function="relu"), "'relu' is not supported, only gelu_new or"),
+        ("llama", dict(hidden_act=["silu"]), r"hidden_act=\['silu'\] is not supported, only silu"),
+        ("llama", dict(vocab_size=10**12), "vocab_size must be a positive .* below 2.31, got 1000"),
+        ("qwen2", dict(layer_types=3), "config.json: layer_types must be names or null, got 3"),
+        ("qwen2", dict(layer_types=[None, "x"]), "layer_types must be names or null, got .None"),
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
+         "max_window_layers must be a whole number, got '2'"),
+    ],
+)  # fmt: skip
+def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, message):
+    with pytest.raises(ValueError, match=message):
+        to_model_config(config_json(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (dict(rope_type="dynamic", factor=2.0), "type 'dynamic' is not supported. There are: def"),
+        (dict(rope_type="longrope"), "type 'longrope' is not supported"),
+        (dict(type="linear", rope_type="yarn", factor=2.0), "rope_type and type contradict"),
+        (dict(rope_type="linear"), "RoPE's factor is missing"),
+        (dict(rope_type="linear", factor=0.5), "factor=0.5 must be at least 1"),
+        (dict(rope_type="linear", factor="2"), "factor must be a positive number, got '2'"),
+        (
+            dict(rope_type="linear", factor=2.0, mrope_section=[1]),
+            "has mrope_section, which is not",
+        ),
+        (dict(full_attention=dict(rope_type="default")), "has full_attention, which is not"),
+        (LLAMA3 | dict(low_freq_factor=4.0), "low_freq_factor=4.0 must be below 4.0"),
+        (dict(rope_type="default", partial_rotary_factor=0.25), "partial_rotary_factor=0.25"),
+        (dict(rope_type=["linear"]), r"RoPE of type \['linear'\] is not supported"),
+        (
+            YARN | dict(original_max_position_embeddings=0.5),
+            "json: .* whole number, got 0.5",
+        ),
+        (YARN | dict(truncate="no"), "truncate must be true or false, got 'no'"),
+    ],
+)
+def test_other_ropes_are_refused_by_name(rope, message):
+    for key in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ValueError, match=message):
+            to_model_config(LLAMA_2 | {"rope_scaling": None, key: rope})
+
+
+@pytest.mark.parametrize("length", [None, "4096", 0.5])
+def test_yarn_without_a_factor_needs_both_lengths(length):
+    config = LLAMA_2 | dict(rope_scaling=YARN | dict(factor=None))
+    config |= dict(max_position_embeddings=length)
+    if length is None:
+        del config["max_position_embeddings"]
+    with pytest.raises(ValueError, match="config.json: RoPE's max_position_embeddings "):
+        to_model_config(config)
+
+
+ODD = (
+    None, True, -1, 0, 0.5, 10**12, 10**400, math.inf, math.nan, "x", [], ["silu"], [None, "x"],
+    [[1]], {}, {"a": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
+    config = config_json("gpt2" if family.model_type == "gpt2" else family.model_type)
+    keys = [
+        *family.defaults, *family.sizes.values(), *family.only, "architectures", "model_type",
+        "max_position_embeddings",
+    ]  # fmt: skip
+    ropes = [LLAMA3 | {key: odd} for key in LLAMA3 for odd in ODD]
+    more = ("beta_fast", "attention_factor", "mscale", "truncate", "rope_theta")
+    ropes += [YARN | {key: odd} for key in (*YARN, *more) for odd in ODD]
+    ropes += [YARN | dict(factor=None, type=odd) for odd in ODD]
+    changes = [{key: odd} for key in keys for odd in ODD]
+    changes += [{"rope_scaling": rope, "rope_parameters": None} for rope in ropes]
+    for change in changes:
+        try:
+            to_model_config(config | change, "folder/config.json")
+        except ValueError as error:
+            message = str(error)
+            assert message.startswith("folder/config.json") and len(message) < 400, message
+            assert "\n" not in message, message
+
+
+def test_a_quantization_that_is_no_object():
+    with pytest.raises(ValueError, match="^config.json: quantization_config must be an object, g"):
+        read_format({"quantization_config": 3}, "config.json")
+
+
+def test_two_ropes_that_contradict_each_other():
+    rope = dict(rope_type="linear", factor=2.0)
+    with pytest.raises(ValueError, match="rope_scaling=.* contradicts rope_parameters="):
+        to_model_config(LLAMA_3_1 | dict(rope_parameters=rope))
+
+
+def test_windows_that_no_layer_has_are_no_windows():
+    config = config_json("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert to_model_config(config) == to_model_config(config_json("qwen2"))
+
+
+def test_keys_that_nobody_knows_are_named():
+    assert unknown_keys(LLAMA_2 | dict(final_logit_softcapping=30, x=1)) == [
+        "final_logit_softcapping", "x"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(norm="layer"), dict(mlp="gelu"), dict(biases="all"), dict(qk_norm=True, biases="qkv"),
+     dict(learned_positions=8)],
+)  # fmt: skip
+def test_models_that_hugging_face_does_not_have_are_refused(changes):
+    with pytest.raises(ValueError, match=f"no supported architecture.* {next(iter(changes))}="):
+        family_for(dataclasses.replace(MODELS["llama_tiny"], **changes))
+
+
+def test_smooth_swiglu_is_swiglu_there():
+    smooth = dataclasses.replace(MODELS["llama_tiny"], mlp="smooth_swiglu")
+    assert to_config_json(smooth, max_length=8)["hidden_act"] == "silu"
+    assert family_for(smooth) is FAMILIES["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "JSON object"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "cannot be read: maximum recursion depth"),
+    ],
+    ids=["cut", "list", "deep"],
+)
+def test_a_file_that_is_no_object(content, message, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"config.json .*{message}"):
+        load_json(tmp_path / "config.json")

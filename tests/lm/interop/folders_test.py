@@ -1,0 +1,38 @@
+"""The small files of a Hugging Face folder: what is read of them, and what is refused."""
+
+import json
+import re
+
+import pytest
+
+from fp8jax.lm.interop.folders import end_ids, shape_of_model
+
+
+def test_a_workdir_named_as_a_folder(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"model": "llama_tiny"}))
+    with pytest.raises(ValueError, match="hf:.* is a workdir, .*: name it without hf:$"):
+        shape_of_model(f"hf:{tmp_path}", {})
+
+
+@pytest.mark.parametrize(
+    ("content", "ids"),
+    [
+        ({}, []),
+        ({"eos_token_id": None}, []),
+        ({"eos_token_id": 0}, [0]),
+        ({"eos_token_id": [2, 9]}, [2, 9]),
+    ],
+)
+def test_ids_that_end_a_text(content, ids, tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert end_ids(tmp_path, 10) == ids
+
+
+@pytest.mark.parametrize("given", [1.5, [[1]], 10, -1, True, [2, "a", None], {"a": 1}, 10**14])
+def test_other_ids_are_refused_with_file_and_key(given, tmp_path):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": given}))
+    expected = f"{path}: eos_token_id must be ids of tokens, from 0 to 9, got {given!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        end_ids(tmp_path, 10)

@@ -1,0 +1,196 @@
+"""Files of a resumed run read as one run, to the bit; errors name the file; events are logged."""
+
+import inspect
+import io
+import json
+import logging as python_logging
+import math
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+
+import jax
+import pytest
+from absl import logging
+
+from fp8jax.lm.records import jsonl
+from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.records.metrics import Metrics
+from tests.support import ROOT
+
+
+def _bits(x):
+    return struct.pack("<d", x)
+
+
+def test_floats_come_back_bit_for_bit_with_step_first(tmp_path):
+    rng = random.Random(0)
+    floats = [rng.uniform(-1, 1) * 10.0 ** rng.randint(-300, 300) for _ in range(200)]
+    floats += [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.nan, math.inf, -math.inf]
+    with Metrics(tmp_path / "run", num_steps=1000) as out:
+        for step, value in enumerate(floats, start=1):
+            out.write(step, {"loss": value, "mfu": None, "tokens": 7})
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = read_jsonl(path)
+    assert [list(line) for line in lines] == [["step", "time", "loss", "mfu", "tokens"]] * len(
+        floats
+    )
+    assert [line["step"] for line in lines] == list(range(1, len(floats) + 1))
+    for line, value in zip(lines, floats, strict=True):
+        assert _bits(line["loss"]) == _bits(value)
+        assert line["mfu"] is None and line["tokens"] == 7
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    for text in path.read_text().splitlines():
+        json.loads(text, parse_constant=refuse)
+
+
+def test_a_line_is_in_the_file_when_write_returns(tmp_path):
+    with Metrics(tmp_path, num_steps=10) as out:
+        for step in (1, 2, 3):
+            out.write(step, {"loss": 1.0})
+            assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == step
+            out.event(step, "skip", reason="non-finite")
+            assert read_jsonl(tmp_path / "events.jsonl")[-1]["step"] == step
+
+
+def _run(workdir, steps, *, start_step=0):
+    with Metrics(workdir, num_steps=10, start_step=start_step) as out:
+        for step in steps:
+            out.write(step, {"loss": 1 / (3 + step)})
+
+
+def _without_time(path):
+    """The bytes of a file of metrics, but for the times of its lines."""
+    text, times = re.subn(rb' "time": "[^"]*",', b"", path.read_bytes())
+    assert times == len(text.splitlines())
+    return text
+
+
+def test_a_resumed_run_reads_as_one_run(tmp_path):
+    _run(tmp_path / "whole", range(1, 11))
+    _run(tmp_path / "killed", range(1, 8))
+    path = tmp_path / "killed" / "metrics.jsonl"
+    with open(path, "ab") as file:
+        file.write(b'{"step": 8, "lo')  # the machine went down within a line
+    assert [line["step"] for line in read_jsonl(path)] == list(range(1, 8))
+    _run(tmp_path / "killed", range(6, 11), start_step=5)
+    lines, whole = (_without_time(tmp_path / run / "metrics.jsonl") for run in ("killed", "whole"))
+    assert lines == whole
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_a_fresh_run_drops_the_old_lines_but_no_event(tmp_path):
+    with Metrics(tmp_path, num_steps=10) as out:
+        out.write(0, {"valid_loss": 2.0})
+        out.write(1, {"loss": 1.0})
+        out.event(1, "resume", fromm="nothing", path=tmp_path)
+    with open(tmp_path / "events.jsonl", "ab") as file:
+        file.write(b'{"time"')
+    with Metrics(tmp_path, num_steps=10) as out:
+        out.event(0, "begin", rate=math.inf, nested={"losses": [1.5, math.nan]})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    first, second = read_jsonl(tmp_path / "events.jsonl")
+    assert list(first) == ["time", "step", "kind", "fromm", "path"]
+    assert first["time"].endswith("+00:00") and first["path"] == str(tmp_path)
+    assert (second["step"], second["kind"], second["rate"]) == (0, "begin", math.inf)
+    assert second["nested"] == {"losses": [1.5, "NaN"]}
+
+
+def test_a_spoilt_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        read_jsonl(path)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
+        Metrics(tmp_path, num_steps=5, start_step=1)
+    path.write_bytes(b"3\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not a JSON object: 3"):
+        read_jsonl(path)
+
+
+def test_steps_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="start_step=6 must lie between 0 and num_steps=5"):
+        Metrics(tmp_path, num_steps=5, start_step=6)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    with Metrics(tmp_path, num_steps=10) as out:
+        out._metrics_file.close()
+        out._metrics_file = open("/dev/full", "ab", buffering=0)
+        with pytest.raises(OSError, match="cannot write: No space left on device: '/dev/full'"):
+            out.write(1, {"loss": 1.0})
+
+        out._metrics_file.close()
+
+        class Short(io.FileIO):
+            def write(self, data):
+                return super().write(data[:-3])
+
+        # beartype knows open()'s files only, so the writer itself is asked.
+        with Short(tmp_path / "short.jsonl", "ab") as file:
+            with pytest.raises(OSError, match=r"only 9 of 12 bytes .*short\.jsonl"):
+                inspect.unwrap(jsonl.append_line)(file, {"step": 1})
+
+
+def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):
+    from tensorboardX import event_file_writer  # noqa: F401  (its package must be importable)
+    from tensorboardX.proto import event_pb2
+
+    _run(tmp_path, [1, 2])
+    with Metrics(tmp_path, num_steps=10, start_step=1) as out:
+        out.write(2, {"loss": 0.5, "grad_norm": math.nan, "mfu": None})
+    resumed = sorted((tmp_path / "tensorboard").iterdir())[-1].read_bytes()
+    events = []
+    while resumed:  # TFRecord: length, its CRC, the data, its CRC
+        (length,) = struct.unpack("<Q", resumed[:8])
+        events.append(event_pb2.Event.FromString(resumed[12 : 12 + length]))
+        resumed = resumed[16 + length :]
+    started = [e.step for e in events if e.HasField("session_log")]
+    points = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    assert started == [2]
+    assert points == [(2, "loss", 0.5)]
+
+
+def test_torch_is_not_imported(tmp_path):
+    """Where torch is installed, its import takes seconds; who wants it can still import it."""
+    (tmp_path / "torch.py").write_text("print('imported torch')")
+    program = "import fp8jax.lm.records.metrics; print('imported metrics'); import torch"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, check=True,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["imported metrics", "imported torch"]
+
+
+def test_events_are_logged(tmp_path):
+    seen = []
+
+    class Keep(python_logging.Handler):
+        def emit(self, record):
+            seen.append(record.getMessage())
+
+    logger, handler, verbosity = python_logging.getLogger("absl"), Keep(), logging.get_verbosity()
+    logger.addHandler(handler)
+    logging.set_verbosity(logging.INFO)
+    try:
+        with Metrics(tmp_path, num_steps=10) as out:
+            out.event(3, "skip", reason="loss", loss=7.5)
+    finally:
+        logging.set_verbosity(verbosity)
+        logger.removeHandler(handler)
+    assert "step 3: skip  reason=loss  loss=7.5" in seen
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with Metrics(tmp_path / "run", num_steps=10) as out:
+        out.write(1, {"loss": 1.0})
+        out.event(1, "start")
+    assert not (tmp_path / "run").exists()

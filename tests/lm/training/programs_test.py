@@ -1,0 +1,56 @@
+"""Programs that compile in a thread, while a run prepares its start."""
+
+import time
+
+import pytest
+
+from fp8jax.lm.training import loop, programs
+from fp8jax.lm.training.build import build
+from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.lm.training.programs import Compilation
+from fp8jax.numerics.policy import POLICIES
+from tests.support.runs import ONE_LINEAR, one_layer, tiny
+
+
+def test_a_run_compiles_its_programs_once(data, tmp_path, monkeypatch):
+    """A fresh run begins when it is made, a resumed one when it knows what it needs. A run's clock
+    begins before that: the seconds of a run contain those of its compilation."""
+    calls, compiling, began = [], [], []
+
+    def compile_programs(run, stage, names):
+        compiling.append(time.perf_counter())
+        calls.append((stage.policy.name, *names))
+        return original(run, stage, names)
+
+    def begin(run, defaults):
+        began.append(run.began)
+        original_begin(run, defaults)
+
+    original, original_begin = programs.compile_programs, loop._Loop.begin
+    monkeypatch.setattr(loop._Loop, "begin", begin)
+    monkeypatch.setattr(programs, "compile_programs", compile_programs)
+    monkeypatch.setattr(loop, "compile_programs", compile_programs)
+    monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
+    config = one_layer(data, precision="one_linear", num_steps=5)
+    train_and_evaluate(config, str(tmp_path / "run"))
+    assert calls == [("one_linear", "seed_step", "step")] and began[0] < compiling[0]
+    config.num_steps = 6
+    config.resume_with_changes = True
+    train_and_evaluate(config, str(tmp_path / "run"))
+    assert calls[1:] == [("one_linear", "step")]
+
+
+def test_an_error_of_the_thread_ends_the_run(data, tmp_path, monkeypatch):
+    def fail(*_):
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(programs, "compile_programs", fail)
+    with pytest.raises(NotImplementedError, match="no such kernel"):
+        train_and_evaluate(tiny(data), str(tmp_path / "run"))
+
+
+def test_its_programs_are_those_of_the_stage(data):
+    run = build(one_layer(data))
+    compiled, seconds = Compilation(run, run.stages[0], ["step", "eval_step"]).result()
+    assert list(compiled) == ["step", "eval_step"] and seconds > 0
+    assert "jit_step" in compiled["step"].as_text()
