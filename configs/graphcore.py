@@ -23,9 +23,18 @@ import ml_collections
 from configs import base
 
 SIZES = (
-    "small", "gpt_111m", "gpt_256m", "gpt_590m", "gpt_1.3b", "gpt_2.7b", "gpt_6.7b", "gpt_13b",
-    "llama2_7b", "llama2_13b", "llama2_70b",
-)  # fmt: skip
+    "small",
+    "gpt_111m",
+    "gpt_256m",
+    "gpt_590m",
+    "gpt_1.3b",
+    "gpt_2.7b",
+    "gpt_6.7b",
+    "gpt_13b",
+    "llama2_7b",
+    "llama2_13b",
+    "llama2_70b",
+)
 
 
 def get_config(size: str = "small") -> ml_collections.ConfigDict:

@@ -62,9 +62,14 @@ def _summary(folder: Path, files: Sequence[ProblemFile]) -> str:
         lines.append([each.name, f"{each.count:,}", steps, str(len(each.stories))])
     first = next(iter(files[0].problems(_SEED.value)))
     return "\n".join(
-        [f"{folder}: numbers up to {_LARGEST.value}, seed {_SEED.value}", *aligned(lines),
-         "", first.question, first.response]
-    )  # fmt: skip
+        [
+            f"{folder}: numbers up to {_LARGEST.value}, seed {_SEED.value}",
+            *aligned(lines),
+            "",
+            first.question,
+            first.response,
+        ]
+    )
 
 
 if __name__ == "__main__":

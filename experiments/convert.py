@@ -55,9 +55,13 @@ def main(arguments: Sequence[str]) -> None:
             raise ValueError(f"--to={target} needs a --format: {', '.join(EXPORTS)}")
         lookup("export format", _FORMAT.value, EXPORTS)
         notes = convert.export(
-            source, path, _FORMAT.value, scales=_SCALES.value, step=_STEP.value,
+            source,
+            path,
+            _FORMAT.value,
+            scales=_SCALES.value,
+            step=_STEP.value,
             max_shard_bytes=_SHARD.value,
-        )  # fmt: skip
+        )
         print("\n".join([f"wrote {path} in {_FORMAT.value}", *notes]))
         return
     for flag in (_FORMAT, _SCALES, _STEP, _SHARD):

@@ -171,8 +171,10 @@ def _read_problems() -> dict[str, Sequence[Problem]]:
         if own.left_out:
             absl_logging.warning(
                 "%s: %d problems have no number as their answer and are left out, %d are used",
-                path, own.left_out, len(own.problems),
-            )  # fmt: skip
+                path,
+                own.left_out,
+                len(own.problems),
+            )
         found[name] = own.problems[: _LIMIT.value]
         shuffled(found[name], _SEED.value)  # needs two
     if _PROBLEMS.value and not found:
@@ -220,18 +222,20 @@ def _measure(trained: TrainedModel, asked: Asked, rows: dict[str, Rows]) -> Numb
         from fp8jax.lm.inference.harness import HarnessModel, begins_texts, run_tasks
 
         model = HarnessModel(
-            trained.model, trained.variables, tokenizer, max_length=_row_length(trained),
-            batch_size=_BATCH_SIZE.value, seed=_SEED.value,
+            trained.model,
+            trained.variables,
+            tokenizer,
+            max_length=_row_length(trained),
+            batch_size=_BATCH_SIZE.value,
+            seed=_SEED.value,
             begin=trained.record is not None or begins_texts(tokenizer),
-        )  # fmt: skip
+        )
         numbers |= run_tasks(model, asked.tasks, limit=_LIMIT.value)
     return numbers
 
 
 def _solve(trained: TrainedModel, problems: Mapping[str, Sequence[Problem]]) -> Numbers:
-    found = solve(
-        trained, problems, max_tokens=_MAX_TOKENS.value, batch_size=_PROBLEM_BATCH.value
-    )  # fmt: skip
+    found = solve(trained, problems, max_tokens=_MAX_TOKENS.value, batch_size=_PROBLEM_BATCH.value)
     numbers = Numbers()
     for name, own in problems.items():
         mixed = found[name].against(shuffled(own, _SEED.value))
@@ -261,9 +265,13 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
     fit = {key: record[key] for key in ("long_examples", "bad_examples") if key in record}
     chats = chat_readers(parse_sources(record["data"]))
     corpus = build_corpus(
-        record["data"], tokenizer, seq_len=record["seq_len"] if chats else length,
-        valid_fraction=record["valid_fraction"], cache_dir=record["cache_dir"], **fit,
-    )  # fmt: skip
+        record["data"],
+        tokenizer,
+        seq_len=record["seq_len"] if chats else length,
+        valid_fraction=record["valid_fraction"],
+        cache_dir=record["cache_dir"],
+        **fit,
+    )
     if not chats:
         return corpus.valid
     return {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
@@ -284,9 +292,13 @@ def _packed(name: str, rows: Rows, length: int) -> Rows:
 
 def _perplexities(trained: TrainedModel, tokenizer: Tokenizer, rows: Mapping[str, Rows]) -> Numbers:
     scores = score_texts(
-        trained.model, trained.variables, rows, token_bytes=tokenizer.token_bytes,
-        batch_size=_BATCH_SIZE.value, seed=_SEED.value,
-    )  # fmt: skip
+        trained.model,
+        trained.variables,
+        rows,
+        token_bytes=tokenizer.token_bytes,
+        batch_size=_BATCH_SIZE.value,
+        seed=_SEED.value,
+    )
     if len(scores) > 1:
         scores["all sources"] = joined(list(scores.values()))
     numbers = Numbers()
@@ -303,9 +315,7 @@ def _write_telemetry(trained: TrainedModel, rows: Rows, folder: str) -> None:
     )
     policy = as_policy(trained.model.policy)
     key = jax.random.key(_SEED.value) if policy.stochastic else None
-    table = measure_forward(
-        trained.model, trained.variables, tokens, segments, positions, key=key
-    )  # fmt: skip
+    table = measure_forward(trained.model, trained.variables, tokens, segments, positions, key=key)
     write_rows(Path(folder, f"{policy.name.replace('/', '_')}.parquet"), table.rows)
 
 

@@ -161,9 +161,15 @@ def _generator(trained: TrainedModel, words: int, max_length: int) -> Generator:
 def _print_stream(generator: Generator, prompts: _Prompts, ids: Any, sampling: Sampling, seed: int):
     """Prints a text as it grows, and returns it."""
     for (text,) in stream_text(
-        generator, prompts.tokenizer, [ids], sampling, _MAX_TOKENS.value,
-        stop_strings=_STOP.value, stop_ids=prompts.stop_ids, seeds=[seed],
-    ):  # fmt: skip
+        generator,
+        prompts.tokenizer,
+        [ids],
+        sampling,
+        _MAX_TOKENS.value,
+        stop_strings=_STOP.value,
+        stop_ids=prompts.stop_ids,
+        seeds=[seed],
+    ):
         print(text.fresh(), end="", flush=True)
     print(flush=True)
     return text.completion()
@@ -237,9 +243,15 @@ def _generate(
         return
     seeds = range(_SEED.value, _SEED.value + len(ids))
     found = complete_text(
-        generator, prompts.tokenizer, ids, sampling, _MAX_TOKENS.value,
-        stop_strings=_STOP.value, stop_ids=prompts.stop_ids, seeds=seeds,
-    )  # fmt: skip
+        generator,
+        prompts.tokenizer,
+        ids,
+        sampling,
+        _MAX_TOKENS.value,
+        stop_strings=_STOP.value,
+        stop_ids=prompts.stop_ids,
+        seeds=seeds,
+    )
     for index, (text, completion) in enumerate(zip(texts, found, strict=True)):
         title = "" if len(texts) == 1 else f"[{index}] "
         print(f"{title}{text}{completion.text}" if not _CHAT.value else title + completion.text)

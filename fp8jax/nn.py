@@ -5,6 +5,14 @@ from fp8jax.gemm.modules import RNG, Dense, Einsum, Fp8DotGeneral, keep_master, 
 from fp8jax.gemm.probe import TELEMETRY
 
 __all__ = [
-    "HISTORIES", "RNG", "TELEMETRY", "Dense", "Einsum", "Fp8DotGeneral", "keep_master",
-    "max_combining", "to_max_combining", "together",
-]  # fmt: skip
+    "HISTORIES",
+    "RNG",
+    "TELEMETRY",
+    "Dense",
+    "Einsum",
+    "Fp8DotGeneral",
+    "keep_master",
+    "max_combining",
+    "to_max_combining",
+    "together",
+]

@@ -88,9 +88,16 @@ from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
 __all__ = [
-    "AmaxHistory", "Fp8DotGeneral", "Linear", "grad", "keep_master", "merge", "seed", "update",
+    "AmaxHistory",
+    "Fp8DotGeneral",
+    "Linear",
+    "grad",
+    "keep_master",
+    "merge",
+    "seed",
+    "update",
     "value_and_grad",
-]  # fmt: skip
+]
 
 
 Gradients: TypeAlias = Any  # an nnx.State of `nnx.Param` and `AmaxHistory`
@@ -206,11 +213,20 @@ class Fp8DotGeneral(nnx.Module):
         if self.recipe.stochastic and key is None:
             key = self._next_key()
         return dot_general(
-            lhs, rhs, dimension_numbers, *positional, precision=precision,
-            preferred_element_type=preferred_element_type, out_sharding=out_sharding,
-            recipe=self.recipe, state=self.histories(), key=key, backend=self.backend,
-            seeded=self.seeded, probe=self.probe(),
-        )  # fmt: skip
+            lhs,
+            rhs,
+            dimension_numbers,
+            *positional,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            recipe=self.recipe,
+            state=self.histories(),
+            key=key,
+            backend=self.backend,
+            seeded=self.seeded,
+            probe=self.probe(),
+        )
 
     def _next_key(self) -> Array:
         if self.stream is None:
@@ -286,9 +302,13 @@ class Linear(nnx.Linear):
         """
         dot = Fp8DotGeneral(recipe, backend=backend, seeded=seeded, rngs=rngs)
         super().__init__(
-            in_features, out_features, dot_general=dot, promote_dtype=keep_master, rngs=rngs,
+            in_features,
+            out_features,
+            dot_general=dot,
+            promote_dtype=keep_master,
+            rngs=rngs,
             **options,
-        )  # fmt: skip
+        )
 
     def __call__(
         self,
@@ -306,9 +326,14 @@ class Linear(nnx.Linear):
         """
         x = inputs if self.dtype is None else inputs.astype(self.dtype)
         y = self.dot_general(
-            x, self.kernel[...], (((x.ndim - 1,), (0,)), ((), ())), precision=self.precision,
-            preferred_element_type=self.preferred_element_type, out_sharding=out_sharding, key=key,
-        )  # fmt: skip
+            x,
+            self.kernel[...],
+            (((x.ndim - 1,), (0,)), ((), ())),
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            out_sharding=out_sharding,
+            key=key,
+        )
         return modules.add_bias(y, None if self.bias is None else self.bias[...])
 
 
@@ -549,11 +574,12 @@ def statistics(f: Callable[..., Any], model: nnx.Module, *args: Any) -> dict[str
     leaves = {tuple(map(str, path)): value.get_value() for path, value in found}
     return {
         path: Probe(
-            leaves[(*path.split("/"), "probe_peaks")], leaves[(*path.split("/"), "probe_sums")],
+            leaves[(*path.split("/"), "probe_peaks")],
+            leaves[(*path.split("/"), "probe_sums")],
             dot.what_if,
         )
         for path, dot in _nodes(model, Fp8DotGeneral)
-    }  # fmt: skip
+    }
 
 
 # Before the first step ----------------------------------------------------------------------------

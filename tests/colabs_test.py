@@ -18,8 +18,16 @@ NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 LARGEST_FIGURE = 60_000  # bytes
 LARGEST_NOTEBOOK = 400_000
 OTHERS = {
-    "IPython", "configs", "flax", "jax", "matplotlib", "numpy", "optax", "pandas", "safetensors",
-}  # fmt: skip
+    "IPython",
+    "configs",
+    "flax",
+    "jax",
+    "matplotlib",
+    "numpy",
+    "optax",
+    "pandas",
+    "safetensors",
+}
 # What `__all__` of these modules has is public, and so is what README and guides import.
 PUBLIC_MODULES = ("fp8jax", "fp8jax.figures", "fp8jax.nn", "fp8jax.nnx", "fp8jax.telemetry")
 

@@ -92,9 +92,12 @@ def test_config_builds_at_smoke_size(name, tmp_path):
     config = smoke_size(load(name), tmp_path)
     run = build(config)
     corpus = build_corpus(
-        config.data, run.tokenizer, seq_len=config.seq_len, valid_fraction=config.valid_fraction,
+        config.data,
+        run.tokenizer,
+        seq_len=config.seq_len,
+        valid_fraction=config.valid_fraction,
         cache_dir=config.cache_dir,
-    )  # fmt: skip
+    )
     batches = train_batches(corpus.train, seed=config.seed, batch_size=config.batch_size)
     batch = abstract_batch(next(batches), run)
     batches.close()
@@ -151,11 +154,25 @@ def test_infir2_pretrains_as_published():
     for name, model in (("cpt_1_5b", "qwen2.5_1.5b"), ("cpt_7b", "qwen2.5_7b")):
         config = load(f"infir2/{name}")
         check_values(
-            config, precision="fp8_block_ue8m0", model=model, seed=1236, seq_len=32_768,
-            batch_size=128, num_steps=40_000, document_masking=False, optimizer="adamw",
-            learning_rate=1e-4, schedule="wsd", weight_decay=0.1, b1=0.9, b2=0.95, clip_norm=1.0,
-            moments="float32", gradients="float32", master_weights="float32",
-        )  # fmt: skip
+            config,
+            precision="fp8_block_ue8m0",
+            model=model,
+            seed=1236,
+            seq_len=32_768,
+            batch_size=128,
+            num_steps=40_000,
+            document_masking=False,
+            optimizer="adamw",
+            learning_rate=1e-4,
+            schedule="wsd",
+            weight_decay=0.1,
+            b1=0.9,
+            b2=0.95,
+            clip_norm=1.0,
+            moments="float32",
+            gradients="float32",
+            master_weights="float32",
+        )
         assert round(config.num_steps * config.batch_size * config.seq_len / 1e9) == 168
         optimizer = OptimizerConfig.from_config(config)
         assert (optimizer.warmup, optimizer.decay_steps) == (5000, 5000)
@@ -170,10 +187,21 @@ def test_infir2_fine_tunes_as_published(stage):
     for name, model, peak in sizes:
         config = load(f"infir2/sft_{name}", stage)
         check_values(
-            config, precision="fp8_block_ue8m0", model=model, seq_len=32_768, batch_size=64,
-            num_epochs=5, document_masking=True, remat="full", optimizer="adamw", weight_decay=0.0,
-            learning_rate=peak, schedule="cosine", b1=0.9, b2=0.95,
-        )  # fmt: skip
+            config,
+            precision="fp8_block_ue8m0",
+            model=model,
+            seq_len=32_768,
+            batch_size=64,
+            num_epochs=5,
+            document_masking=True,
+            remat="full",
+            optimizer="adamw",
+            weight_decay=0.0,
+            learning_rate=peak,
+            schedule="cosine",
+            b1=0.9,
+            b2=0.95,
+        )
         assert {"stage1": "72k", "stage2": "165k"}[stage] in config.data
         config.num_steps = 1000  # what five epochs may come to
         optimizer = OptimizerConfig.from_config(config)

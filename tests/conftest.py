@@ -65,8 +65,10 @@ def share_compiled_programs() -> None:
         else:
             directory = os.path.join(
                 os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-                "fp8jax", "tests", f"jaxlib-{jaxlib.__version__}-{xla.host_fingerprint()}",
-            )  # fmt: skip
+                "fp8jax",
+                "tests",
+                f"jaxlib-{jaxlib.__version__}-{xla.host_fingerprint()}",
+            )
         os.environ["JAX_COMPILATION_CACHE_DIR"] = directory
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
     # JAX has read its variables already.

@@ -171,16 +171,19 @@ class Vit(nn.Module):
         x = x.reshape(x.shape[0], -1, 16).astype(jnp.float32)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, *x.shape[1:]))
         x = x + nn.MultiHeadDotProductAttention(
-            num_heads=2, qkv_dot_general_cls=hook(self.recipe),
+            num_heads=2,
+            qkv_dot_general_cls=hook(self.recipe),
             out_dot_general_cls=hook(self.recipe),
-        )(nn.LayerNorm()(x))  # fmt: skip
+        )(nn.LayerNorm()(x))
         x = x + Mlp(self.recipe)(nn.LayerNorm()(x))
         return dense(8, self.recipe, name="head")(jnp.mean(x, axis=1))
 
 
 MODELS = {
-    "mlp": (Mlp, (32, 16), 2), "mixer": (Mixer, (16, 16, 12), 6), "vit": (Vit, (16, 16, 16, 3), 7),
-}  # fmt: skip
+    "mlp": (Mlp, (32, 16), 2),
+    "mixer": (Mixer, (16, 16, 12), 6),
+    "vit": (Vit, (16, 16, 16, 3), 7),
+}
 
 
 @pytest.mark.parametrize(
@@ -197,10 +200,13 @@ def test_histories_of_a_model_are_the_amaxes_of_its_linears(name):
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("mlp", "fp8_block"), ("mlp", "fp8_current"), ("mlp", "nvfp4"), ("mixer", DELAYED),
+        ("mlp", "fp8_block"),
+        ("mlp", "fp8_current"),
+        ("mlp", "nvfp4"),
+        ("mixer", DELAYED),
         ("vit", DELAYED),
     ],
-)  # fmt: skip
+)
 def test_gradients_of_a_model_are_near_those_of_bf16(name, recipe):
     """Within the noise of all GEMMs, if each reaches the gradient undamped and unamplified.
 
@@ -294,9 +300,18 @@ def test_which_stock_modules_take_a_dot_general():
     attention = {"qkv_dot_general_cls", "out_dot_general_cls"}
     assert hooks(nn.MultiHeadDotProductAttention) == hooks(nn.MultiHeadAttention) == attention
     for module in (
-        nn.Einsum, nn.Embed, nn.Conv, nn.ConvTranspose, nn.ConvLocal, nn.LSTMCell,
-        nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell, nn.MGUCell, nn.ConvLSTMCell,
-    ):  # fmt: skip
+        nn.Einsum,
+        nn.Embed,
+        nn.Conv,
+        nn.ConvTranspose,
+        nn.ConvLocal,
+        nn.LSTMCell,
+        nn.OptimizedLSTMCell,
+        nn.GRUCell,
+        nn.SimpleCell,
+        nn.MGUCell,
+        nn.ConvLSTMCell,
+    ):
         assert not hooks(module)
 
 
@@ -365,9 +380,11 @@ def test_keep_master_returns_the_gradient_of_the_accumulator():
     def accumulated(kernel):
         low = x.astype(jnp.bfloat16)
         y = functools.partial(
-            fp8jax.dot_general, low, dimension_numbers=(((1,), (0,)), ((), ())),
+            fp8jax.dot_general,
+            low,
+            dimension_numbers=(((1,), (0,)), ((), ())),
             recipe="fp8_current",
-        )  # fmt: skip
+        )
         return jax.vjp(y, kernel)[1](g.astype(jnp.bfloat16))[0]
 
     rounded, kept = gradient(), gradient(promote_dtype=keep_master)
@@ -486,9 +503,10 @@ def test_a_branch_not_taken_keeps_its_histories_with_update_but_not_in_a_train_s
 def test_vmapped_experts_have_histories_of_their_own():
     x = data(3, 4, 8) * jnp.asarray([1.0, 10.0, 100.0]).reshape(3, 1, 1)
     experts = nn.vmap(
-        nn.Dense, variable_axes={"params": 0, HISTORIES: 0, "amaxes": 0, "perturbations": 0},
+        nn.Dense,
+        variable_axes={"params": 0, HISTORIES: 0, "amaxes": 0, "perturbations": 0},
         split_rngs={"params": True},
-    )  # fmt: skip
+    )
     variables = check_histories(experts(8, dot_general_cls=hook()), x)
     history = variables[HISTORIES]["Fp8DotGeneral_0"]["x_amax_history"]
     np.testing.assert_array_equal(history[:, 0], jnp.abs(x).max((1, 2)))
@@ -584,9 +602,10 @@ def test_shared_weights_under_remat_need_max_combining():
         after, state, faults = update(after, state, gradients_of(after))
         fp8jax.raise_if(faults)
     (of_x,) = [
-        leaf for path, leaf in jax.tree.leaves_with_path(after[HISTORIES])
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(after[HISTORIES])
         if path[-1].key == "x_amax_history"
-    ]  # fmt: skip
+    ]
     np.testing.assert_allclose(of_x[-1], max(amax), rtol=1e-6)
     gradients = jax.jit(jax.grad(loss_of(Loop(share=True), x)))(after)
     with pytest.raises(ValueError, match="was added up by JAX.*max_combining"):
@@ -722,8 +741,9 @@ def sharded(variables, mesh):
 
     def put(leaf):
         fits = leaf.ndim == 2 and leaf.shape[0] % 8 == 0
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("d") if fits else
-                                                  PartitionSpec()))  # fmt: skip
+        return jax.device_put(
+            leaf, NamedSharding(mesh, PartitionSpec("d") if fits else PartitionSpec())
+        )
 
     return jax.tree.map(put, variables)
 
@@ -801,8 +821,10 @@ def test_explicit_mesh_axes(recipe, of_x, of_kernel):
 def test_split_contracting_axes_need_out_sharding_under_explicit_axes():
     x, w = data(8, 128), data(128, 32)
     mesh = jax.make_mesh((8,), ("d",), (AxisType.Explicit,))
-    x, w = (jax.device_put(a, NamedSharding(mesh, PartitionSpec(*s))) for a, s in
-            ((x, (None, "d")), (w, ("d", None))))  # fmt: skip
+    x, w = (
+        jax.device_put(a, NamedSharding(mesh, PartitionSpec(*s)))
+        for a, s in ((x, (None, "d")), (w, ("d", None)))
+    )
     multiply = functools.partial(
         fp8jax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe="fp8_current"
     )
@@ -850,9 +872,11 @@ def test_batch_statistics_and_dropout_next_to_histories():
     def step(variables, statistics, state, key):
         def loss(variables):
             y, new = model.apply(
-                variables | {"batch_stats": statistics}, x, mutable=["batch_stats"],
+                variables | {"batch_stats": statistics},
+                x,
+                mutable=["batch_stats"],
                 rngs={"dropout": key},
-            )  # fmt: skip
+            )
             return mean_square(y), new["batch_stats"]
 
         gradients, statistics = jax.grad(loss, has_aux=True)(variables)

@@ -9,9 +9,14 @@ from tests.support import ROOT
 
 # What only training, data or experiments need.
 OPTIONAL = (
-    "grain", "orbax", "tensorboardX", "tokenizers", "pyarrow", "tensorflow_datasets",
+    "grain",
+    "orbax",
+    "tensorboardX",
+    "tokenizers",
+    "pyarrow",
+    "tensorflow_datasets",
     "safetensors",
-)  # fmt: skip
+)
 HEAVY = (*OPTIONAL, "jax.experimental.pallas", "ml_collections", "tqdm", "jinja2", "lm_eval")
 
 USE = """

@@ -148,9 +148,15 @@ def test_flaxs_own_linear_computes_what_ours_does(dtype):
 
 def test_layers_have_options():
     layer = Linear(
-        32, 8, "fp8_current", backend="xla", dtype=jnp.bfloat16, use_bias=False,
-        preferred_element_type=jnp.float32, rngs=nnx.Rngs(0),
-    )  # fmt: skip
+        32,
+        8,
+        "fp8_current",
+        backend="xla",
+        dtype=jnp.bfloat16,
+        use_bias=False,
+        preferred_element_type=jnp.float32,
+        rngs=nnx.Rngs(0),
+    )
     assert layer(data()).dtype == jnp.float32 and layer.bias is None
     assert_equal(layer(data()), layer(data(dtype=jnp.bfloat16)))
     with pytest.raises(ValueError, match="drop precision"):

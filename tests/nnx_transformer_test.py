@@ -23,8 +23,12 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(
             4, WIDTH, decode=False, use_bias=False, rngs=rngs, keep_rngs=False
         )
-        for layer in (self.attention.query, self.attention.key, self.attention.value,
-                      self.attention.out):  # fmt: skip
+        for layer in (
+            self.attention.query,
+            self.attention.key,
+            self.attention.value,
+            self.attention.out,
+        ):
             layer.dot_general = nnx.data(fp8jax.nnx.Fp8DotGeneral(recipe))
         self.up = fp8jax.nnx.Linear(WIDTH, 4 * WIDTH, recipe, rngs=rngs)
         self.down = fp8jax.nnx.Linear(4 * WIDTH, WIDTH, recipe, rngs=rngs)

@@ -46,9 +46,15 @@ def model_table() -> str:
         ]
         heads = f"{config.n_heads}/{config.n_kv_heads}"
         rows.append(
-            [f"`{name}`", f"{count_params(config):,}", str(config.n_layers), str(config.d_model),
-             heads, ", ".join(filter(None, parts))]
-        )  # fmt: skip
+            [
+                f"`{name}`",
+                f"{count_params(config):,}",
+                str(config.n_layers),
+                str(config.d_model),
+                heads,
+                ", ".join(filter(None, parts)),
+            ]
+        )
     header = ["`model`", "parameters", "layers", "width", "heads/kv", "made of"]
     return markdown_table(header, rows)
 

@@ -68,9 +68,11 @@ _ATTENTION = flags.DEFINE_list("attention", None, "Keys of ATTENTIONS; `step` ta
 
 
 _DOCUMENTS = flags.DEFINE_list(
-    "documents", None, "Documents in a row. attention: several numbers, 1,8 without one; "
+    "documents",
+    None,
+    "Documents in a row. attention: several numbers, 1,8 without one; "
     "step --config: one number, 1 without one.",
-)  # fmt: skip
+)
 
 
 _DEVICES = flags.DEFINE_integer(
@@ -90,9 +92,11 @@ _FIGURE = flags.DEFINE_string(
 
 
 _SETTINGS = flags.DEFINE_string(
-    "settings", "", "step --config: KEY=VALUE,KEY=VALUE;… to time each policy with; defaults for "
+    "settings",
+    "",
+    "step --config: KEY=VALUE,KEY=VALUE;… to time each policy with; defaults for "
     "the config as it is.",
-)  # fmt: skip
+)
 
 
 _KV_CACHE = flags.DEFINE_enum("kv_cache", "bf16", ["bf16", "fp8"], "decode: what it stores.")
@@ -158,9 +162,14 @@ def _step(shapes: Sequence[str], timed: Timer) -> Report:
     if more:
         raise ValueError(f"--attention={attention},{','.join(more)}: step takes one")
     return steps.measure_step(
-        shapes, _policies(), timed, _limits(timed), attention=attention, remat=_REMAT.value,
+        shapes,
+        _policies(),
+        timed,
+        _limits(timed),
+        attention=attention,
+        remat=_REMAT.value,
         peers=_PEERS.value,
-    )  # fmt: skip
+    )
 
 
 def _decode(shapes: Sequence[str], timed: Timer) -> Report:
@@ -180,9 +189,15 @@ def _training(shapes: Sequence[str], timed: Timer) -> Report:
     settings = [one.strip() for one in _SETTINGS.value.split(";") if one.strip()]
     training_steps.check_settings(_CONFIG.value, settings)  # before the limits, which take a while
     return training_steps.measure_training(
-        _CONFIG.value, policies, timed, _limits(timed), figure=figure, devices=_DEVICES.value,
-        count=count, settings=settings,
-    )  # fmt: skip
+        _CONFIG.value,
+        policies,
+        timed,
+        _limits(timed),
+        figure=figure,
+        devices=_DEVICES.value,
+        count=count,
+        settings=settings,
+    )
 
 
 def _telemetry(shapes: Sequence[str], timed: Timer) -> Report:
@@ -229,50 +244,72 @@ _LLAMA = (4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 8192), (8192, 28_6
 
 _COMMANDS = (
     _Benchmark(
-        name="gemm", measure=_gemm, takes=["shapes", "policies", "peers", "sweep"],
-        shapes=[f"8192x{k}x{n}" for k, n in _LLAMA], tiny_shapes=["256x128x128"],
+        name="gemm",
+        measure=_gemm,
+        takes=["shapes", "policies", "peers", "sweep"],
+        shapes=[f"8192x{k}x{n}" for k, n in _LLAMA],
+        tiny_shapes=["256x128x128"],
     ),
     _Benchmark(
-        name="quantize", measure=_quantize, takes=["shapes"],
-        shapes=["16384x4096", "16384x14336"], tiny_shapes=["256x128"],
+        name="quantize",
+        measure=_quantize,
+        takes=["shapes"],
+        shapes=["16384x4096", "16384x14336"],
+        tiny_shapes=["256x128"],
     ),
     _Benchmark(
-        name="accumulation", measure=_accumulation, takes=["shapes"],
+        name="accumulation",
+        measure=_accumulation,
+        takes=["shapes"],
         shapes=["16384x2048x8192", "16384x4096x14336", "16384x8192x28672"],
         tiny_shapes=["256x128x384"],
     ),
     _Benchmark(
-        name="attention", measure=_attention, takes=["shapes", "attention", "documents", "peers"],
-        shapes=["4x4096x32x8x128"], tiny_shapes=["2x64x4x2x32"],
+        name="attention",
+        measure=_attention,
+        takes=["shapes", "attention", "documents", "peers"],
+        shapes=["4x4096x32x8x128"],
+        tiny_shapes=["2x64x4x2x32"],
     ),
     _Benchmark(
-        name="step", measure=_step, takes=["shapes", "policies", "peers", "attention", "remat"],
-        shapes=["d4096"], tiny_shapes=["tiny"],
+        name="step",
+        measure=_step,
+        takes=["shapes", "policies", "peers", "attention", "remat"],
+        shapes=["d4096"],
+        tiny_shapes=["tiny"],
         threads=4,  # a step fills much of the memory
     ),
     _Benchmark(name="start", measure=_start, needs=["config"], takes=["policies"]),
     _Benchmark(name="mesh_compile", measure=_mesh_compile, needs=["config"], takes=["policies"]),
     _Benchmark(name="telemetry", measure=_telemetry, needs=["config"]),
     _Benchmark(
-        name="decode", measure=_decode, takes=["shapes", "policies", "kv_cache"],
-        shapes=[f"{model}_{batch}x1024x256" for model in ("llama_125m", "qwen2.5_1.5b", "llama3_8b")
-                for batch in (1, 8, 64)],
+        name="decode",
+        measure=_decode,
+        takes=["shapes", "policies", "kv_cache"],
+        shapes=[
+            f"{model}_{batch}x1024x256"
+            for model in ("llama_125m", "qwen2.5_1.5b", "llama3_8b")
+            for batch in (1, 8, 64)
+        ],
         tiny_shapes=["llama_tiny_2x16x4"],
         threads=4,  # each prepares weights of its own
     ),
     _Benchmark(
-        name="gains", measure=size_gains.measure_gains, shapes=size_gains.SHAPES,
+        name="gains",
+        measure=size_gains.measure_gains,
+        shapes=size_gains.SHAPES,
         tiny_shapes=["64x128x128", "64x128x256", "64x256x256"],
     ),
-)  # fmt: skip
+)
 
 
 # `step` runs this one if --config is given.
 _TRAINING = _Benchmark(
-    name="training", measure=_training,
+    name="training",
+    measure=_training,
     takes=["policies", "config", "figure", "devices", "documents", "settings"],
     threads=1,  # all programs share one state
-)  # fmt: skip
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -283,9 +320,11 @@ def main(arguments: Sequence[str]) -> None:
         benchmark = _TRAINING
     command.check_flags(benchmark, (*_COMMANDS, _TRAINING))
     timed = functools.partial(
-        timing.time_in_turns, rounds=_ROUNDS.value, seconds=_SECONDS.value,
+        timing.time_in_turns,
+        rounds=_ROUNDS.value,
+        seconds=_SECONDS.value,
         threads=benchmark.threads,
-    )  # fmt: skip
+    )
     default = benchmark.tiny_shapes if _TINY.value else benchmark.shapes
     report = benchmark.measure(_SHAPES.value or default, timed)
     words = shlex.join(["python", "-m", "experiments.bench", *sys.argv[1:]])

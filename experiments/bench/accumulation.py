@@ -173,9 +173,12 @@ def measure_accumulation(shapes: Sequence[str], timed: Timer, limits: Limits) ->
         for how in ACCUMULATIONS
     }
     return Report(
-        title="Fast and split sums", rate="TFLOP/s", rows=rows, figures=figures,
+        title="Fast and split sums",
+        rate="TFLOP/s",
+        rows=rows,
+        figures=figures,
         notes=[limits.note(), _LEGEND],
-    )  # fmt: skip
+    )
 
 
 _LEGEND = (
@@ -199,8 +202,13 @@ def _rows_of(case: str, gemm: _Gemm, timed: Timer, limits: Limits) -> dict[str, 
     for how, timing in found.items():
         sums = _Sums() if how == "bf16" or timing.reason else _sums_of(gemm, how)
         row = Row(
-            case=case, name=how, timing=timing, work=work, note=sums.note(),
-            limit=work / limits.matrix(how != "bf16"), baseline=found["bf16"].seconds,
-        )  # fmt: skip
+            case=case,
+            name=how,
+            timing=timing,
+            work=work,
+            note=sums.note(),
+            limit=work / limits.matrix(how != "bf16"),
+            baseline=found["bf16"].seconds,
+        )
         result[how] = row, sums.error
     return result

@@ -91,11 +91,15 @@ def measure_decoding(
                 per_call = shape.requests * (shape.prompt if kind == "prefill" else 1)
                 rows.append(
                     Row(
-                        case=f"{shape.name} {kind}", name=policy, timing=timing, limit=limit,
-                        work=math.nan if kind == "prefill" else one.bytes, baseline=base,
+                        case=f"{shape.name} {kind}",
+                        name=policy,
+                        timing=timing,
+                        limit=limit,
+                        work=math.nan if kind == "prefill" else one.bytes,
+                        baseline=base,
                         note=f"{per_call / seconds:,.0f} tokens/s" if seconds > 0 else "",
                     )
-                )  # fmt: skip
+                )
                 if policy != "bf16":
                     figures[f"{kind}_speedup/{shape.name}/{policy}"] = base / seconds
                 if kind == "decode":
@@ -156,9 +160,10 @@ class _Contestant:
         return Requests(
             keys_B=jax.random.split(jax.random.key(0), self._rows),
             limits_B=self._for_requests(self.shape.tokens + 1),
-            stops=jnp.array([NO_TOKEN]), rule=Sampling(temperature=0.8).rule(),
+            stops=jnp.array([NO_TOKEN]),
+            rule=Sampling(temperature=0.8).rule(),
             words=self.shape.config.vocab_size,
-        )  # fmt: skip
+        )
 
     def _prefill(self) -> Callable[[], Decoding]:
         shape, model = self.shape, self._model

@@ -156,10 +156,12 @@ def measure_limits(timed: Timer, size: int = 8192) -> Limits:
     work["copy"] = 2 * pages[0].nbytes
     found = timed(contestants)
     best = {
-        kind: max((work[k] / t.seconds for k, t in found.items()
-                   if k.startswith(kind) and not t.reason), default=math.nan)
+        kind: max(
+            (work[k] / t.seconds for k, t in found.items() if k.startswith(kind) and not t.reason),
+            default=math.nan,
+        )
         for kind in ("bf16", "fp8", "copy")
-    }  # fmt: skip
+    }
     return Limits(**best)
 
 
@@ -182,9 +184,13 @@ def linear(
 
     def products(x, w, g, state):
         dot = functools.partial(
-            dot_general, dimension_numbers=MATMUL, recipe=recipe, key=key, backend=backend,
+            dot_general,
+            dimension_numbers=MATMUL,
+            recipe=recipe,
+            key=key,
+            backend=backend,
             seeded=seeded,
-        )  # fmt: skip
+        )
         y, vjp = jax.vjp(lambda x, w, state: dot(x, w, state=state), x, w, state)
         return y, *vjp(g)
 
@@ -296,18 +302,28 @@ def measure_gemm(
             narrow = name not in ("JAX bf16", "torch bf16", "linear bf16")
             moved = linear_bytes(m, k, n) if of_linear else product_bytes(m, k, n, narrow)
             rows.append(
-                Row(case=shape, name=name, timing=timing, work=work,
-                    limit=work / limits.matrix(narrow), moved=moved,
-                    baseline=found[base].seconds if base in found else math.nan)
-            )  # fmt: skip
+                Row(
+                    case=shape,
+                    name=name,
+                    timing=timing,
+                    work=work,
+                    limit=work / limits.matrix(narrow),
+                    moved=moved,
+                    baseline=found[base].seconds if base in found else math.nan,
+                )
+            )
         if peers:
             theirs = found["torch._scaled_mm 1x128 by 128x128"].seconds
             pairs.append((theirs, found["ours 1x128 by 128x128"].seconds))
     figures = {"block_gemm_vs_cublas": mean_ratio(pairs)}
     return Report(
-        title="Products and linears", rate="TFLOP/s", rows=rows, figures=figures,
-        notes=[limits.note()], limits=limits.by_name(),
-    )  # fmt: skip
+        title="Products and linears",
+        rate="TFLOP/s",
+        rows=rows,
+        figures=figures,
+        notes=[limits.note()],
+        limits=limits.by_name(),
+    )
 
 
 # The tunings of a sweep, by whether b has scales of 1x128 (True) or of 128x128 (False). Pairs are
@@ -315,16 +331,22 @@ def measure_gemm(
 TUNINGS = {
     by_row: [
         TuningConfig(
-            warpgroups=warpgroups, tile_n=tile_n, along_n=band > 8, band=band, cluster=cluster,
+            warpgroups=warpgroups,
+            tile_n=tile_n,
+            along_n=band > 8,
+            band=band,
+            cluster=cluster,
             copy_registers=24 if warpgroups == 3 else 40,
         )
         for warpgroups, tile_n in cuts
         for band in (8, 16)
         for cluster in (1, 2)
     ]
-    for by_row, cuts in {False: ((3, 128), (2, 128), (2, 192)),
-                         True: ((2, 160), (2, 128), (3, 96))}.items()
-}  # fmt: skip
+    for by_row, cuts in {
+        False: ((3, 128), (2, 128), (2, 192)),
+        True: ((2, 160), (2, 128), (3, 96)),
+    }.items()
+}
 
 
 def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
@@ -337,8 +359,10 @@ def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
         for by_row, tunings in TUNINGS.items():
             out = jnp.float32 if by_row else jnp.bfloat16
             columns = n if by_row else -(-n // 128)
-            sa, sb = (jax.random.uniform(jax.random.key(2), (-(-k // 128), size), minval=0.5)
-                      for size in (m, columns))  # fmt: skip
+            sa, sb = (
+                jax.random.uniform(jax.random.key(2), (-(-k // 128), size), minval=0.5)
+                for size in (m, columns)
+            )
             for t in tunings:
                 changed = ", ".join(
                     f"{field.name}={getattr(t, field.name)}" for field in dataclasses.fields(t)
@@ -352,9 +376,12 @@ def sweep_gemm(shapes: Sequence[str], timed: Timer, limits: Limits) -> Report:
                 Row(case=shape, name=name, timing=timing, work=work, limit=work / limits.fp8)
             )
     return Report(
-        title="Block-scaled products, tuned", rate="TFLOP/s", rows=rows, figures={},
+        title="Block-scaled products, tuned",
+        rate="TFLOP/s",
+        rows=rows,
+        figures={},
         notes=[limits.note()],
-    )  # fmt: skip
+    )
 
 
 # Quantizers ---------------------------------------------------------------------------------------

@@ -21,9 +21,16 @@ from experiments.bench.timing import Timing
 from experiments.markdown import markdown_table, replace_section
 
 _PACKAGES = (
-    "jax", "jaxlib", "flax", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cublas-cu12",
-    "nvidia-cudnn-cu12", "torch", "torchao",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "flax",
+    "nvidia-cublas",
+    "nvidia-cudnn-cu13",
+    "nvidia-cublas-cu12",
+    "nvidia-cudnn-cu12",
+    "torch",
+    "torchao",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +79,22 @@ class Row:
         """Returns the row for JSON: seconds, FLOPs or bytes; null for what is not known."""
         t = self.timing
         numbers = {
-            "seconds": t.seconds, "spread": math.nan if t.reason else t.spread, "work": self.work,
-            "limit": self.limit, "moved": self.moved, "baseline": self.baseline,
-        }  # fmt: skip
+            "seconds": t.seconds,
+            "spread": math.nan if t.reason else t.spread,
+            "work": self.work,
+            "limit": self.limit,
+            "moved": self.moved,
+            "baseline": self.baseline,
+        }
         known = {name: None if math.isnan(value) else value for name, value in numbers.items()}
         return {
-            "case": self.case, "name": self.name, **known, "parts": dict(self.parts),
-            "bytes": t.bytes, "note": t.reason or self.note,
-        }  # fmt: skip
+            "case": self.case,
+            "name": self.name,
+            **known,
+            "parts": dict(self.parts),
+            "bytes": t.bytes,
+            "note": t.reason or self.note,
+        }
 
 
 def _cell(value: float, text: str) -> str:
@@ -110,16 +125,27 @@ class Report:
     def record(self, command: str) -> dict[str, Any]:
         """Returns the table for JSON."""
         return {
-            "title": self.title, "command": command, "rate": self.rate,
+            "title": self.title,
+            "command": command,
+            "rate": self.rate,
             "limits": {name: v for name, v in self.limits.items() if not math.isnan(v)},
             "rows": [row.record() for row in self.rows],
-        }  # fmt: skip
+        }
 
     def table(self) -> str:
         """Returns the table in Markdown, without the columns that are empty in all rows."""
         unit = {"TFLOP/s": 1e12, "GB/s": 1e9}[self.rate]
-        header = ["case", "contestant", "ms", "spread", self.rate, "of the limit", "against BF16",
-                  "GiB", "note"]  # fmt: skip
+        header = [
+            "case",
+            "contestant",
+            "ms",
+            "spread",
+            self.rate,
+            "of the limit",
+            "against BF16",
+            "GiB",
+            "note",
+        ]
         cells = [row.cells(unit) for row in self.rows]
         columns = [i for i in range(len(header)) if any(row[i] for row in cells)]
         return markdown_table(

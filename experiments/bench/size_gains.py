@@ -91,10 +91,15 @@ def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
         m, k, n = sizes(shape, "MxKxN")
         found = _time_shape(m, k, n, programs, timed)
         rows += [
-            Row(case=shape, name=name, timing=timing, work=6 * m * k * n,
-                baseline=found["bf16"].seconds)
+            Row(
+                case=shape,
+                name=name,
+                timing=timing,
+                work=6 * m * k * n,
+                baseline=found["bf16"].seconds,
+            )
             for name, timing in found.items()
-        ]  # fmt: skip
+        ]
     return Report(title="Linears by size", rate="TFLOP/s", rows=rows, figures={})
 
 
@@ -110,10 +115,15 @@ def write(path: Path, report: Report, command: str) -> None:
         # A contestant that failed has a time of NaN, which is not positive.
         if all(row.baseline > 0 and row.timing.seconds > 0 for row in of_kind):
             rows += [
-                json.dumps([kind, *sizes(row.case, "MxKxN"),
-                            *(round(1e6 * t, 2) for t in (row.baseline, row.timing.seconds))])
+                json.dumps(
+                    [
+                        kind,
+                        *sizes(row.case, "MxKxN"),
+                        *(round(1e6 * t, 2) for t in (row.baseline, row.timing.seconds)),
+                    ]
+                )
                 for row in of_kind
-            ]  # fmt: skip
+            ]
     facts = {"device": hardware.device_kind(), "versions": versions(), "command": command}
     lines = [
         f" {json.dumps(k)}: {json.dumps(v)}" for k, v in (facts | {"columns": COLUMNS}).items()

@@ -51,8 +51,10 @@ def measure_starts(config: ConfigDict, arguments: Sequence[str], policies: Seque
             rows.append(_row(config, f"{policy}, {kind}", start.seconds, start.note))
     return Report(
         title=f"From the start of a process to the end of step {_STEPS}, {config.model}",
-        rate="TFLOP/s", rows=rows, figures=figures,
-    )  # fmt: skip
+        rate="TFLOP/s",
+        rows=rows,
+        figures=figures,
+    )
 
 
 def measure_mesh_compile(config: ConfigDict, arguments: Sequence[str], policy: str) -> Report:

@@ -46,9 +46,14 @@ from fp8jax.numerics.names import as_policy
 
 def _layers(d_model: int, n_layers: int, heads: int, kv: int, d_ff: int, size: int = 128):
     return ModelConfig(
-        vocab_size=256, d_model=d_model, n_layers=n_layers, n_heads=heads, n_kv_heads=kv,
-        d_ff=d_ff, head_dim=size,
-    )  # fmt: skip
+        vocab_size=256,
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=heads,
+        n_kv_heads=kv,
+        d_ff=d_ff,
+        head_dim=size,
+    )
 
 
 # name -> (model, rows, length of a row), with layers of Llama-3-8B, Qwen2.5-1.5B, a Llama of 1B and
@@ -87,11 +92,12 @@ def random_batch(
     segments, places = np.asarray(documents(rows, length, count)), np.arange(length)
     begins = np.diff(segments, axis=1, prepend=0) > 0
     return {
-        "tokens": tokens[0].astype(np.int32), "targets": tokens[1].astype(np.int32),
+        "tokens": tokens[0].astype(np.int32),
+        "targets": tokens[1].astype(np.int32),
         "segments": segments,
         "positions": (places - np.maximum.accumulate(begins * places, axis=1)).astype(np.int32),
         "weights": np.ones((rows, length), np.float32),
-    }  # fmt: skip
+    }
 
 
 def _init_params(dims: ModelConfig) -> Any:
@@ -150,9 +156,14 @@ def _step(model: Transformer, params: Any, layers: Any, batch: Batch) -> Callabl
 
 
 def step_floor(
-    dims: ModelConfig, rows: int, length: int, attention: str, timed: Timer, limits: Limits,
+    dims: ModelConfig,
+    rows: int,
+    length: int,
+    attention: str,
+    timed: Timer,
+    limits: Limits,
     count: int = 1,
-) -> dict[bool, dict[str, float]]:  # fmt: skip
+) -> dict[bool, dict[str, float]]:
     """Returns the least seconds of a step's matmuls and attention, by whether it quantizes.
 
     Rows hold `count` documents; the matmuls are those of one.
@@ -208,19 +219,29 @@ def measure_step(
         del contestants  # the parameters go before the next shape's are initialized
         flops = flops_per_token(dims, length) * size * length
         rows += [
-            Row(case=shape, name=name, timing=timing, work=flops,
-                limit=sum(floor[name in quantized].values()), parts=floor[name in quantized],
-                baseline=found["bf16"].seconds if "bf16" in found else math.nan)
+            Row(
+                case=shape,
+                name=name,
+                timing=timing,
+                work=flops,
+                limit=sum(floor[name in quantized].values()),
+                parts=floor[name in quantized],
+                baseline=found["bf16"].seconds if "bf16" in found else math.nan,
+            )
             for name, timing in found.items()
-        ]  # fmt: skip
+        ]
         suffix = "" if shape == "d4096" else f"_{shape}"
         suffix += "" if remat == "none" else f"_{remat}"
         figures |= _step_figures(suffix, policies, found)
     notes = [limits.note(), f"Attention {attention}, rematerialization {remat}; GiB: temporaries."]
     return Report(
-        title="Steps without an optimizer", rate="TFLOP/s", rows=rows, figures=figures, notes=notes,
+        title="Steps without an optimizer",
+        rate="TFLOP/s",
+        rows=rows,
+        figures=figures,
+        notes=notes,
         limits=limits.by_name(),
-    )  # fmt: skip
+    )
 
 
 def _step_contestants(

@@ -59,9 +59,11 @@ def measure_telemetry(config: ConfigDict) -> Report:
             for number, one in enumerate([False, True, True, False])
         ]
     return _report(
-        f"{config.model}, {num_steps} steps", every,
-        [run for one, run in runs if not one], [run for one, run in runs if one],
-    )  # fmt: skip
+        f"{config.model}, {num_steps} steps",
+        every,
+        [run for one, run in runs if not one],
+        [run for one, run in runs if one],
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,22 +147,35 @@ def _report(case: str, every: int, off: list[_Run], on: list[_Run]) -> Report:
     }
     rows = [
         Row(case=case, name="run without telemetry", timing=without),
-        Row(case=case, name=f"run with telemetry every {every} steps",
-            timing=whole, note=f"{figures['telemetry_cost']:+.1%}"),
-    ]  # fmt: skip
+        Row(
+            case=case,
+            name=f"run with telemetry every {every} steps",
+            timing=whole,
+            note=f"{figures['telemetry_cost']:+.1%}",
+        ),
+    ]
     for kind, runs in (("without telemetry", off), ("with telemetry", on)):
         parts = {
-            "compiling the step": "compiling", "the steps": "stepping",
+            "compiling the step": "compiling",
+            "the steps": "stepping",
             "the rest": "rest",
-        }  # fmt: skip
+        }
         rows += [Row(case=kind, name=name, timing=mean(runs, part)) for name, part in parts.items()]
     rows += [
-        Row(case="with telemetry", name="compiling telemetry",
-            timing=mean(on, "telemetry"), note="in a thread beside all else"),
+        Row(
+            case="with telemetry",
+            name="compiling telemetry",
+            timing=mean(on, "telemetry"),
+            note="in a thread beside all else",
+        ),
         Row(case="one step", name="not sampled", timing=step),
-        Row(case="one step", name="sampled",
-            timing=sample, note=f"{figures['telemetry_sample']:+.2f} steps"),
-    ]  # fmt: skip
+        Row(
+            case="one step",
+            name="sampled",
+            timing=sample,
+            note=f"{figures['telemetry_sample']:+.2f} steps",
+        ),
+    ]
     return Report(title="Telemetry", rate="TFLOP/s", rows=rows, figures=figures)
 
 

@@ -81,9 +81,12 @@ def gemms(m: int, k: int, n: int) -> Contestants:
     1x128 by 128x128, and 1x128 by 1x128.
     """
     kinds = {
-        "torch bf16": None, "torch._scaled_mm tensor": "tensor", "torch._scaled_mm rows": "row",
-        "torch._scaled_mm 1x128 by 128x128": "block", "torch._scaled_mm 1x128 by 1x128": "tile",
-    }  # fmt: skip
+        "torch bf16": None,
+        "torch._scaled_mm tensor": "tensor",
+        "torch._scaled_mm rows": "row",
+        "torch._scaled_mm 1x128 by 128x128": "block",
+        "torch._scaled_mm 1x128 by 1x128": "tile",
+    }
     return {name: functools.partial(_gemm, m, k, n, scales) for name, scales in kinds.items()}
 
 
@@ -175,9 +178,10 @@ def _step(c: ModelConfig, batch: int, length: int, recipe: str | None) -> Progra
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(
-            model, config=Float8LinearConfig.from_recipe_name(recipe),
+            model,
+            config=Float8LinearConfig.from_recipe_name(recipe),
             module_filter_fn=lambda module, name: name.startswith("layers."),
-        )  # fmt: skip
+        )
     compiled = torch.compile(model)
     tokens, targets = torch.randint(c.vocab_size, (2, batch, length), device=DEVICE)
 

@@ -370,10 +370,17 @@ def _training_rows(
                 if other.policy == "bf16" and work[other].tokens == tokens
             ]
             rows.append(
-                Row(case=title, name=name, timing=timing, work=flops, limit=sum(parts.values()),
-                    parts=parts, baseline=_least(base),
-                    note=f"{tokens / timing.seconds:,.0f} tokens/s" if rated else "")
-            )  # fmt: skip
+                Row(
+                    case=title,
+                    name=name,
+                    timing=timing,
+                    work=flops,
+                    limit=sum(parts.values()),
+                    parts=parts,
+                    baseline=_least(base),
+                    note=f"{tokens / timing.seconds:,.0f} tokens/s" if rated else "",
+                )
+            )
     return rows
 
 

@@ -165,9 +165,13 @@ def _losses(task: Task, model: str, trained: TrainedModel) -> Numbers:
         for source, found in held_out_rows(task.corpora[stage], task.rows).items()
     }
     scores = score_texts(
-        trained.model, trained.variables, rows, token_bytes=trained.tokenizer.token_bytes,
-        batch_size=task.batch_size, seed=task.seed,
-    )  # fmt: skip
+        trained.model,
+        trained.variables,
+        rows,
+        token_bytes=trained.tokenizer.token_bytes,
+        batch_size=task.batch_size,
+        seed=task.seed,
+    )
     return {
         f"{LOSS}|{source}": measured(score.nats, score.tokens) for source, score in scores.items()
     }
@@ -210,10 +214,14 @@ def _accuracies(task: Task, trained: TrainedModel) -> Numbers:
     if not problems:
         return {}
     found = measure_accuracy(
-        trained.model, trained.variables, trained.tokenizer, problems,
+        trained.model,
+        trained.variables,
+        trained.tokenizer,
+        problems,
         template=load_chat_template(trained.files, trained.tokenizer),
-        max_tokens=task.max_tokens, batch_size=task.batch_size,
-    )  # fmt: skip
+        max_tokens=task.max_tokens,
+        batch_size=task.batch_size,
+    )
     numbers: Numbers = {}
     for name, accuracy in found.items():
         control = accuracy.against(shuffled(problems[name], task.seed))

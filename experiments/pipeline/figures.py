@@ -65,7 +65,7 @@ class Results:
                 chain.name: [read_items(root / chain.name / seed / "reload") for seed in seeds]
                 for chain in plan.chains
             },
-        )  # fmt: skip
+        )
 
 
 def figures(results: Results) -> Figures:
@@ -96,10 +96,13 @@ def _loss_gaps(results: Results, chain: Chain) -> Figures:
         seeds = [a.estimate.value / b.estimate.value - 1 for a, b in zip(own, other, strict=True)]
         assert gap is not None
         found[f"loss_gap/{chain.name}/{stage}"] = {
-            "value": gap.value / reference, "error": known(gap.error / reference),
-            "loss": reference + gap.value, "loss_bf16": reference,
-            "seeds": seeds, "seeds_error": _error_of_mean(seeds),
-        }  # fmt: skip
+            "value": gap.value / reference,
+            "error": known(gap.error / reference),
+            "loss": reference + gap.value,
+            "loss_bf16": reference,
+            "seeds": seeds,
+            "seeds_error": _error_of_mean(seeds),
+        }
     worst = max(found.values(), key=lambda each: each["value"])
     return {f"loss_gap/{chain.name}": {k: worst[k] for k in ("value", "error")}, **found}
 
@@ -151,11 +154,13 @@ def _accuracies(results: Results, chain: Chain) -> Figures:
             for numbers in results.exported[chain.name]
         ]
         found[f"accuracy/{task}/{chain.name}"] = {
-            "value": value, "error": known(error), "items": len(_items(mine[0])[0]),
+            "value": value,
+            "error": known(error),
+            "items": len(_items(mine[0])[0]),
             "seeds": [each.estimate.value for each in mine],
             "shuffled": mean_over_seeds(control).estimate.value,
             "exported": mean_over_seeds(exported).estimate.value,
-        }  # fmt: skip
+        }
         if chain.name != BASELINE:
             theirs = [numbers[f"sft_2|{BASELINE}|{ACCURACY}|{task}"] for numbers in other]
             found[f"accuracy/{task}/{chain.name}"] |= _behind(theirs, mine)
@@ -180,9 +185,8 @@ def _kept(results: Results, chain: Chain) -> Figures:
     found: Figures = {}
     for text in ("cpt", "sft_2"):
         exported = [
-            _loss(numbers, "export", chain.export, text)
-            for numbers in results.exported[chain.name]
-        ]  # fmt: skip
+            _loss(numbers, "export", chain.export, text) for numbers in results.exported[chain.name]
+        ]
         trained = [_loss(numbers, "sft_2", BASELINE, text) for numbers in results.tuned[chain.name]]
         gap = difference(mean_over_seeds(exported), mean_over_seeds(trained))
         assert gap is not None
@@ -203,14 +207,17 @@ def _costs(plan: Plan) -> Figures:
         for chain in plan.chains:
             own, name = _training(plan, chain, stage), f"{stage}/{chain.name}"
             times[f"time/{name}"] = {
-                "value": own["step_s"], "ratio": own["step_s"] / reference["step_s"],
-                "tokens_per_s": own["tokens_per_s"], "steps": own["steps"],
+                "value": own["step_s"],
+                "ratio": own["step_s"] / reference["step_s"],
+                "tokens_per_s": own["tokens_per_s"],
+                "steps": own["steps"],
                 "devices": own["devices"],
-            }  # fmt: skip
+            }
             memory[f"memory/{name}"] = {
-                "value": own["memory"], "ratio": own["memory"] / reference["memory"],
+                "value": own["memory"],
+                "ratio": own["memory"] / reference["memory"],
                 "devices": own["devices"],
-            }  # fmt: skip
+            }
     return times | memory
 
 

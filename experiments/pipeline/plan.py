@@ -200,10 +200,14 @@ def _pre_training(plan: Plan) -> list[Stage]:
             made.append(_train(plan, "cpt", f"{folder}/cpt", chain.cpt, seed, None))
             made.append(
                 _evaluate(
-                    plan, f"{folder}/evaluate_cpt", {"cpt": f"{folder}/cpt"},
-                    [chain.cpt, BASELINE], texts={"cpt": ("cpt",)}, problems_of=None,
+                    plan,
+                    f"{folder}/evaluate_cpt",
+                    {"cpt": f"{folder}/cpt"},
+                    [chain.cpt, BASELINE],
+                    texts={"cpt": ("cpt",)},
+                    problems_of=None,
                 )
-            )  # fmt: skip
+            )
     return made
 
 
@@ -219,10 +223,14 @@ def _fine_tuning(plan: Plan) -> list[Stage]:
                 before = name
             made.append(
                 _evaluate(
-                    plan, f"{folder}/evaluate", models, [chain.sft, BASELINE],
-                    texts={"sft_1": ("sft_1",), "sft_2": ("sft_2", "cpt")}, problems_of="sft_2",
+                    plan,
+                    f"{folder}/evaluate",
+                    models,
+                    [chain.sft, BASELINE],
+                    texts={"sft_1": ("sft_1",), "sft_2": ("sft_2", "cpt")},
+                    problems_of="sft_2",
                 )
-            )  # fmt: skip
+            )
     return made
 
 
@@ -234,18 +242,24 @@ def _exports(plan: Plan) -> list[Stage]:
             folder = f"{chain.name}/seed_{seed}"
             made.append(
                 Stage(
-                    name=f"{folder}/export", needs=(source,), asked={"precision": chain.export},
+                    name=f"{folder}/export",
+                    needs=(source,),
+                    asked={"precision": chain.export},
                     make=functools.partial(
                         evaluation.export, str(plan.workdir / source), chain.export
                     ),
                 )
-            )  # fmt: skip
+            )
             made.append(
                 _evaluate(
-                    plan, f"{folder}/reload", {"export": f"{folder}/export"}, [chain.export],
-                    texts={"export": ("sft_2", "cpt")}, problems_of="export",
+                    plan,
+                    f"{folder}/reload",
+                    {"export": f"{folder}/export"},
+                    [chain.export],
+                    texts={"export": ("sft_2", "cpt")},
+                    problems_of="export",
                 )
-            )  # fmt: skip
+            )
     return made
 
 
@@ -261,9 +275,12 @@ def _train(
     if before is not None:
         asked |= {key: _json(plan.config.cpt)[key] for key in _SHARED}
     return Stage(
-        name=name, needs=(*_made_for(plan, _strings(asked)), *([] if before is None else [before])),
-        asked=asked, make=functools.partial(training.train, config), resumes=True,
-    )  # fmt: skip
+        name=name,
+        needs=(*_made_for(plan, _strings(asked)), *([] if before is None else [before])),
+        asked=asked,
+        make=functools.partial(training.train, config),
+        resumes=True,
+    )
 
 
 def _evaluate(
@@ -286,17 +303,23 @@ def _evaluate(
         texts={model: tuple(names) for model, names in texts.items()},
         corpora={
             each: plan.training_config(each, BASELINE, 0, "")
-            for names in texts.values() for each in names
+            for names in texts.values()
+            for each in names
         },
-        problems_of=problems_of, problems=tuple(map(plan.filled, settings.problems)),
-        rows=settings.rows, batch_size=settings.batch_size, max_tokens=settings.max_tokens,
+        problems_of=problems_of,
+        problems=tuple(map(plan.filled, settings.problems)),
+        rows=settings.rows,
+        batch_size=settings.batch_size,
+        max_tokens=settings.max_tokens,
         seed=settings.seed,
-    )  # fmt: skip
+    )
     problems = () if problems_of is None else _made_for(plan, settings.problems)
     return Stage(
-        name=name, needs=(*problems, *models.values()), asked=asked,
+        name=name,
+        needs=(*problems, *models.values()),
+        asked=asked,
         make=functools.partial(evaluation.evaluate, task),
-    )  # fmt: skip
+    )
 
 
 def _made_for(plan: Plan, specs: Sequence[str]) -> tuple[str, ...]:

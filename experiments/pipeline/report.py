@@ -19,8 +19,10 @@ from experiments.report.tables import Table
 from fp8jax.lm.figures.run_files import RunFiles, read_run
 
 _STAGES = {
-    "cpt": "Continual pre-training", "sft_1": "First fine-tuning", "sft_2": "Second fine-tuning",
-}  # fmt: skip
+    "cpt": "Continual pre-training",
+    "sft_1": "First fine-tuning",
+    "sft_2": "Second fine-tuning",
+}
 
 
 def write(plan: Plan) -> list[Path]:
@@ -96,13 +98,23 @@ def _accuracy(plan: Plan, found: Figures) -> Table:
             behind = [f"{100 * each['bf16_minus']:+.2f}", f"{100 * each['bf16_minus_upper']:+.2f}"]
         rows.append(
             [
-                f"{task}: {name}", f"{100 * each['value']:.2f} ± {_error(each, 100, '.2f')}",
-                *behind, f"{100 * each['exported']:.2f}", f"{100 * each['shuffled']:.2f}",
+                f"{task}: {name}",
+                f"{100 * each['value']:.2f} ± {_error(each, 100, '.2f')}",
+                *behind,
+                f"{100 * each['exported']:.2f}",
+                f"{100 * each['shuffled']:.2f}",
                 f"{each['items']:,}",
             ]
-        )  # fmt: skip
-    header = ["problems: chain", "right, %", "BF16 minus it, points", "upper 95% bound",
-              "exported, %", "shuffled answers, %", "problems"]  # fmt: skip
+        )
+    header = [
+        "problems: chain",
+        "right, %",
+        "BF16 minus it, points",
+        "upper 95% bound",
+        "exported, %",
+        "shuffled answers, %",
+        "problems",
+    ]
     return Table("Accuracy after both stages of fine-tuning", header, rows)
 
 
@@ -115,13 +127,24 @@ def _costs(plan: Plan, found: Figures) -> Table:
         memory = found[f"memory/{name}"]
         rows.append(
             [
-                name, f"{1e3 * each['value']:,.1f}", f"{each['ratio']:.3f}",
-                f"{each['tokens_per_s']:,.0f}", f"{memory['value'] / 2**30:.3f}",
-                f"{memory['ratio']:.3f}", each["devices"],
+                name,
+                f"{1e3 * each['value']:,.1f}",
+                f"{each['ratio']:.3f}",
+                f"{each['tokens_per_s']:,.0f}",
+                f"{memory['value'] / 2**30:.3f}",
+                f"{memory['ratio']:.3f}",
+                each["devices"],
             ]
-        )  # fmt: skip
-    header = ["stage/chain", "step, ms", "of BF16's", "tokens/s", "memory, GiB", "of BF16's",
-              "devices"]  # fmt: skip
+        )
+    header = [
+        "stage/chain",
+        "step, ms",
+        "of BF16's",
+        "tokens/s",
+        "memory, GiB",
+        "of BF16's",
+        "devices",
+    ]
     note = (
         "Median step of the first seed; chains share what they have in common. Memory: what XLA"
         " allocates on a device for the step."

@@ -83,10 +83,11 @@ def other_validation(run: RunFiles, baseline: RunFiles) -> str:
     if not all({"valid_batches", "batch_size"} <= key.keys() for key in keys):
         return ""
     rows = [
-        "all" if key["valid_batches"] == "None"
+        "all"
+        if key["valid_batches"] == "None"
         else f"{key['valid_batches']} batches of {key['batch_size']}"
         for key in keys
-    ]  # fmt: skip
+    ]
     return "" if rows[0] == rows[1] else f"{rows[0]}, against {rows[1]}"
 
 

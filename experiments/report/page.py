@@ -62,9 +62,12 @@ def report(runs: Sequence[RunFiles]) -> str:
 def page_template(path: Path) -> jinja2.Template:
     """Return the template in a file, which may use parts.html and style.html of this folder."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
         loader=jinja2.FileSystemLoader([path.parent, Path(__file__).parent]),
-    )  # fmt: skip
+    )
     return environment.get_template(path.name)
 
 

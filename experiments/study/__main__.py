@@ -163,9 +163,13 @@ def _inference() -> None:
     if _PRECISIONS.present:
         precisions = tuple(command.split_specs(_PRECISIONS.value))
     text = inference.inference_tables(
-        _WORKDIR.value, precisions, _parse_biases(), rows=_ROWS.value, batch_size=_BATCH.value,
+        _WORKDIR.value,
+        precisions,
+        _parse_biases(),
+        rows=_ROWS.value,
+        batch_size=_BATCH.value,
         tolerance=_TOLERANCE.value if _TOLERANCE.present else 0.005,
-    )  # fmt: skip
+    )
     (Path(_WORKDIR.value) / "inference.md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -254,29 +258,31 @@ class _Study(command.Command):
 
 _COMMANDS = (
     _Study(name="recipes", run=_recipes, needs=["output"]),
+    _Study(name="curves", run=_curves, needs=["config", "workdir"], takes=["precisions", "seeds"]),
     _Study(
-        name="curves", run=_curves, needs=["config", "workdir"], takes=["precisions", "seeds"]
-    ),
-    _Study(
-        name="sweep", run=_sweep, needs=["config", "workdir"],
+        name="sweep",
+        run=_sweep,
+        needs=["config", "workdir"],
         takes=["widths", "biases", "tolerance"],
     ),
     _Study(
-        name="inference", run=_inference, needs=["workdir"],
+        name="inference",
+        run=_inference,
+        needs=["workdir"],
         takes=["precisions", "biases", "tolerance", "rows", "batch_size"],
     ),
     _Study(name="intervals", run=_intervals, needs=["numbers"], takes=["run", "output"]),
     _Study(name="ties", run=_ties),
     _Study(name="corpus", run=_corpus, needs=["output", "manifest"]),
     _Study(
-        name="parity", run=_parity, takes=["machine"],
+        name="parity",
+        run=_parity,
+        takes=["machine"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
-    _Study(
-        name="parity_table", run=_parity_table, needs=["ledger", "manifest"], takes=["output"]
-    ),
+    _Study(name="parity_table", run=_parity_table, needs=["ledger", "manifest"], takes=["output"]),
     _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
-)  # fmt: skip
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -287,7 +293,8 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     command.run(
-        main, errors=(*command.ERRORS, StoppedError, DamagedError, ImportError),
+        main,
+        errors=(*command.ERRORS, StoppedError, DamagedError, ImportError),
         verbosity=logging.INFO,
         quiet=("jax", "matplotlib"),  # matplotlib logs when it builds its font cache
-    )  # fmt: skip
+    )

@@ -20,9 +20,13 @@ from fp8jax.lm.model.attention import ATTENTIONS
 from fp8jax.lm.model.blockwise_attention import Blockwise
 
 NAMES = (
-    "reference", "reference_bf16", "reference_all_bf16",
-    "stabilized", "stabilized_bf16", "stabilized_all_bf16",
-)  # fmt: skip
+    "reference",
+    "reference_bf16",
+    "reference_all_bf16",
+    "stabilized",
+    "stabilized_bf16",
+    "stabilized_all_bf16",
+)
 HEADS, LENGTH, SIZE = 256, blockwise_attention.BLOCK, 64  # a row is one block of keys
 SKIPPED = 4  # queries at the start that do not see all sinks
 KINDS = {
@@ -107,8 +111,14 @@ def ties_table() -> str:
     Values and output gradients are in (-2, -1]. The biases are the errors of magnitudes, so that a
     positive one is away from zero, in units of the last bfloat16 place.
     """
-    header = ["inputs", "attention", "rows with several p = 1", "p = 1 in them",
-              "output: bias, ulp", "delta: bias, ulp"]  # fmt: skip
+    header = [
+        "inputs",
+        "attention",
+        "rows with several p = 1",
+        "p = 1 in them",
+        "output: bias, ulp",
+        "delta: bias, ulp",
+    ]
     rows = []
     for kind in KINDS:
         rng = np.random.default_rng(0)

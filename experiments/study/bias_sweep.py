@@ -152,9 +152,13 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
     names = ["bf16", *(as_policy(f"{prefix}bias={bias}").name for bias in biases)]
     losses: dict[str, list[float]] = {"training": [], "inference": []}
     corpus = build_corpus(
-        one.data, tokenizer(one.tokenizer), seq_len=one.seq_len, cache_dir=one.cache_dir,
-        valid_fraction=one.valid_fraction, document_masking=one.document_masking,
-    )  # fmt: skip
+        one.data,
+        tokenizer(one.tokenizer),
+        seq_len=one.seq_len,
+        cache_dir=one.cache_dir,
+        valid_fraction=one.valid_fraction,
+        document_masking=one.document_masking,
+    )
     for precision in names:
         one.precision = precision
         run = build(one)

@@ -40,9 +40,16 @@ from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.tiles import ROW
 
 PRECISIONS: tuple[str, ...] = (
-    "fp8_amax", "fp8_current", "fp8_rowwise", "fp8_block", "fp8_block_ue8m0", "mxfp8", "nvfp4",
-    "fp8_amax:only=fwd_w", "fp8_block:only=fwd_w",
-)  # fmt: skip
+    "fp8_amax",
+    "fp8_current",
+    "fp8_rowwise",
+    "fp8_block",
+    "fp8_block_ue8m0",
+    "mxfp8",
+    "nvfp4",
+    "fp8_amax:only=fwd_w",
+    "fp8_block:only=fwd_w",
+)
 
 Row = tuple[np.ndarray, np.ndarray]  # tokens and segments, [rows, length]
 
@@ -118,9 +125,12 @@ def held_out(trained: TrainedModel, rows: int, batch_size: int) -> list[Row]:
         raise ValueError(f"{trained.name} has no record of a run, whose held-out text is scored")
     config = ConfigDict(trained.record)
     corpus = build_corpus(
-        config.data, trained.tokenizer, seq_len=config.seq_len, cache_dir=config.cache_dir,
+        config.data,
+        trained.tokenizer,
+        seq_len=config.seq_len,
+        cache_dir=config.cache_dir,
         valid_fraction=config.valid_fraction,
-    )  # fmt: skip
+    )
     batches: list[Row] = []
     for packed in corpus.valid.values():
         most = -(-rows // batch_size)
@@ -190,15 +200,22 @@ class _Line:
         if not math.isfinite(self.loss):
             return [f"`{self.name}`", "not finite", "", "", "no"]
         return [
-            f"`{self.name}`", f"{self.loss:.4f}", f"{math.exp(self.loss):.3f}",
-            f"{self.ratio:.5f} ± {self.error:.5f}", "yes" if self.works else "no",
-        ]  # fmt: skip
+            f"`{self.name}`",
+            f"{self.loss:.4f}",
+            f"{math.exp(self.loss):.3f}",
+            f"{self.ratio:.5f} ± {self.error:.5f}",
+            "yes" if self.works else "no",
+        ]
 
 
 def _compared(
-    model: Transformer, weights: Any, batches: Sequence[Row], base: np.ndarray, tolerance: float,
+    model: Transformer,
+    weights: Any,
+    batches: Sequence[Row],
+    base: np.ndarray,
+    tolerance: float,
     policy: Policy,
-) -> _Line:  # fmt: skip
+) -> _Line:
     got = scores(model.clone(policy=policy), weights, batches)
     ratio, error = ratio_of(base, got, batches)
     logging.info("study: %s: perplexity %.5f of BF16's", policy.name, ratio)
@@ -250,14 +267,22 @@ def _leak(model: Transformer, weights: Any, batches: Sequence[Row], base: np.nda
         flat = np.concatenate([p[m] for p, m in zip(got, _inside(given), strict=True)])
         ratio, error = ratio_of(base, flat, given)
         change = _change_by_later_tokens(one, frozen, given, got)
-        rows.append([
-            name, f"{ratio:.5f} ± {error:.5f}", f"{change.mean():+.2e}",
-            f"{np.abs(change).mean():.2e}", f"{np.abs(change).max():.2e}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{ratio:.5f} ± {error:.5f}",
+                f"{change.mean():+.2e}",
+                f"{np.abs(change).mean():.2e}",
+                f"{np.abs(change).max():.2e}",
+            ]
+        )
     header = [
-        "scale of activations", "perplexity of BF16's", "later tokens add, nats a token",
-        "mean size", "largest",
-    ]  # fmt: skip
+        "scale of activations",
+        "perplexity of BF16's",
+        "later tokens add, nats a token",
+        "mean size",
+        "largest",
+    ]
     return markdown_table(header, rows)
 
 

@@ -48,19 +48,32 @@ def kv_cache_tables(workdir: Path, policies: Sequence[str], rows: int) -> str:
         bf16, fp8 = (_nats(trained, tokens, cache, _BATCH) for cache in ("bf16", "fp8"))
         ratio = math.exp(fp8.mean() - bf16.mean())
         perplexities.append(
-            [f"`{policy}`", f"{math.exp(bf16.mean()):.4f}", f"{math.exp(fp8.mean()):.4f}",
-             f"{100 * (ratio - 1):+.3f}%"]
-        )  # fmt: skip
+            [
+                f"`{policy}`",
+                f"{math.exp(bf16.mean()):.4f}",
+                f"{math.exp(fp8.mean()):.4f}",
+                f"{100 * (ratio - 1):+.3f}%",
+            ]
+        )
         alone = _nats(trained, tokens, "bf16", 1)
         same, equal = _equal_tokens(trained, tokens)
         couplings.append(
-            [f"`{policy}`", f"{np.abs(alone - bf16).mean():.2g}",
-             f"{100 * (math.exp(alone.mean() - bf16.mean()) - 1):+.3f}%",
-             f"{same} of {_BATCH}", f"{equal:.0%}"]
-        )  # fmt: skip
+            [
+                f"`{policy}`",
+                f"{np.abs(alone - bf16).mean():.2g}",
+                f"{100 * (math.exp(alone.mean() - bf16.mean()) - 1):+.3f}%",
+                f"{same} of {_BATCH}",
+                f"{equal:.0%}",
+            ]
+        )
     header = ["precision", "perplexity, BF16 cache", "FP8 cache", "difference"]
-    other = ["precision", "mean change of a token's nats, alone", "perplexity, alone",
-             "requests with equal tokens", "equal tokens"]  # fmt: skip
+    other = [
+        "precision",
+        "mean change of a token's nats, alone",
+        "perplexity, alone",
+        "requests with equal tokens",
+        "equal tokens",
+    ]
     return f"{markdown_table(header, perplexities)}\n{markdown_table(other, couplings)}"
 
 
@@ -70,9 +83,12 @@ def _held_out(trained: TrainedModel, rows: int) -> np.ndarray:
         raise ValueError(f"{trained.name} is no run: its text is not known")
     config = trained.record
     corpus = build_corpus(
-        config["data"], trained.tokenizer, seq_len=config["seq_len"],
-        valid_fraction=config["valid_fraction"], cache_dir=config["cache_dir"],
-    )  # fmt: skip
+        config["data"],
+        trained.tokenizer,
+        seq_len=config["seq_len"],
+        valid_fraction=config["valid_fraction"],
+        cache_dir=config["cache_dir"],
+    )
     name, found = next(iter(corpus.valid.items()))
     if len(found) < rows:
         raise ValueError(f"source {name!r} has {len(found)} rows to validate, and {rows=}")

@@ -119,9 +119,15 @@ def _draw_panel(axis: Any, panel: Panel, limits: tuple[float, float], look: Styl
     if not text and panel.validation:
         text = f"{panel.validation[-1]:+.2f}%" + (", off the axis" if off_axis else "")
     axis.text(
-        0.98, 0.95, text, transform=axis.transAxes, ha="right", va="top",
-        fontweight="bold", color=look.bad if off_axis or panel.note else color,
-    )  # fmt: skip
+        0.98,
+        0.95,
+        text,
+        transform=axis.transAxes,
+        ha="right",
+        va="top",
+        fontweight="bold",
+        color=look.bad if off_axis or panel.note else color,
+    )
 
 
 def bias_sweep(
@@ -160,9 +166,13 @@ def bias_sweep(
 
 
 def _draw_sweep(
-    axis: Any, index: int, model: str, points: tuple[Sequence[int], Sequence[float]], top: float,
+    axis: Any,
+    index: int,
+    model: str,
+    points: tuple[Sequence[int], Sequence[float]],
+    top: float,
     look: Style,
-) -> None:  # fmt: skip
+) -> None:
     """Draw one model's losses over the biases, and its name at the left."""
     biases, curve = points
     line = look.line(index)

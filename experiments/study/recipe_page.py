@@ -33,12 +33,21 @@ from fp8jax.numerics.tiles import ROW, TENSOR
 
 # recipe -> arXiv number of the paper that it follows most closely. The page lists the titles.
 PAPERS = {
-    "bf16": "1905.12322", "fp8_delayed": "2209.05433", "fp8_current": "2507.16099",
-    "fp8_amax": "2309.17224", "fp8_cscale": "2309.17224", "fp8_rowwise": "2507.16099",
-    "fp8_rowwise_wgrad_bf16": "2507.16099", "fp8_block": "2412.19437",
-    "fp8_block_ue8m0": "2509.22536", "mxfp8": "2506.08027", "fp4_block": "2502.11458",
-    "fp4_naive": "2502.11458", "nvfp4": "2509.25149", "mxfp4": "2509.25149",
-}  # fmt: skip
+    "bf16": "1905.12322",
+    "fp8_delayed": "2209.05433",
+    "fp8_current": "2507.16099",
+    "fp8_amax": "2309.17224",
+    "fp8_cscale": "2309.17224",
+    "fp8_rowwise": "2507.16099",
+    "fp8_rowwise_wgrad_bf16": "2507.16099",
+    "fp8_block": "2412.19437",
+    "fp8_block_ue8m0": "2509.22536",
+    "mxfp8": "2506.08027",
+    "fp4_block": "2502.11458",
+    "fp4_naive": "2502.11458",
+    "nvfp4": "2509.25149",
+    "mxfp4": "2509.25149",
+}
 
 
 # Other readings of a paper whose costs differ: policies with options. The FP4 paper's input
@@ -145,16 +154,21 @@ def sqnr(recipe: Recipe, seed: int = 0) -> dict[str, float]:
     x, w, g = (
         jnp.asarray(rng.standard_normal(shape, np.float32) * np.float32(sigma), dtype)
         for shape, sigma, dtype in (
-            ((512, 1024), 1.0, jnp.bfloat16), ((1024, 1024), 0.02, jnp.float32),
+            ((512, 1024), 1.0, jnp.bfloat16),
+            ((1024, 1024), 0.02, jnp.float32),
             ((512, 1024), 1e-4, jnp.bfloat16),
         )
-    )  # fmt: skip
+    )
     # A delayed recipe takes the tensors' own amaxes: a history of such tensors holds about these.
     recipe = recipe.seeding()
     dot = functools.partial(
-        dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe, backend="emulated",
-        state=init_state(recipe), key=jax.random.key(seed),
-    )  # fmt: skip
+        dot_general,
+        dimension_numbers=(((1,), (0,)), ((), ())),
+        recipe=recipe,
+        backend="emulated",
+        state=init_state(recipe),
+        key=jax.random.key(seed),
+    )
 
     def products(x, w, g):
         y, vjp = jax.vjp(dot, x, w)

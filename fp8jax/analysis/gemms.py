@@ -258,10 +258,15 @@ def _missing(
                 lack = min(lack, total)
             if lhs is not None and rhs is not None and lack > 0:
                 yield Gemm(
-                    module=path, role=role, recipe=recipe.name, operands=("nothing",),
-                    result="-", kernel="none", count=lack,
+                    module=path,
+                    role=role,
+                    recipe=recipe.name,
+                    operands=("nothing",),
+                    result="-",
+                    kernel="none",
+                    count=lack,
                     reason=f"name: no GEMM has this name ({unnamed} of the program have none)",
-                )  # fmt: skip
+                )
 
 
 # Reports ------------------------------------------------------------------------------------------

@@ -36,9 +36,13 @@ _LIBRARY = re.compile(
 
 
 _PALLAS = (
-    "mosaic_gpu_v2", "mosaic_gpu", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi",
-    "triton_kernel_call", "tpu_custom_call",
-)  # fmt: skip
+    "mosaic_gpu_v2",
+    "mosaic_gpu",
+    "__gpu$xla.gpu.triton",
+    "triton_kernel_call_ffi",
+    "triton_kernel_call",
+    "tpu_custom_call",
+)
 
 
 _CUBLAS_FP8 = "__cublas$lt$matmul$f8"
@@ -168,10 +172,23 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)')
 
 # Parts of an `op_name` that are not modules: JAX's names for its own control flow.
 _CONTROL = {
-    "while", "body", "cond", "scan", "checkpoint", "rematted_computation", "remat", "closed_call",
-    "core_call", "eval_jaxpr", "pjit", "shard_map", "custom_vjp_call", "custom_jvp_call",
-    "branch_0_fun", "branch_1_fun",
-}  # fmt: skip
+    "while",
+    "body",
+    "cond",
+    "scan",
+    "checkpoint",
+    "rematted_computation",
+    "remat",
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "pjit",
+    "shard_map",
+    "custom_vjp_call",
+    "custom_jvp_call",
+    "branch_0_fun",
+    "branch_1_fun",
+}
 
 
 class _Call(NamedTuple):
@@ -308,12 +325,18 @@ def _parse_gemm(program: _HloProgram, computation: str, right: str) -> Gemm | No
     result, dims = _parse_type(right)
     runs, dtypes = program.runs(computation), tuple(dtype for dtype, _ in operands)
     return Gemm(
-        module=name.module, role=name.role, recipe=name.recipe,
-        operands=dtypes, result=result, accumulation=_accumulation(right, kernel, dtypes),
+        module=name.module,
+        role=name.role,
+        recipe=name.recipe,
+        operands=dtypes,
+        result=result,
+        accumulation=_accumulation(right, kernel, dtypes),
         shape=_shape(right, operands[0][1] if operands else [], dims),
-        kernel=kernel, count=runs.count, trips=runs.trips,
+        kernel=kernel,
+        count=runs.count,
+        trips=runs.trips,
         scaled=_scaled(program, computation, instruction[2]) if kernel == _CUBLAS_FP8 else None,
-    )  # fmt: skip
+    )
 
 
 def _accumulation(right: str, kernel: str, operands: tuple[str, ...]) -> str | None:

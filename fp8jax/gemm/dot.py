@@ -175,9 +175,14 @@ def dot_general_shared(
 
 
 def _multiply(
-    context: VjpContext, lhs, rhs: tuple, dimension_numbers, histories: tuple[Histories, ...], keys,
+    context: VjpContext,
+    lhs,
+    rhs: tuple,
+    dimension_numbers,
+    histories: tuple[Histories, ...],
+    keys,
     probes: tuple[Probe | None, ...],
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[jax.Array, ...]:
     """Merge the operands' axes, multiply, and split the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
@@ -195,9 +200,17 @@ def _multiply(
 
 
 def make_context(
-    recipe: str | Recipe, states, keys, dtype, *, backend, whole: bool, preferred_element_type=None,
-    scopes=None, seeded: bool = True,
-) -> VjpContext:  # fmt: skip
+    recipe: str | Recipe,
+    states,
+    keys,
+    dtype,
+    *,
+    backend,
+    whole: bool,
+    preferred_element_type=None,
+    scopes=None,
+    seeded: bool = True,
+) -> VjpContext:
     """Return the settings of GEMMs that share one x, after checking states and keys.
 
     Raises as `dot_general` does.
@@ -295,7 +308,15 @@ def einsum(
         ([a.index(c) for c in batch], [b.index(c) for c in batch]),
     )
     y = dot_general(
-        lhs, rhs, dimension_numbers, recipe=recipe, state=state, key=key, backend=backend,
-        preferred_element_type=preferred_element_type, seeded=seeded, probe=probe,
-    )  # fmt: skip
+        lhs,
+        rhs,
+        dimension_numbers,
+        recipe=recipe,
+        state=state,
+        key=key,
+        backend=backend,
+        preferred_element_type=preferred_element_type,
+        seeded=seeded,
+        probe=probe,
+    )
     return y.transpose([result.index(c) for c in out])

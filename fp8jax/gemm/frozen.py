@@ -230,9 +230,16 @@ def frozen_dot(
       NotImplementedError: where it is differentiated, and for arrays on a mesh with explicit axes.
     """
     context = make_context(
-        recipe, states, keys, x.dtype, backend=backend, whole=bool(x.size),
-        preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
-    )  # fmt: skip
+        recipe,
+        states,
+        keys,
+        x.dtype,
+        backend=backend,
+        whole=bool(x.size),
+        preferred_element_type=preferred_element_type,
+        scopes=scopes,
+        seeded=seeded,
+    )
     for kernel in kernels:
         _check_kernel(kernel, context)
     operands = tuple(kernel.operand for kernel in kernels)

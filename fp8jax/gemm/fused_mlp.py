@@ -183,11 +183,16 @@ def fused_mlp(
         )
     contexts = [
         make_context(
-            recipe, states[part], keys[part], x.dtype, backend=backend, whole=True,
+            recipe,
+            states[part],
+            keys[part],
+            x.dtype,
+            backend=backend,
+            whole=True,
             scopes=scopes[part],
         )
         for recipe, part in zip(recipes, (slice(0, 2), slice(2, 3)), strict=True)
-    ]  # fmt: skip
+    ]
     rows_MK = x.reshape(-1, x.shape[-1])
     y_MN = _mlp((contexts[0], contexts[1]), rows_MK, tuple(ws), tuple(states), tuple(keys))
     return y_MN.reshape(*x.shape[:-1], -1)

@@ -90,9 +90,7 @@ def keep_master(inputs, kernel, bias, *, dtype=None) -> tuple[Any, Any, Any]:
       ['bfloat16', 'float32', 'bfloat16']
     """
     dtype = jnp.asarray(inputs).dtype if dtype is None else dtype
-    return (
-        jnp.asarray(inputs, dtype), kernel, None if bias is None else jnp.asarray(bias, dtype)
-    )  # fmt: skip
+    return (jnp.asarray(inputs, dtype), kernel, None if bias is None else jnp.asarray(bias, dtype))
 
 
 class Fp8DotGeneral(nn.Module):
@@ -141,11 +139,20 @@ class Fp8DotGeneral(nn.Module):
         recipe = as_recipe(self.recipe)
         histories = module_histories(self, recipe)
         return dot_general(
-            lhs, rhs, dimension_numbers, *positional, precision=precision,
-            preferred_element_type=preferred_element_type, out_sharding=out_sharding, recipe=recipe,
-            state=histories, key=rounding_key(self, recipe, key), backend=self.backend,
-            seeded=self.seeded, probe=module_probe(self),
-        )  # fmt: skip
+            lhs,
+            rhs,
+            dimension_numbers,
+            *positional,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            recipe=recipe,
+            state=histories,
+            key=rounding_key(self, recipe, key),
+            backend=self.backend,
+            seeded=self.seeded,
+            probe=module_probe(self),
+        )
 
 
 class Dense(nn.Module):
@@ -305,19 +312,35 @@ def apply_together(
                 "an input scale multiplies the kernel in every call, and this kernel is frozen"
             )
         ys = frozen_dot(
-            x, kernels, recipe=as_recipe(first.recipe), states=histories, keys=keys,
-            backend=first.backend, preferred_element_type=first.preferred_element_type,
-            scopes=scopes, seeded=first.seeded, probes=probes,
-        )  # fmt: skip
+            x,
+            kernels,
+            recipe=as_recipe(first.recipe),
+            states=histories,
+            keys=keys,
+            backend=first.backend,
+            preferred_element_type=first.preferred_element_type,
+            scopes=scopes,
+            seeded=first.seeded,
+            probes=probes,
+        )
         return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
     if input_scale is not None:
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
     ys = dot_general_shared(
-        x, kernels, (((x.ndim - 1,), (0,)), ((), ())), recipe=first.recipe, states=histories,
-        keys=keys, backend=first.backend, preferred_element_type=first.preferred_element_type,
-        scopes=scopes, seeded=first.seeded, requantize=first.requantize, probes=probes,
-    )  # fmt: skip
+        x,
+        kernels,
+        (((x.ndim - 1,), (0,)), ((), ())),
+        recipe=first.recipe,
+        states=histories,
+        keys=keys,
+        backend=first.backend,
+        preferred_element_type=first.preferred_element_type,
+        scopes=scopes,
+        seeded=first.seeded,
+        requantize=first.requantize,
+        probes=probes,
+    )
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 
 
@@ -361,11 +384,16 @@ class Einsum(nn.Module):
         init = _named(self.kernel_init, self.kernel_axes)
         kernel = _kernel(self, init, tuple(self.shape))
         return einsum(
-            self.equation, x, kernel,
-            recipe=recipe, state=module_histories(self, recipe),
-            key=rounding_key(self, recipe, key), backend=self.backend, seeded=self.seeded,
+            self.equation,
+            x,
+            kernel,
+            recipe=recipe,
+            state=module_histories(self, recipe),
+            key=rounding_key(self, recipe, key),
+            backend=self.backend,
+            seeded=self.seeded,
             probe=module_probe(self),
-        )  # fmt: skip
+        )
 
 
 def _kernel(module: nn.Module, init: Callable[..., Any], shape: tuple[int, ...]) -> Any:

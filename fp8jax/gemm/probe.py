@@ -228,8 +228,9 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
         scales = [_magnitude(each) * (x != 0) for each in (scale, 1.0 / scale)]
     (amax, *largest), counts, energies = _totals(
         [_magnitude(given), *scales],
-        [x != 0, (x != 0) & (codes == 0), beyond], [x, x - codes * scale],
-    )  # fmt: skip
+        [x != 0, (x != 0) & (codes == 0), beyond],
+        [x, x - codes * scale],
+    )
     if not scales:
         only = tiles.reshape(())
         largest = [only, 1.0 / only]
@@ -299,10 +300,11 @@ def _totals(
     peaks, counts = len(magnitudes), len(magnitudes) + len(masks)
     kinds = [jnp.maximum] * peaks + [jnp.add] * (len(rows) - peaks)
     totals = lax.reduce(
-        rows, [np.zeros((), x.dtype) for x in rows],
+        rows,
+        [np.zeros((), x.dtype) for x in rows],
         lambda a, b: [combined(*pair) for combined, *pair in zip(kinds, a, b, strict=True)],
         tuple(range(rows[0].ndim)),
-    )  # fmt: skip
+    )
     return [_from_bits(bits) for bits in totals[:peaks]], totals[peaks:counts], totals[counts:]
 
 
@@ -331,9 +333,9 @@ def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
     table = [rows[name] if name in rows else zeros for name in row_names(probe.what_if)]
     ends = len(PEAKS), len(PEAKS) + len(COUNTS)
     # Combined row by row: inside of `shard_map`, rows may vary over different axes.
-    peaks = jnp.stack([
-        largest_like(_from_bits(row[: ends[0]]), varying(probe.peaks)) for row in table
-    ])  # fmt: skip
+    peaks = jnp.stack(
+        [largest_like(_from_bits(row[: ends[0]]), varying(probe.peaks)) for row in table]
+    )
     axes = varying(probe.sums)
     counts = jnp.stack([summed_like(row[ends[0] : ends[1]], axes) for row in table])
     energies = jnp.stack([summed_like(_from_bits(row[ends[1] :]), axes) for row in table])

@@ -76,9 +76,18 @@ def _bwd(pair: Pair, saved: Any, g: jax.Array):
             qx, _ = quantize_operand(context, x, x_casts, to_float32(histories), key)
             rows = rows | measure(probe, x, qx, x_casts, key)
             return backward(
-                context, qx["wgrad_x"], context.scopes[0], w, histories, new_histories, key, g,
-                JointAmax(), probe, rows,
-            )  # fmt: skip
+                context,
+                qx["wgrad_x"],
+                context.scopes[0],
+                w,
+                histories,
+                new_histories,
+                key,
+                g,
+                JointAmax(),
+                probe,
+                rows,
+            )
 
         return branch
 

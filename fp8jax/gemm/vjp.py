@@ -283,9 +283,7 @@ def forward(
     joint = shared_amax(context, ("fwd_w",), [w for w in ws if isinstance(w, jax.Array)])
     ys, new_histories, rows = [], [], []
     rows_x: dict[Any, Rows] = {}  # by what-if recipe
-    each = zip(
-        ws, histories, keys, context.scopes, probes or (None,) * len(ws), strict=True
-    )  # fmt: skip
+    each = zip(ws, histories, keys, context.scopes, probes or (None,) * len(ws), strict=True)
     for w, one, key, scope, probe in each:
         y, of_w, rows_w = forward_matmul(
             context, qx["fwd_x"], w, one, key, scope, x.dtype, joint, probe
@@ -387,9 +385,16 @@ def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ..
         g=shared_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
     )
     for scope, w, old, new, key, g, probe, rows in zip(
-        context.scopes, saved.ws, saved.histories, saved.new_histories, saved.keys, gs,
-        saved.probes, saved.rows, strict=True,
-    ):  # fmt: skip
+        context.scopes,
+        saved.ws,
+        saved.histories,
+        saved.new_histories,
+        saved.keys,
+        gs,
+        saved.probes,
+        saved.rows,
+        strict=True,
+    ):
         dx, dw, cotangent, measured = backward(
             context, x, scope, w, old, new, key, g, joint, probe, rows
         )
@@ -444,9 +449,11 @@ def backward(
         for operand, history in (new_histories | of_g).items()
     }
     return (
-        dx, summed_like(dw, varying(w)), as_cotangent(histories, following),
+        dx,
+        summed_like(dw, varying(w)),
+        as_cotangent(histories, following),
         probe_cotangent(probe, rows),
-    )  # fmt: skip
+    )
 
 
 def input_gradient(

@@ -260,11 +260,15 @@ def launch_product(shape: Shape, body: Callable[..., None], *operands: jax.Array
     if t.cluster > 1:
         cluster = dict(cluster=(t.cluster,), cluster_names=(_PEER,))
     return launch(
-        functools.partial(body, shape), *operands,
+        functools.partial(body, shape),
+        *operands,
         out=jax.ShapeDtypeStruct((shape.m, shape.n), shape.out_dtype),
-        grid=(num_cores() // t.cluster,), grid_names=("core",), num_threads=t.warpgroups + 1,
-        thread_name="warpgroup", **cluster,
-    )  # fmt: skip
+        grid=(num_cores() // t.cluster,),
+        grid_names=("core",),
+        num_threads=t.warpgroups + 1,
+        thread_name="warpgroup",
+        **cluster,
+    )
 
 
 def slots_given_back(tuning: TuningConfig) -> Any:

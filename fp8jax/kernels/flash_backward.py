@@ -34,7 +34,7 @@ from fp8jax.kernels.flash_tiles import (
     positions,
     run_groups,
     spread,
-)  # fmt: skip
+)
 from fp8jax.kernels.hopper import load, scoped
 
 TUNING_Q = Tuning(block=64, stages=2, registers=232)
@@ -69,14 +69,19 @@ def gradient_q(
         tile = QueryTile(p, begin_g)
 
         @scoped(
-            q_s=p.memory(ROWS, GROUPS), y_s=p.memory(ROWS, GROUPS), dy_s=p.memory(ROWS, GROUPS),
+            q_s=p.memory(ROWS, GROUPS),
+            y_s=p.memory(ROWS, GROUPS),
+            dy_s=p.memory(ROWS, GROUPS),
             k_s=p.memory(tuning.block, tuning.stages),
             v_s=p.memory(tuning.block, tuning.stages),
             delta_s=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=3, num_barriers=GROUPS),
-            k_full=p.full(), v_full=p.full(), k_empty=p.empty(), v_empty=p.empty(),
+            k_full=p.full(),
+            v_full=p.full(),
+            k_empty=p.empty(),
+            v_empty=p.empty(),
             collective_axes="group",
-        )  # fmt: skip
+        )
         def _(**shared):
             keys = tile.stream(k_g, shared["k_s"], shared["k_full"], shared["k_empty"])
             values = tile.stream(v_g, shared["v_s"], shared["v_full"], shared["v_empty"])
@@ -87,9 +92,17 @@ def gradient_q(
             run_groups(p, tile.last - tile.first, (values, keys), multiply)
 
     return p.launch(
-        body, q_BTNH, k_BTKH, v_BTKH, y_BTNH, dy_BTNH, lse_BNT, begin_BT, heads=p.heads,
+        body,
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        y_BTNH,
+        dy_BTNH,
+        lse_BNT,
+        begin_BT,
+        heads=p.heads,
         out=(p.like(q_BTNH), p.by_query()),
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fp8jax.kernels.flash_tiles import (
     filled,
     run_groups,
     spread,
-)  # fmt: skip
+)
 from fp8jax.kernels.hopper import load, scoped
 
 TUNING = Tuning(block=128, stages=2, registers=232)
@@ -62,10 +62,13 @@ def forward(
             v_s=p.memory(tuning.block, tuning.stages),
             lse_s=plgpu.SMEM((GROUPS, ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_barriers=GROUPS),
-            k_full=p.full(), v_full=p.full(), k_empty=p.empty(), v_empty=p.empty(),
+            k_full=p.full(),
+            v_full=p.full(),
+            k_empty=p.empty(),
+            v_empty=p.empty(),
             turn=plgpu.Barrier(num_arrivals=GROUPS),
             collective_axes="group",
-        )  # fmt: skip
+        )
         def _(**shared):
             keys = tile.stream(k_g, shared["k_s"], shared["k_full"], shared["k_empty"])
             values = tile.stream(v_g, shared["v_s"], shared["v_full"], shared["v_empty"])
@@ -76,9 +79,14 @@ def forward(
             run_groups(p, tile.last - tile.first, (keys, values), multiply)
 
     return p.launch(
-        body, q_BTNH, k_BTKH, v_BTKH, begin_BT, heads=p.heads,
+        body,
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        begin_BT,
+        heads=p.heads,
         out=(p.like(q_BTNH), p.by_query()),
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)

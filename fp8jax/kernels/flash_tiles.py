@@ -70,9 +70,15 @@ class Problem:
     def of(cls, q_BTNH: jax.Array, k_BTKH: jax.Array, scale: float, tuning: Tuning) -> "Problem":
         batch, length, heads, head_dim = q_BTNH.shape
         return cls(
-            batch=batch, length=length, heads=heads, key_heads=k_BTKH.shape[2], head_dim=head_dim,
-            dtype=q_BTNH.dtype, scale=scale, tuning=tuning,
-        )  # fmt: skip
+            batch=batch,
+            length=length,
+            heads=heads,
+            key_heads=k_BTKH.shape[2],
+            head_dim=head_dim,
+            dtype=q_BTNH.dtype,
+            scale=scale,
+            tuning=tuning,
+        )
 
     @property
     def tiles(self) -> int:
@@ -121,9 +127,15 @@ class Problem:
     def launch(self, body: Callable[..., None], *operands: jax.Array, heads: int, out: Any) -> Any:
         """Runs `body` for each (head, tile, row), with two multiplying warpgroups and a third."""
         return launch(
-            body, *operands, approximate=True, out=out, grid=(heads, self.tiles, self.batch),
-            grid_names=("head", "tile", "row"), num_threads=GROUPS + 1, thread_name="group",
-        )  # fmt: skip
+            body,
+            *operands,
+            approximate=True,
+            out=out,
+            grid=(heads, self.tiles, self.batch),
+            grid_names=("head", "tile", "row"),
+            num_threads=GROUPS + 1,
+            thread_name="group",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

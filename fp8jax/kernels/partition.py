@@ -604,9 +604,11 @@ def flash_forward(
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
     """`flash_forward.forward` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(forward.forward, scale=scale), (q_BTKGH, k_BTKH, v_BTKH, begin_BT),
-        (_QUERIES, _KEYS, _KEYS, _BY_POSITION), (_QUERIES, _BY_QUERY),
-    )  # fmt: skip
+        functools.partial(forward.forward, scale=scale),
+        (q_BTKGH, k_BTKH, v_BTKH, begin_BT),
+        (_QUERIES, _KEYS, _KEYS, _BY_POSITION),
+        (_QUERIES, _BY_QUERY),
+    )
 
 
 def flash_gradient_q(
@@ -614,10 +616,11 @@ def flash_gradient_q(
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
     """`flash_backward.gradient_q` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(flash_backward.gradient_q, scale=scale), (q, k, v, y, dy, lse, begin_BT),
+        functools.partial(flash_backward.gradient_q, scale=scale),
+        (q, k, v, y, dy, lse, begin_BT),
         (_QUERIES, _KEYS, _KEYS, _QUERIES, _QUERIES, _BY_QUERY, _BY_POSITION),
         (_QUERIES, _BY_QUERY),
-    )  # fmt: skip
+    )
 
 
 def flash_gradient_kv(
@@ -627,5 +630,6 @@ def flash_gradient_kv(
     return _attention_on_mesh(
         functools.partial(flash_backward.gradient_kv, scale=scale),
         (q, k, v, dy, lse, delta, end_BT),
-        (_QUERIES, _KEYS, _KEYS, _QUERIES, _BY_QUERY, _BY_QUERY, _BY_POSITION), (_KEYS, _KEYS),
-    )  # fmt: skip
+        (_QUERIES, _KEYS, _KEYS, _QUERIES, _BY_QUERY, _BY_QUERY, _BY_POSITION),
+        (_KEYS, _KEYS),
+    )

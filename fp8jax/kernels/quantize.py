@@ -141,10 +141,14 @@ def _over_tiles(
     grid = (shape[0] // BLOCK, shape[1] // BLOCK)
     return list(
         launch(
-            body, *operands, out=tuple(out), approximate=approximate, grid=grid,
+            body,
+            *operands,
+            out=tuple(out),
+            approximate=approximate,
+            grid=grid,
             grid_names=("m", "k"),
         )
-    )  # fmt: skip
+    )
 
 
 def _tile(dtype: Any, rows: int = BLOCK) -> Any:

@@ -64,9 +64,16 @@ def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple
             rows.append((name, "high precision"))
             continue
         rows.append(
-            (name, cast.format.name, tile_name(cast), scale_name(cast.scale), timing_name(cast),
-             cast.rounding, "-" if cast.hadamard == 1 else str(cast.hadamard))
-        )  # fmt: skip
+            (
+                name,
+                cast.format.name,
+                tile_name(cast),
+                scale_name(cast.scale),
+                timing_name(cast),
+                cast.rounding,
+                "-" if cast.hadamard == 1 else str(cast.hadamard),
+            )
+        )
     if split := split_gemms(accumulation):
         rows.append(("accumulation", split))
     return rows

@@ -97,30 +97,56 @@ class Format:
 # two equal recipes would compile twice.
 _ALL = (
     Format(
-        name="e4m3", dtype=jnp.dtype(jnp.float8_e4m3fn), bits=8, mantissa=3, min_exponent=-6,
+        name="e4m3",
+        dtype=jnp.dtype(jnp.float8_e4m3fn),
+        bits=8,
+        mantissa=3,
+        min_exponent=-6,
         max=448.0,
     ),
     Format(
-        name="e5m2", dtype=jnp.dtype(jnp.float8_e5m2), bits=8, mantissa=2, min_exponent=-14,
+        name="e5m2",
+        dtype=jnp.dtype(jnp.float8_e5m2),
+        bits=8,
+        mantissa=2,
+        min_exponent=-14,
         max=57344.0,
     ),
     Format(
-        name="e4m3fnuz", dtype=jnp.dtype(jnp.float8_e4m3fnuz), bits=8, mantissa=3, min_exponent=-7,
+        name="e4m3fnuz",
+        dtype=jnp.dtype(jnp.float8_e4m3fnuz),
+        bits=8,
+        mantissa=3,
+        min_exponent=-7,
         max=240.0,
     ),
     Format(
-        name="e5m2fnuz", dtype=jnp.dtype(jnp.float8_e5m2fnuz), bits=8, mantissa=2, min_exponent=-15,
+        name="e5m2fnuz",
+        dtype=jnp.dtype(jnp.float8_e5m2fnuz),
+        bits=8,
+        mantissa=2,
+        min_exponent=-15,
         max=57344.0,
     ),
     Format(
-        name="e2m1", dtype=jnp.dtype(jnp.float4_e2m1fn), bits=4, mantissa=1, min_exponent=0,
-        max=6.0, has_nan=False,
+        name="e2m1",
+        dtype=jnp.dtype(jnp.float4_e2m1fn),
+        bits=4,
+        mantissa=1,
+        min_exponent=0,
+        max=6.0,
+        has_nan=False,
     ),
     Format(
-        name="e8m0", dtype=jnp.dtype(jnp.float8_e8m0fnu), bits=8, mantissa=0,
-        min_exponent=-127, max=2.0**127, signed=False,
+        name="e8m0",
+        dtype=jnp.dtype(jnp.float8_e8m0fnu),
+        bits=8,
+        mantissa=0,
+        min_exponent=-127,
+        max=2.0**127,
+        signed=False,
     ),
-)  # fmt: skip
+)
 FORMATS: Table[Format] = Table("format", {fmt.name: fmt for fmt in _ALL})
 """The number formats by name, of 8 or 4 bits; e8m0 is for scales.
 

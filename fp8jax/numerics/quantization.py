@@ -125,7 +125,7 @@ def quantize(
         amax = _checked_amax(amax, grid)
     return quantize_unchecked(
         x, fmt, tile, contract_axis=contract_axis, scale=scale, amax=amax, key=key
-    )  # fmt: skip
+    )
 
 
 def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:

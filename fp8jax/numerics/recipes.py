@@ -94,7 +94,10 @@ def _all_recipes() -> tuple[Recipe, ...]:
         _per_tensor("fp8_cscale", timing="constant", scale=constant),
         row,
         dataclasses.replace(
-            row, name="fp8_rowwise_wgrad_bf16", dgrad_w=Cast(format=E4M3), wgrad_x=None,
+            row,
+            name="fp8_rowwise_wgrad_bf16",
+            dgrad_w=Cast(format=E4M3),
+            wgrad_x=None,
             wgrad_g=None,
         ),
         block,
@@ -104,7 +107,7 @@ def _all_recipes() -> tuple[Recipe, ...]:
         naive,
         _fp4_training("nvfp4", NV16, NV16x16, SCALES["nvfp4"]),
         _fp4_training("mxfp4", MX32, MX32, SCALES["e8m0"]),
-    )  # fmt: skip
+    )
 
 
 RECIPES: Table[Recipe] = Table("recipe", {recipe.name: recipe for recipe in _all_recipes()})

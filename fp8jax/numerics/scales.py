@@ -183,9 +183,12 @@ ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
 
 
 _ALL: dict[str, ScaleRule] = {
-    "fp32": Fp32(), "pow2": Pow2(), "e8m0": E8M0(), "e8m0_floor": E8M0(floor=True),
+    "fp32": Fp32(),
+    "pow2": Pow2(),
+    "e8m0": E8M0(),
+    "e8m0_floor": E8M0(floor=True),
     "nvfp4": NvFp4(),
-}  # fmt: skip
+}
 SCALES: Table[ScaleRule] = Table("scale rule", _ALL)
 
 

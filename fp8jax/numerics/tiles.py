@@ -157,10 +157,16 @@ Example:
 TILES: Table[Tile] = Table(
     "tile",
     {
-        "tensor": TENSOR, "row": ROW, "token": TOKEN, "tile128": TILE128, "block128": BLOCK128,
-        "mx32": MX32, "nv16": NV16, "nv16x16": NV16x16,
+        "tensor": TENSOR,
+        "row": ROW,
+        "token": TOKEN,
+        "tile128": TILE128,
+        "block128": BLOCK128,
+        "mx32": MX32,
+        "nv16": NV16,
+        "nv16x16": NV16x16,
     },
-)  # fmt: skip
+)
 
 
 TileLike = str | Tile | Sequence[int | None]  # a name, a tile, or (free, contract)

@@ -12,5 +12,11 @@ from fp8jax.telemetry.outliers import Finding, out_of_line
 from fp8jax.telemetry.rows import Row, Table
 
 __all__ = [
-    "Finding", "Row", "Table", "measure", "out_of_line", "read", "write",
-]  # fmt: skip
+    "Finding",
+    "Row",
+    "Table",
+    "measure",
+    "out_of_line",
+    "read",
+    "write",
+]

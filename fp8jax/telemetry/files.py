@@ -19,19 +19,30 @@ from fp8jax.telemetry.rows import FIELDS, Row, Table
 
 FOLDER = "telemetry"
 _TYPES = {
-    "step": "int32", "layer": "int16", "elements": "int64", "nonzero": "int64", "bias": "int16",
-    "linear": "string", "operand": "string", "cast": "string", "recipe": "string",
-    "format": "string", "what_if": "bool",
-}  # fmt: skip
+    "step": "int32",
+    "layer": "int16",
+    "elements": "int64",
+    "nonzero": "int64",
+    "bias": "int16",
+    "linear": "string",
+    "operand": "string",
+    "cast": "string",
+    "recipe": "string",
+    "format": "string",
+    "what_if": "bool",
+}
 
 
 def _schema() -> Any:
     import pyarrow as pa
 
     kinds = {
-        "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(), "string": pa.string(),
+        "int16": pa.int16(),
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "string": pa.string(),
         "bool": pa.bool_(),
-    }  # fmt: skip
+    }
     return pa.schema(
         [(name, kinds[_TYPES[name]] if name in _TYPES else pa.float64()) for name in FIELDS]
     )

@@ -173,9 +173,10 @@ def _order(tensors: dict[Key, _Tensor]) -> Callable[[Key], tuple[int, int]]:
 def _reasons(tensors: dict[Key, _Tensor], past: dict[Key, float]) -> dict[Key, str]:
     """Return why each tensor that is out of line in one step is so."""
     growth = {
-        key: tensor.log2 - past[key] for key, tensor in tensors.items()
+        key: tensor.log2 - past[key]
+        for key, tensor in tensors.items()
         if key in past and not math.isnan(tensor.log2)
-    }  # fmt: skip
+    }
     reasons = {}
     for keys, peers in _with_peers(tensors):
         among = [tensors[peer] for peer in peers]

@@ -157,7 +157,7 @@ def rows_of(
                         what_if=bool(prefix),
                         recipe=one.name,
                         **numbers,
-                    )  # fmt: skip
+                    )
                 )
     return found
 
@@ -165,10 +165,21 @@ def rows_of(
 def hidden_row(amax: float, linear: str, *, step: int, layer: int, recipe: str) -> Row:
     """Return the row of the output of an MLP's activation, of which only the amax is known."""
     nothing: dict[str, Any] = dict.fromkeys(FIELDS)
-    return Row(**nothing | dict(
-        step=step, layer=layer, linear=linear, operand="hidden", cast=HIDDEN_CAST, what_if=False,
-        recipe=recipe, elements=0, nonzero=0, amax=amax,
-    ))  # fmt: skip
+    return Row(
+        **nothing
+        | dict(
+            step=step,
+            layer=layer,
+            linear=linear,
+            operand="hidden",
+            cast=HIDDEN_CAST,
+            what_if=False,
+            recipe=recipe,
+            elements=0,
+            nonzero=0,
+            amax=amax,
+        )
+    )
 
 
 def _numbers(peaks: np.ndarray, sums: np.ndarray, recipe: Recipe, name: str) -> dict[str, Any]:
@@ -183,18 +194,21 @@ def _numbers(peaks: np.ndarray, sums: np.ndarray, recipe: Recipe, name: str) -> 
         ("format", "scale", "smallest_scale", "underflow", "saturation", "sqnr_db", "delay")
     )
     numbers |= {
-        "elements": counts["elements"], "nonzero": counts["nonzero"], "amax": peak["amax"],
+        "elements": counts["elements"],
+        "nonzero": counts["nonzero"],
+        "amax": peak["amax"],
         "bias": scaling_bias(peak["amax"], graphcore_format(name) if cast is None else cast.format),
-    }  # fmt: skip
+    }
     if cast is None:
         return numbers
     numbers |= {
         "format": cast.format.name,
-        "scale": peak["scale"] or None, "smallest_scale": _inverse(peak["inverse_scale"]),
+        "scale": peak["scale"] or None,
+        "smallest_scale": _inverse(peak["inverse_scale"]),
         "underflow": counts["underflow"] / max(counts["nonzero"], 1),
         "saturation": counts["saturated"] / counts["elements"],
         "sqnr_db": _decibels(signal, noise),
-    }  # fmt: skip
+    }
     if cast.timing == "delayed":
         numbers["delay"] = _log2_ratio(peak["scale"], peak["current_scale"])
     return numbers

@@ -201,8 +201,10 @@ def fallen(line: str) -> str:
     operands = re.findall(r"%[\w.-]+", line.partition("custom-call(")[2].partition(")")[0])
     for i, operand in enumerate(operands[:2]):
         line = line.replace(operand, f"%wide.{i}", 1)
-    wide = [f"  %wide.{i} = bf16[16384,14336]{{1,0}} convert({operand})"
-            for i, operand in enumerate(operands[:2])]  # fmt: skip
+    wide = [
+        f"  %wide.{i} = bf16[16384,14336]{{1,0}} convert({operand})"
+        for i, operand in enumerate(operands[:2])
+    ]
     return "\n".join([*wide, line.replace("matmul$f8", "matmul")])
 
 
@@ -258,8 +260,10 @@ def test_a_split_sum_that_runs_fast_is_found():
     gemms = find_gemms(everywhere, policy, device=H200)
     require_fp8(gemms)
     assert {g.role: g.accumulation for g in gemms if g.fp8} == {
-        "fwd": "fast", "dgrad": "split", "wgrad": "fast"
-    }  # fmt: skip
+        "fwd": "fast",
+        "dgrad": "split",
+        "wgrad": "fast",
+    }
     assert "f8e5m2 x f8e4m3fn  16384 x 14336 x 4096  __cublas$lt$matmul$f8, split" in format_table(
         gemms
     )
@@ -300,8 +304,11 @@ def test_a_shape_that_fp8_units_do_not_take_is_the_reason():
 
 def test_a_bare_dot_on_a_gpu_is_no_matrix_unit():
     dot = ", lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata"
-    text = doctored(lambda line: re.sub(r"custom-call\((\S+), (\S+),.*?, custom_call.*?metadata",
-                                        rf"dot(\1, \2){dot}", line))  # fmt: skip
+    text = doctored(
+        lambda line: re.sub(
+            r"custom-call\((\S+), (\S+),.*?, custom_call.*?metadata", rf"dot(\1, \2){dot}", line
+        )
+    )
     [bad] = [gemm for gemm in judged(text) if gemm.reason]
     assert bad.operands == ("f8e5m2", "f8e4m3fn") and not bad.fp8
     assert bad.reason == "layout: no library runs it, XLA left a bare dot"
@@ -332,8 +339,12 @@ def test_layers_that_are_exempt_are_not_missed():
     for module in LAYERS:
         for product in ROLES:
             name = f"{module.removeprefix('layers/')}/fp8_delayed.{product}/dot_general"
-            text = re.sub(rf"(custom-call\(.*){name}", rf"\1{name.replace('fp8_delayed', 'bf16')}",
-                          text, count=2)  # fmt: skip
+            text = re.sub(
+                rf"(custom-call\(.*){name}",
+                rf"\1{name.replace('fp8_delayed', 'bf16')}",
+                text,
+                count=2,
+            )
     gemms = find_gemms(text, policy, device=H200)
     assert sum(g.recipe == "fp8_delayed" and g.fp8 for g in gemms) == 2 * 7 * 3
     require_fp8(gemms)
@@ -387,9 +398,15 @@ def call(target: str, scope: str = "fp8_rowwise.fwd/", name: str = NAME) -> str:
 
 @pytest.mark.parametrize(
     "target",
-    ["mosaic_gpu_v2", "__gpu$xla.gpu.triton", "__cublas$gemm", "__cublas$lt$matmul$f8",
-     "__cudnn$blockScaledDot", "__op$block_scaled_dot"],
-)  # fmt: skip
+    [
+        "mosaic_gpu_v2",
+        "__gpu$xla.gpu.triton",
+        "__cublas$gemm",
+        "__cublas$lt$matmul$f8",
+        "__cudnn$blockScaledDot",
+        "__op$block_scaled_dot",
+    ],
+)
 def test_kernels_of_every_kind_are_gemms(target):
     gemm = only(program(call(target)))
     assert (gemm.name, gemm.role, gemm.recipe) == ("layers/mlp/up", "fwd", "fp8_rowwise")
@@ -595,9 +612,14 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
 
     def gemm(module, product, count):
         return Gemm(
-            module=module, recipe="fp8_block", role=product, operands=("f8e4m3fn",) * 2,
-            result="bf16", kernel="__cublas$lt$matmul$f8", count=count,
-        )  # fmt: skip
+            module=module,
+            recipe="fp8_block",
+            role=product,
+            operands=("f8e4m3fn",) * 2,
+            result="bf16",
+            kernel="__cublas$lt$matmul$f8",
+            count=count,
+        )
 
     def missing(sizes):
         lacking = _missing(found, POLICIES["fp8_block"], [q, o, up], sizes)
@@ -626,8 +648,9 @@ def native() -> list[str]:
     """Recipes that quantize and need not be emulated here; none on a CPU."""
     if "gpu" not in hardware.platform():
         return []
-    return [r.name for r in RECIPES.values()
-            if r.casts and choose_backend(None, r).name != "emulated"]  # fmt: skip
+    return [
+        r.name for r in RECIPES.values() if r.casts and choose_backend(None, r).name != "emulated"
+    ]
 
 
 @pytest.mark.gpu

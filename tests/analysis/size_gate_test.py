@@ -256,15 +256,22 @@ def test_where_nothing_is_quantized_nothing_is_said():
 
 def test_tensor_parallel_linears_are_cut_as_their_kernels_are():
     """Those into the residual stream along their inputs, all others along their outputs."""
-    shapes = dict(re.findall(r"  (\S+) +fp8_current +(\d+ x \d+ x \d+)",
-                             GATE(as_policy("fp8_current:head=fp8_current"), leave=False,
-                                  tensor=4).report))  # fmt: skip
+    shapes = dict(
+        re.findall(
+            r"  (\S+) +fp8_current +(\d+ x \d+ x \d+)",
+            GATE(as_policy("fp8_current:head=fp8_current"), leave=False, tensor=4).report,
+        )
+    )
     assert shapes == {
-        "layers/attention/q": "256 x 64 x 16", "layers/attention/k": "256 x 64 x 8",
-        "layers/attention/v": "256 x 64 x 8", "layers/attention/o": "256 x 16 x 64",
-        "layers/mlp/gate": "256 x 64 x 64", "layers/mlp/up": "256 x 64 x 64",
-        "layers/mlp/down": "256 x 64 x 64", "lm_head": "256 x 64 x 128",
-    }  # fmt: skip
+        "layers/attention/q": "256 x 64 x 16",
+        "layers/attention/k": "256 x 64 x 8",
+        "layers/attention/v": "256 x 64 x 8",
+        "layers/attention/o": "256 x 16 x 64",
+        "layers/mlp/gate": "256 x 64 x 64",
+        "layers/mlp/up": "256 x 64 x 64",
+        "layers/mlp/down": "256 x 64 x 64",
+        "lm_head": "256 x 64 x 128",
+    }
 
 
 def test_another_device_and_an_empty_table_are_refused(monkeypatch):

@@ -272,8 +272,11 @@ def test_a_leaf_with_an_unknown_logical_axis_raises():
 
 def test_the_batch_divides_into_microbatches_over_data_and_fsdp():
     for batch_size, grad_accum, sizes, rows in [
-        (8, 1, (2, 4, 1), 1), (8, 2, (2, 2, 2), 1), (5, 5, (1, 1, 8), 1), (24, 2, (2, 2, 2), 3),
-    ]:  # fmt: skip
+        (8, 1, (2, 4, 1), 1),
+        (8, 2, (2, 2, 2), 1),
+        (5, 5, (1, 1, 8), 1),
+        (24, 2, (2, 2, 2), 3),
+    ]:
         assert check_batch(batch_size, grad_accum, mesh(*sizes)) == rows
     for batch_size, grad_accum, sizes, devices in [
         (12, 1, (2, 4, 1), 8),

@@ -38,11 +38,19 @@ MAX_LENGTH = 500  # of a line; the longest list all models
 
 # A model of two small layers; its text is a few hundred documents.
 SMALL = (
-    "data=jsonl:DIR/generated-0.jsonl", "cache_dir=DIR/cache", "valid_fraction=0.1", "seq_len=64",
-    "num_steps=20", "warmup_steps=5", "model_overrides.d_model=64", "model_overrides.n_layers=2",
-    "model_overrides.n_heads=4", "model_overrides.n_kv_heads=2", "model_overrides.d_ff=128",
+    "data=jsonl:DIR/generated-0.jsonl",
+    "cache_dir=DIR/cache",
+    "valid_fraction=0.1",
+    "seq_len=64",
+    "num_steps=20",
+    "warmup_steps=5",
+    "model_overrides.d_model=64",
+    "model_overrides.n_layers=2",
+    "model_overrides.n_heads=4",
+    "model_overrides.n_kv_heads=2",
+    "model_overrides.d_ff=128",
     "model_overrides.head_dim=16",
-)  # fmt: skip
+)
 
 CHATS, TEMPLATE = "data=chat:DIR/chats/chats.jsonl", "tokenizer=bpe:DIR/chats/tokenizer.json"
 
@@ -81,12 +89,19 @@ def folder(tmp_path_factory):
         (folder / f"{name}.py").write_text(text)
     document = '{"text": "a document that is long enough"}\n'
     for name, content in {
-        "empty.txt": b"", "short.txt": b"abc", "bytes.txt": b"\xff\xfe" * 99, "file": b"x",
-        "empty.jsonl": b"", "cut.jsonl": document.encode() + b'{"text": \n',
+        "empty.txt": b"",
+        "short.txt": b"abc",
+        "bytes.txt": b"\xff\xfe" * 99,
+        "file": b"x",
+        "empty.jsonl": b"",
+        "cut.jsonl": document.encode() + b'{"text": \n',
         "body.jsonl": b'{"body": "a document that is long enough"}\n',
-        "few.jsonl": document.encode() * 3, "a.parquet": b"nothing", "a.txt.gz": b"nothing",
-        "json.json": b'{"a": 1}', "text.json": b"text",
-    }.items():  # fmt: skip
+        "few.jsonl": document.encode() * 3,
+        "a.parquet": b"nothing",
+        "a.txt.gz": b"nothing",
+        "json.json": b'{"a": 1}',
+        "text.json": b"text",
+    }.items():
         (folder / name).write_bytes(content)
     write_chats(folder / "chats", [*pairs(40), ENDS_WITH_USER])
     shutil.copytree(folder / "chats", folder / "plain")
@@ -162,21 +177,28 @@ CONFIGS = [
     ("import", ["--config=DIR/import.py"], "import.py: line 1: ModuleNotFoundError: .*'nowhere'"),
     ("none", ["--config=DIR/none.py"], "get_config must return a ConfigDict, got NoneType"),
     ("dict", ["--config=DIR/dict.py"], "get_config must return a ConfigDict, got dict"),
-    ("key of a file", ["--config=DIR/typo.py"],
-     "base.py has no key 'lerning_rate'; did you mean 'learning_rate'"),
+    (
+        "key of a file",
+        ["--config=DIR/typo.py"],
+        "base.py has no key 'lerning_rate'; did you mean 'learning_rate'",
+    ),
     ("lacks keys", ["--config=DIR/lacks.py"], "lacks seed: begin with configs.base.get_config"),
     ("no group", ["--config=DIR/group.py"], "mesh_axes must be a group of keys"),
     ("size", ["--config=configs/fp4.py:qwen"], "fp4.py:qwen: size 'qwen' is none of small"),
     ("no sizes", ["--config=configs/smoke.py:small"], "get_config takes no size"),
     ("no size", ["--config=DIR/sized.py"], "get_config needs a size, which follows a colon"),
-    ("key", ["lerning_rate=1"],
-     "--config.lerning_rate: configs/base.py has no key 'lerning_rate'; did you mean 'learning_r"),
+    (
+        "key",
+        ["lerning_rate=1"],
+        "--config.lerning_rate: configs/base.py has no key 'lerning_rate';"
+        " did you mean 'learning_r",
+    ),
     ("key of a group", ["model_overrides.d_modl=1"], "no key '.*d_modl'; did you mean 'd_model'"),
     ("key of a value", ["mesh.x=1"], "--config.mesh.x: configs/base.py has no key 'mesh.x'"),
     ("no key", ["--config=configs/base.py", "--config.=1"], "--config.: configs/base.py has no k"),
     ("near none", ["zzz=1"], "configs/base.py has no key 'zzz'$"),
     ("key before the config", ["--config.seed=3", "--config=configs/base.py"], "config.seed=3"),
-]  # fmt: skip
+]
 
 FLAGS = [
     ("positional", ["pos"], r"arguments that are not flags: \['pos'\]"),
@@ -195,7 +217,7 @@ FLAGS = [
     ("no bool", ["size_gate=maybe"], "flag --config.size_gate=maybe: .*boolean"),
     ("no value", ["--config=configs/base.py", "--config.seed"], "--workdir|Missing value"),
     ("tuple", ["gnmr_alpha=(1,"], r"flag --config.gnmr_alpha=\(1,: .* tuple"),
-]  # fmt: skip
+]
 
 WORKDIRS = [
     ("empty workdir", ["--workdir="], "--workdir must have a value"),
@@ -203,28 +225,57 @@ WORKDIRS = [
     ("workdir below a file", ["--workdir=DIR/file/run"], "workdir .*/file/run .* is a file"),
     ("workdir not writable", ["--workdir=/proc/run"], "the workdir /proc/run cannot be made: "),
     ("workdir URL", ["--workdir=gs://bucket/run"], "the workdir gs://bucket/run is a URL"),
-    ("damaged", ["--workdir=DIR/damaged"],
-     "every checkpoint in .*/damaged/checkpoints is damaged: 3: missing: meta/metadata"),
+    (
+        "damaged",
+        ["--workdir=DIR/damaged"],
+        "every checkpoint in .*/damaged/checkpoints is damaged: 3: missing: meta/metadata",
+    ),
     ("version", ["--workdir=DIR/version"], "has version 99, and this fp8jax reads version"),
-    ("other config", ["--workdir=DIR/other", "--config=configs/base.py", *SMALL[:3]],
-     r"comes from another config: .*; seed: 7 -> 0; .*\. Take another --workdir"),
+    (
+        "other config",
+        ["--workdir=DIR/other", "--config=configs/base.py", *SMALL[:3]],
+        r"comes from another config: .*; seed: 7 -> 0; .*\. Take another --workdir",
+    ),
     ("a conversion", ["--workdir=DIR/converted"], "holds weights that were converted from hf, and"),
     ("damaged metrics", ["--workdir=DIR/lines"], "lines/metrics.jsonl:1: not JSON"),
     ("metrics folder", ["--workdir=DIR/no_file"], "Is a directory: .*metrics.jsonl"),
     ("checkpoints file", ["--workdir=DIR/no_folder"], "no_folder/checkpoints is a file"),
-]  # fmt: skip
+]
 
 # KEY=VALUE, and what the message says besides it.
 NUMBERS = [
-    *((f"{key}={value}", "must be at least 1") for value in (0, -3) for key in (
-        "num_steps", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
-        "valid_batches", "sample_every", "sample_tokens", "checkpoint_every", "checkpoint_keep")),
-    *((f"{key}={value}", r"does not lie in \[0, 1\)") for value in (1.5, 1.0, -0.1, "nan")
-      for key in ("b1", "b2")),
-    *((f"{key}={value}", "must be positive and finite") for value in (0.0, -1.0, "nan", "inf")
-      for key in ("eps", "learning_rate")),
-    *((f"{key}={value}", r"does not lie in \[0, 1\]") for value in (-0.5, 1.5, "nan")
-      for key in ("final_fraction", "decay_fraction", "gnmr_first")),
+    *(
+        (f"{key}={value}", "must be at least 1")
+        for value in (0, -3)
+        for key in (
+            "num_steps",
+            "batch_size",
+            "seq_len",
+            "grad_accum",
+            "unroll",
+            "valid_every",
+            "valid_batches",
+            "sample_every",
+            "sample_tokens",
+            "checkpoint_every",
+            "checkpoint_keep",
+        )
+    ),
+    *(
+        (f"{key}={value}", r"does not lie in \[0, 1\)")
+        for value in (1.5, 1.0, -0.1, "nan")
+        for key in ("b1", "b2")
+    ),
+    *(
+        (f"{key}={value}", "must be positive and finite")
+        for value in (0.0, -1.0, "nan", "inf")
+        for key in ("eps", "learning_rate")
+    ),
+    *(
+        (f"{key}={value}", r"does not lie in \[0, 1\]")
+        for value in (-0.5, 1.5, "nan")
+        for key in ("final_fraction", "decay_fraction", "gnmr_first")
+    ),
     *((f"weight_decay={value}", "must be finite and not neg") for value in (-1.0, "nan", "inf")),
     *((f"clip_norm={value}", "must be positive") for value in (0.0, -1.0, "nan")),
     *((f"valid_fraction={value}", "between 0 and 1") for value in (0.0, 1.0, -1.0, "nan")),
@@ -232,28 +283,45 @@ NUMBERS = [
     *((f"seed={value}", r"does not lie in \[0, 2\^32\)") for value in (-1, 2**32)),
     *((f"spike_deviations={value}", "must be positive") for value in (0.0, "nan")),
     *((f"sample_temperature={value}", "must be finite") for value in (-1.0, "nan", "inf")),
-    *((f"model_overrides.{key}={value}", "must be positive and") for key, value in dict(
-        d_model=0, n_layers=-1, norm_eps="nan", rope_theta=-1.0, vocab_size=0).items()),
-    ("warmup_steps=-1", "is negative"), ("checkpoint_keep_best=-1", "is negative"),
-    ("spike_window=7", "must be at least 8"), ("gnmr_beta=0.0", "must be positive"),
-    ("gnmr_most=0", "must be at least 1"), ("gnmr_lock=-1", "must be at least 0"),
-    ("gnmr_window=0", "must be at least 1"), ("gnmr_random=2.0", r"must lie in \[0, 1\]"),
+    *(
+        (f"model_overrides.{key}={value}", "must be positive and")
+        for key, value in dict(
+            d_model=0, n_layers=-1, norm_eps="nan", rope_theta=-1.0, vocab_size=0
+        ).items()
+    ),
+    ("warmup_steps=-1", "is negative"),
+    ("checkpoint_keep_best=-1", "is negative"),
+    ("spike_window=7", "must be at least 8"),
+    ("gnmr_beta=0.0", "must be positive"),
+    ("gnmr_most=0", "must be at least 1"),
+    ("gnmr_lock=-1", "must be at least 0"),
+    ("gnmr_window=0", "must be at least 1"),
+    ("gnmr_random=2.0", r"must lie in \[0, 1\]"),
     ("model_overrides.learned_positions=-1", "is negative"),
     ("unroll=5", "is more than the model's 2 layers"),
-]  # fmt: skip
+]
 
 # The value, and the name that the message suggests.
 NAMES = {
-    "precision": ("fp8_delayd", "fp8_delayed"), "model": ("llama_125", "llama_125m"),
-    "precision_schedule": ('((0.9,"bf17"),)', "bf16"), "tokenizer": ("byte", "bytes"),
-    "optimizer": ("adam", "adamw"), "schedule": ("cosin", "cosine"), "moments": ("fp9", "fp8"),
-    "mesh": ("fdsp", "fsdp"), "attention": ("cudn", "cudnn"), "backend": ("xna", "xla"),
-    "remat": ("ful", "full"), "recovery_precision": ("bf17", "bf16"),
-    "gnmr_precision": ("bf17", "bf16"), "data": ("jsnol:x", "jsonl"),
-    "model_overrides.norm": ("rm", "rms"), "model_overrides.mlp": ("swigl", "swiglu"),
+    "precision": ("fp8_delayd", "fp8_delayed"),
+    "model": ("llama_125", "llama_125m"),
+    "precision_schedule": ('((0.9,"bf17"),)', "bf16"),
+    "tokenizer": ("byte", "bytes"),
+    "optimizer": ("adam", "adamw"),
+    "schedule": ("cosin", "cosine"),
+    "moments": ("fp9", "fp8"),
+    "mesh": ("fdsp", "fsdp"),
+    "attention": ("cudn", "cudnn"),
+    "backend": ("xna", "xla"),
+    "remat": ("ful", "full"),
+    "recovery_precision": ("bf17", "bf16"),
+    "gnmr_precision": ("bf17", "bf16"),
+    "data": ("jsnol:x", "jsonl"),
+    "model_overrides.norm": ("rm", "rms"),
+    "model_overrides.mlp": ("swigl", "swiglu"),
     "model_overrides.biases": ("qk", "qkv"),
     "model_overrides.rope_scaling": ("yarn_qwen2", "yarn_qwen2.5"),
-}  # fmt: skip
+}
 
 VALUES = [
     ("alpha text", ["gnmr_alpha=abc"], r"gnmr_alpha=\('abc',\) must be one or two positive"),
@@ -298,9 +366,12 @@ VALUES = [
     ("beta of xla", ["attention_beta=2.0"], "attention_beta=2.0 .* apply to attention='stabilized"),
     ("prompt", ["sample_prompt=The"], "sample_prompt='The' is for samples: set sample_every"),
     ("long sample", ["sample_every=5"], "sample_tokens=128 is longer than seq_len=64"),
-    ("keep best", ["checkpoint_keep_best=1", "checkpoint_every=5", "valid_every=10"],
-     "checkpoint_every=5 must be a multiple of valid_every=10"),
-]  # fmt: skip
+    (
+        "keep best",
+        ["checkpoint_keep_best=1", "checkpoint_every=5", "valid_every=10"],
+        "checkpoint_every=5 must be a multiple of valid_every=10",
+    ),
+]
 
 DATA = [
     ("no file", ["data=text:DIR/none-*.txt"], "no file matches '.*none-.*', in the source 'text:"),
@@ -336,15 +407,23 @@ DATA = [
     ("no tokenizer", ["tokenizer=bpe:DIR/none.json"], "none.json cannot be read"),
     ("no JSON", ["tokenizer=bpe:DIR/text.json"], "text.json cannot be read"),
     ("not a tokenizer", ["tokenizer=bpe:DIR/json.json"], "json.json is not a tokenizer"),
-]  # fmt: skip
+]
 
 ROWS = [
-    *CONFIGS, *FLAGS, *WORKDIRS, *VALUES, *DATA,
-    *((text, [text], f"{re.escape(text.removeprefix('model_overrides.'))}.* {message}")
-      for text, message in NUMBERS),
-    *((f"name of {key}", [f"{key}={value}"], f"unknown .*; did you mean '{near}'")
-      for key, (value, near) in NAMES.items()),
-]  # fmt: skip
+    *CONFIGS,
+    *FLAGS,
+    *WORKDIRS,
+    *VALUES,
+    *DATA,
+    *(
+        (text, [text], f"{re.escape(text.removeprefix('model_overrides.'))}.* {message}")
+        for text, message in NUMBERS
+    ),
+    *(
+        (f"name of {key}", [f"{key}={value}"], f"unknown .*; did you mean '{near}'")
+        for key, (value, near) in NAMES.items()
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -380,8 +459,9 @@ def test_a_refused_conversion_is_left_as_it_is(refusal, folder):
     line = refusal("--workdir=DIR/imported", "initial_weights=hf:DIR/none")
     assert "holds weights that were converted from hf, and no run" in line
     assert sorted(path.name for path in (folder / "imported").iterdir()) == [
-        "checkpoints", "config.json"
-    ]  # fmt: skip
+        "checkpoints",
+        "config.json",
+    ]
 
 
 def test_a_second_program_on_a_workdir(refusal, tmp_path):

@@ -149,10 +149,16 @@ def test_results_are_dropped_before_the_next_call():
 
 def report(**figures) -> Report:
     rows = [
-        Row(case="4x4", name="a", timing=Timing(seconds=0.002, spread=0.1, bytes=2**29), work=4e9,
-            limit=0.001, baseline=0.003),
+        Row(
+            case="4x4",
+            name="a",
+            timing=Timing(seconds=0.002, spread=0.1, bytes=2**29),
+            work=4e9,
+            limit=0.001,
+            baseline=0.003,
+        ),
         Row(case="4x4", name="b", timing=Timing(reason="ValueError: no"), work=4e9, limit=0.001),
-    ]  # fmt: skip
+    ]
     return Report(title="T", rate="TFLOP/s", rows=rows, figures=figures, notes=["A note."])
 
 
@@ -163,8 +169,12 @@ def test_table_by_hand():
         "| 4x4 | a | 2.000 | 10% | 2 | 50.0% | 1.500x | 0.50 |  |",
         "| 4x4 | b |  |  |  |  |  |  | ValueError: no |",
     ]
-    bare = Report(title="", rate="GB/s", figures={}, rows=[
-        Row(case="c", name="a", timing=Timing(seconds=1.0), work=2e9)])  # fmt: skip
+    bare = Report(
+        title="",
+        rate="GB/s",
+        figures={},
+        rows=[Row(case="c", name="a", timing=Timing(seconds=1.0), work=2e9)],
+    )
     assert bare.table().splitlines()[0] == "| case | contestant | ms | spread | GB/s |"
 
 
@@ -181,8 +191,9 @@ def test_writers_replace_one_section_and_merge_figures(tmp_path):
     assert f"jax {jax.__version__}" in page and "A note." in page and "lost" not in page
     figures = json.loads(path.with_suffix(".json").read_text())
     assert figures == {
-        "x": {"value": 3.0, "command": "three"}, "y": {"value": 2.0, "command": "two"},
-    }  # fmt: skip
+        "x": {"value": 3.0, "command": "three"},
+        "y": {"value": 2.0, "command": "two"},
+    }
     with pytest.raises(ValueError, match="no line '<!-- end: step -->'"):
         markdown.replace_section(page.replace("<!-- end: step -->\n", ""), "step", "")
 
@@ -228,10 +239,14 @@ def test_gemm(without_torch, hasty):
     with jax.numpy_rank_promotion("allow"):  # flax does
         made = operators.measure_gemm(["256x128x128"], policies, QUICK, LIMITS, peers=True)
     assert ran(made) == {
-        "JAX bf16", "JAX f8, one scale", "linear bf16", "linear fp8_delayed",
+        "JAX bf16",
+        "JAX f8, one scale",
+        "linear bf16",
+        "linear fp8_delayed",
         "linear fp8_delayed, seeding itself",
-        "linear flax Fp8DotGeneralOp", "linear flax Fp8DirectDotGeneralOp",
-    }  # fmt: skip
+        "linear flax Fp8DotGeneralOp",
+        "linear flax Fp8DirectDotGeneralOp",
+    }
     found = by_name(made)
     refused = found["linear fp8_delayed@pallas"].reason
     assert refused.startswith("NotImplementedError: backend 'pallas' cannot run")
@@ -310,11 +325,15 @@ def test_figures_of_products_and_quantizers_by_hand():
     # code, its gradient reads three and gives both codes of two and one of h.
     n = 256 * 128
     work = {
-        "one scale, both": 4 * n + 8, "one scale, float32": 5 * n + 4,
-        "one scale, float32, transposed": 5 * n + 4, "1x128, both": 4 * n + 8 * n / 128,
-        "128x128, float32": 5 * n + 4 * 2, "128x128, float32, transposed": 5 * n + 4 * 2,
-        "swiglu, one scale": 5 * n, "swiglu_grad, one scale": 11 * n,
-    }  # fmt: skip
+        "one scale, both": 4 * n + 8,
+        "one scale, float32": 5 * n + 4,
+        "one scale, float32, transposed": 5 * n + 4,
+        "1x128, both": 4 * n + 8 * n / 128,
+        "128x128, float32": 5 * n + 4 * 2,
+        "128x128, float32, transposed": 5 * n + 4 * 2,
+        "swiglu, one scale": 5 * n,
+        "swiglu_grad, one scale": 11 * n,
+    }
     made = operators.measure_quantize(["256x128"], even, LIMITS)
     assert {row.name.rpartition(": ")[0]: row.work for row in made.rows} == work
     speed = math.exp(np.mean([math.log(bytes_ / 0.5 / LIMITS.copy) for bytes_ in work.values()]))
@@ -381,10 +400,11 @@ def test_figures_of_steps_by_hand():
         f"{name}{suffix}{end}": value
         for suffix in ("", "_tiny_1x32")
         for name, end, value in (
-            ("step_speedup", "/fp8_block", 1.5), ("step_memory", "/fp8_block", 2 / 3),
+            ("step_speedup", "/fp8_block", 1.5),
+            ("step_memory", "/fp8_block", 2 / 3),
             ("bf16_vs_torch", "", 4 / 3),
         )
-    }  # fmt: skip
+    }
     names = [row.name for row in made.rows if row.case == "d4096"]
     assert names == [*times, "torchao tensorwise", "torchao rowwise"]
 
@@ -492,9 +512,10 @@ def test_training_on_two_devices_and_packed_rows(monkeypatch, hasty):
     config.update(seq_len=32, batch_size=4, mesh="fsdp")
     asked = []
     monkeypatch.setattr(
-        training_steps, "step_floor",
+        training_steps,
+        "step_floor",
         lambda *a, count, **_: asked.append((a[1], count)) or {False: {"matmuls": 0.001}},
-    )  # fmt: skip
+    )
     made = {
         n: training_steps.measure_training(config, ["bf16"], QUICK, LIMITS, devices=n, count=3)
         for n in (1, 2)
@@ -541,8 +562,10 @@ def test_settings_are_values_of_the_config(monkeypatch, hasty):
     names = [f"{policy}, {setting}" for policy in ("bf16", "fp8_current") for setting in settings]
     assert [row.name for row in made.rows] == names and ran(made) == set(names)
     assert [row.work / made.rows[0].work for row in made.rows] == [1, 4, 1, 4]
-    assert all(by_name(made)[f"{p}, {settings[1]}"].bytes > by_name(made)[f"{p}, defaults"].bytes
-               for p in ("bf16", "fp8_current"))  # fmt: skip
+    assert all(
+        by_name(made)[f"{p}, {settings[1]}"].bytes > by_name(made)[f"{p}, defaults"].bytes
+        for p in ("bf16", "fp8_current")
+    )
     assert made.figures["defaults_vs_best/llama_tiny/fp8_current/1"] >= 1
 
 
@@ -594,9 +617,11 @@ def test_figures_of_training_steps_take_the_name_of_the_command():
     found = {name: Timing(seconds=t, bytes=int(10 * t)) for name, t in times.items()}
     work = {training_steps._Case(name): _work(6) for name in times}
     assert training_steps._training_figures("qwen2.5_1.5b", found, work, 1, "infir2") == {
-        "train_tokens_per_s/qwen2.5_1.5b/bf16": 1.5, "infir2_tokens_per_s": 2.0,
-        "infir2_time": 0.75, "infir2_memory": 0.75,
-    }  # fmt: skip
+        "train_tokens_per_s/qwen2.5_1.5b/bf16": 1.5,
+        "infir2_tokens_per_s": 2.0,
+        "infir2_time": 0.75,
+        "infir2_memory": 0.75,
+    }
     parts = {"bf16, no optimizer": 3.0, "fp8_block, no optimizer": 2.0, "optimizer": 0.5}
     found |= {name: Timing(seconds=t) for name, t in parts.items()}
     assert training_steps._against_parts(list(times), found) == pytest.approx(2.5 / 3.0)
@@ -604,16 +629,23 @@ def test_figures_of_training_steps_take_the_name_of_the_command():
 
 def test_figures_of_training_steps_take_the_best_setting_of_each_side():
     """Times of a token, so that 8 tokens in 5 s are better than 4 in 3; memory by itself."""
-    rows = {("bf16", "defaults"): (3.0, 4, 10), ("bf16", "b=8"): (5.0, 8, 30),
-            ("fp8", "defaults"): (2.0, 4, 5), ("fp8", "b=8"): (math.nan, 8, None)}  # fmt: skip
+    rows = {
+        ("bf16", "defaults"): (3.0, 4, 10),
+        ("bf16", "b=8"): (5.0, 8, 30),
+        ("fp8", "defaults"): (2.0, 4, 5),
+        ("fp8", "b=8"): (math.nan, 8, None),
+    }
     cases = {training_steps._Case(*key): value for key, value in rows.items()}
     found = {case.name: Timing(seconds=s, bytes=size) for case, (s, _, size) in cases.items()}
     work = {case: _work(tokens) for case, (_, tokens, _) in cases.items()}
     assert training_steps._training_figures("m", found, work, 2) == {
-        "train_tokens_per_s/m/bf16": 1.6, "train_tokens_per_s/m/fp8": 2.0,
-        "train_time/m/fp8": pytest.approx(0.8), "train_memory/m/fp8": 0.5,
-        "defaults_vs_best/m/bf16/2": pytest.approx(1.2), "defaults_vs_best/m/fp8/2": 1.0,
-    }  # fmt: skip
+        "train_tokens_per_s/m/bf16": 1.6,
+        "train_tokens_per_s/m/fp8": 2.0,
+        "train_time/m/fp8": pytest.approx(0.8),
+        "train_memory/m/fp8": 0.5,
+        "defaults_vs_best/m/bf16/2": pytest.approx(1.2),
+        "defaults_vs_best/m/fp8/2": 1.0,
+    }
 
 
 # Peers --------------------------------------------------------------------------------------------
@@ -743,8 +775,9 @@ def test_cost_of_telemetry(data):
     config.model_overrides.update(small)
     made = telemetry.measure_telemetry(config)
     assert [row.name for row in made.rows][:2] == [
-        "run without telemetry", "run with telemetry every 4 steps",
-    ]  # fmt: skip
+        "run without telemetry",
+        "run with telemetry every 4 steps",
+    ]
     seconds = [row.timing.seconds for row in made.rows]
     without, with_telemetry = seconds[:2]
     parts_off, parts_on, (compiling, step, sampled) = seconds[2:5], seconds[5:8], seconds[8:]
@@ -797,17 +830,21 @@ def test_a_cached_start_compiles_less(data, monkeypatch):
     monkeypatch.setattr(starts, "_start", watched)
     monkeypatch.delenv("XLA_FLAGS")  # of several CPUs, which cache nothing
     arguments = [
-        "--config=configs/smoke.py", "--config.model_overrides.n_layers=1",
-        "--config.num_steps=1000000", f"--config.data={data[0]}", f"--config.cache_dir={data[1]}",
-    ]  # fmt: skip
+        "--config=configs/smoke.py",
+        "--config.model_overrides.n_layers=1",
+        "--config.num_steps=1000000",
+        f"--config.data={data[0]}",
+        f"--config.cache_dir={data[1]}",
+    ]
     config = smoke.get_config()
     config.data, config.cache_dir = data
     made = starts.measure_starts(config, arguments, ["bf16"])
     assert [row.name for row in made.rows] == ["bf16, cold", "bf16, cached"]
     cold, cached = (row.timing.seconds for row in made.rows)
     assert made.figures == {
-        "start_cold/llama_tiny/bf16": cold, "start_cached/llama_tiny/bf16": cached,
-    }  # fmt: skip
+        "start_cold/llama_tiny/bf16": cold,
+        "start_cached/llama_tiny/bf16": cached,
+    }
     assert 0 < float(made.rows[0].note.split()[3]) < cold
     assert len(compiled[1] - compiled[0]) < len(compiled[0])
 

@@ -85,11 +85,17 @@ def test_tokenizer_refuses_in_one_line(tmp_path, data, flags, message):
     "flags, message",
     [
         (["recipes", "--output=docs/recipes.md", "--seeds=1"], "error: --seeds is not for recipes"),
-        (["curves", "--config=configs/smoke.py", "--workdir={}",
-          "--precisions=fp8_block,fp8_delayed:history=4,margn=1"],
-         "error: unknown option 'margn'; did you mean 'margin'"),
+        (
+            [
+                "curves",
+                "--config=configs/smoke.py",
+                "--workdir={}",
+                "--precisions=fp8_block,fp8_delayed:history=4,margn=1",
+            ],
+            "error: unknown option 'margn'; did you mean 'margin'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_study_refuses_in_one_line(tmp_path, flags, message):
     done = run_here("study.__main__", *(flag.format(tmp_path / "study") for flag in flags))
     assert (done.returncode, done.stdout) == (1, "")

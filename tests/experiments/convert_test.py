@@ -94,9 +94,19 @@ command.run(convert.main, errors=convert.ERRORS)
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_process_leaves_nothing(sent, folder, tmp_path):
     program = subprocess.Popen(
-        [sys.executable, "-c", SLOW, f"--from=hf:{folder}", f"--to=hf:{tmp_path}/new/back",
-         "--format=bf16"], cwd=ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            SLOW,
+            f"--from=hf:{folder}",
+            f"--to=hf:{tmp_path}/new/back",
+            "--format=bf16",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.PIPE,
+    )
     assert program.stdout.readline() == "writing\n"
     assert len(list((tmp_path / "new").iterdir())) == 1  # beside the target
     time.sleep(0.1)
@@ -147,9 +157,13 @@ def test_an_import_leaves_nothing_whenever_it_is_interrupted(tmp_path):
     folder = write_folder(tmp_path / "hf", config, tensors(config, np.float32))
     (tmp_path / "new").mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", MOMENTS, f"hf:{folder}", str(tmp_path / "new")], cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", MOMENTS, f"hf:{folder}", str(tmp_path / "new")],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 5 and lines[0] == "interrupted"

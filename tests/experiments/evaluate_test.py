@@ -187,12 +187,18 @@ def test_problems(evaluate, trained, answering):
 def test_problems_of_a_model_that_knows_nothing(evaluate, trained):
     write_problems(trained[0], *range(5), name="unknown")
     said = evaluate(
-        "--workdir=DIR/run", "--precision=bf16", "--tasks=", "--max_tokens=4", "--limit=3",
+        "--workdir=DIR/run",
+        "--precision=bf16",
+        "--tasks=",
+        "--max_tokens=4",
+        "--limit=3",
         "--problems=DIR/unknown.jsonl",
-    )  # fmt: skip
+    )
     assert [line.split()[:2] for line in said.splitlines()[1:]] == [
-        ["unknown", "accuracy"], ["unknown", "shuffled"], ["unknown", "responses"],
-    ]  # fmt: skip
+        ["unknown", "accuracy"],
+        ["unknown", "shuffled"],
+        ["unknown", "responses"],
+    ]
     assert "0 ± 0" in said.splitlines()[1]
 
 
@@ -210,9 +216,10 @@ def test_json_of_perplexity(evaluate, trained):
     found = json.loads((trained[0] / "perplexity.json").read_text())
     for row in found["numbers"]:
         again = measured(
-            np.array(row["items"], float), np.array(row["weights"], float),
+            np.array(row["items"], float),
+            np.array(row["weights"], float),
             exponential=row["exponential"],
-        )  # fmt: skip
+        )
         assert row["value"] == again.estimate.value
         assert (row["precision"] == "bf16") == ("minus_bf16" not in row)
 
@@ -277,14 +284,17 @@ def test_tasks(evaluate, trained):
     row = {"query": "one", "answer": "two"}
     (folder / "next.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
     said = evaluate(
-        "--workdir=DIR/run", "--length=64", "--limit=8",
+        "--workdir=DIR/run",
+        "--length=64",
+        "--limit=8",
         "--tasks=DIR/parity.jsonl,DIR/next.jsonl:samples=2,temperature=0.5,max_tokens=3,perplexity",
-    )  # fmt: skip
+    )
     keys = [tuple(re.split(r"  +", line)[:3]) for line in said.splitlines()]
     assert [key for key in keys if key[2] == "fp8_current"][2:] == [
-        ("parity", "acc", "fp8_current"), ("parity", "acc_norm", "fp8_current"),
+        ("parity", "acc", "fp8_current"),
+        ("parity", "acc_norm", "fp8_current"),
         ("next", "exact_match", "fp8_current"),
-    ]  # fmt: skip
+    ]
     with pytest.raises(SystemExit, match="line 1: expected"):
         (folder / "bad.jsonl").write_text("{}")
         evaluate("--workdir=DIR/run", "--tasks=DIR/bad.jsonl")

@@ -33,9 +33,13 @@ def test_the_tables_of_a_run(data, tmp_path):
     train_and_evaluate(config, str(tmp_path / "run"))
     jax.clear_caches()
     text = inference.inference_tables(
-        str(tmp_path / "run"), ["fp8_delayed", "fp8_block", "fp8_rowwise"], [6, 60],
-        rows=16, batch_size=8, tolerance=0.5,
-    )  # fmt: skip
+        str(tmp_path / "run"),
+        ["fp8_delayed", "fp8_block", "fp8_rowwise"],
+        [6, 60],
+        rows=16,
+        batch_size=8,
+        tolerance=0.5,
+    )
     table = {
         cells[0].strip(" `"): [cell.strip() for cell in cells[1:]]
         for cells in (line.strip("|").split("|") for line in text.splitlines() if "|" in line)

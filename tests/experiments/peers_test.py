@@ -108,8 +108,9 @@ def test_delayed_scaling_on_random_data_is_within_rounding_of_flax():
     rng, u, steps = np.random.default_rng(0), 2.0**-24, []
     for growth in (1.0, 3.1, 0.4, 0.3, 0.2, 0.1):
         sigma = {"x": 3.0 * growth, "w": 0.02, "g": 1e-4 / growth}
-        steps.append({k: (rng.normal(size=(16, 16)) * s).astype(np.float32)
-                      for k, s in sigma.items()})  # fmt: skip
+        steps.append(
+            {k: (rng.normal(size=(16, 16)) * s).astype(np.float32) for k, s in sigma.items()}
+        )
     for operands, used, mine, theirs in itertools.islice(steps_of_both(steps), 1, None):
         seen = {}
         for k, v in operands.items():
@@ -140,8 +141,9 @@ def with_tensor_amax(x: np.ndarray, amax: float) -> np.ndarray:
 
 
 def assert_same_codes(values, theirs) -> None:
-    np.testing.assert_array_equal(np.asarray(values).view(np.uint8),
-                                  np.asarray(theirs).view(np.uint8))  # fmt: skip
+    np.testing.assert_array_equal(
+        np.asarray(values).view(np.uint8), np.asarray(theirs).view(np.uint8)
+    )
 
 
 def jax_nn_quantize(x, mode: str, global_scale=None):
@@ -206,18 +208,24 @@ def qwix_quantize(x, qtype, tile, axis: int):
     qwix = pytest.importorskip("qwix", reason="a test dependency, see pyproject.toml")
     sizes = {axis % 2: tile.contract, 1 - axis % 2: tile.free}
     q = qwix.quantize(
-        jnp.asarray(x), qtype, channelwise_axes=[a for a, n in sizes.items() if n == 1],
+        jnp.asarray(x),
+        qtype,
+        channelwise_axes=[a for a, n in sizes.items() if n == 1],
         tiled_axes={a: n for a, n in sizes.items() if n not in (None, 1)},
-    )  # fmt: skip
+    )
     return q.qvalue, q.scale
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(
     ("qtype", "fmt", "tile", "rule"),
-    [("mxfp8", "e4m3", "mx32", "e8m0"), ("mxfp4", "e2m1", "mx32", "e8m0"),
-     ("nvfp4", "e2m1", "nv16", "nvfp4"), ("nvfp4", "e2m1", "nv16x16", "nvfp4")],
-)  # fmt: skip
+    [
+        ("mxfp8", "e4m3", "mx32", "e8m0"),
+        ("mxfp4", "e2m1", "mx32", "e8m0"),
+        ("nvfp4", "e2m1", "nv16", "nvfp4"),
+        ("nvfp4", "e2m1", "nv16x16", "nvfp4"),
+    ],
+)
 def test_block_formats_have_the_bits_of_qwix(qtype, fmt, tile, rule, axis):
     """qwix has no tensor scale in NVFP4: ours is 1 where the tensor's amax is 2688. It divides
     where we multiply with reciprocals, as jax.nn does."""

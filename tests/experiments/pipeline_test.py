@@ -250,21 +250,21 @@ def test_chains_share_what_they_have_in_common(tmp_path):
     pre = [f"{name}/{s}" for name in ("bf16", "fp8_block") for s in ("cpt", "evaluate_cpt")]
     tuned = [
         f"{name}/seed_{seed}/{each}"
-        for seed in (0, 3) for name in ("bf16", "fp8_block", mixed)
+        for seed in (0, 3)
+        for name in ("bf16", "fp8_block", mixed)
         for each in ("sft_1", "sft_2", "evaluate")
-    ]  # fmt: skip
+    ]
     exported = [
         f"{name}/seed_{seed}/{each}"
-        for seed in (0, 3) for name in ("bf16", "fp8_block", late, f"{mixed}+bf16")
+        for seed in (0, 3)
+        for name in ("bf16", "fp8_block", late, f"{mixed}+bf16")
         for each in ("export", "reload")
-    ]  # fmt: skip
+    ]
     assert names == shared + pre + tuned + exported
     needs = {each.name: each.needs for each in plan.stages(made)}
     assert needs["fp8_block/cpt"] == ("tokenizer",)
     assert needs[f"{mixed}/seed_3/sft_1"] == ("tokenizer", "problems_1", "fp8_block/cpt")
-    assert needs[f"{mixed}/seed_3/sft_2"] == (
-        "tokenizer", "problems_2", f"{mixed}/seed_3/sft_1"
-    )  # fmt: skip
+    assert needs[f"{mixed}/seed_3/sft_2"] == ("tokenizer", "problems_2", f"{mixed}/seed_3/sft_1")
     assert needs[f"{late}/seed_0/export"] == ("fp8_block/seed_0/sft_2",)
     assert needs["bf16/seed_0/evaluate"][0] == needs["bf16/seed_0/reload"][0] == "problems_2"
     assert needs["bf16/evaluate_cpt"] == ("bf16/cpt",)  # solves no problems
@@ -348,11 +348,17 @@ def test_refused_before_anything_is_made(tmp_path, changes, message):
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--config.cpt.lerning_rate=1", "configs/pipeline.py has no key 'cpt.lerning_rate'; did you"),
-    ("--config.num_steps=1", "configs/pipeline.py has no key 'num_steps'"),
-    ("--config=configs/smoke.py", "configs/pipeline.py has no key 'attention'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        (
+            "--config.cpt.lerning_rate=1",
+            "configs/pipeline.py has no key 'cpt.lerning_rate'; did you",
+        ),
+        ("--config.num_steps=1", "configs/pipeline.py has no key 'num_steps'"),
+        ("--config=configs/smoke.py", "configs/pipeline.py has no key 'attention'"),
+    ],
+)
 def test_wrong_keys_are_refused(flag, message):
     done = pipeline_here("--config=configs/infir2/small.py", "--workdir=nowhere", flag)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
@@ -456,10 +462,11 @@ def results(tmp_path, seeds):
     )
     names = [chain.name for chain in made.chains]
     return figures.Results(
-        plan=made, cpt={name: [numbers(name)] for name in names},
+        plan=made,
+        cpt={name: [numbers(name)] for name in names},
         tuned={name: [numbers(name, shift=i) for i in range(seeds)] for name in names},
         exported={name: [numbers(name, shift=i + 0.5) for i in range(seeds)] for name in names},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
@@ -505,21 +512,31 @@ def flags(folder, workdir):
     """A pipeline of seconds a stage, on generated text."""
     text = write_generated_text(folder, documents=300)
     keys = {
-        "cpt.data": text, "precisions": '("bf16",)',
-        "chains": '(("bf16","bf16","fp8_block_ue8m0"),)', "tokenizer.vocab_size": 300,
-        "cpt.model_overrides.vocab_size": 320, "cpt.num_steps": 12, "cpt.warmup_steps": 2,
-        "problems_1.train": 80, "problems_1.test": 5, "problems_2.train": 80,
-        "problems_2.test": 6, "evaluate.rows": 16, "evaluate.max_tokens": 8,
+        "cpt.data": text,
+        "precisions": '("bf16",)',
+        "chains": '(("bf16","bf16","fp8_block_ue8m0"),)',
+        "tokenizer.vocab_size": 300,
+        "cpt.model_overrides.vocab_size": 320,
+        "cpt.num_steps": 12,
+        "cpt.warmup_steps": 2,
+        "problems_1.train": 80,
+        "problems_1.test": 5,
+        "problems_2.train": 80,
+        "problems_2.test": 6,
+        "evaluate.rows": 16,
+        "evaluate.max_tokens": 8,
         **{f"{stage}.cache_dir": folder / "cache" for stage in plan.TRAINING},
         **{f"{stage}.checkpoint_every": 3 for stage in plan.TRAINING},
-        **{f"{stage}.unroll": 1 for stage in plan.TRAINING}, "cpt.model_overrides.n_layers": 1,
+        **{f"{stage}.unroll": 1 for stage in plan.TRAINING},
+        "cpt.model_overrides.n_layers": 1,
         **{f"{stage}.batch_size": 4 for stage in plan.TRAINING},
         **{f"sft_{i}.long_examples": "skip" for i in (1, 2)},
-    }  # fmt: skip
+    }
     return [
-        "--config=configs/infir2/small.py", f"--workdir={workdir}",
+        "--config=configs/infir2/small.py",
+        f"--workdir={workdir}",
         *(f"--config.{key}={value}" for key, value in keys.items()),
-    ]  # fmt: skip
+    ]
 
 
 def losses(path):
@@ -538,9 +555,7 @@ def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
         assert done.returncode == 1
         assert re.search(f"^error: {message}", done.stderr, re.MULTILINE), done.stderr
         made = {path.name for path in (tmp_path / "run").iterdir()}
-        assert made == {
-            "lock", "locks", "pipeline.json", "tokenizer", "problems_1", "problems_2"
-        }  # fmt: skip
+        assert made == {"lock", "locks", "pipeline.json", "tokenizer", "problems_1", "problems_2"}
 
 
 def finished(workdir):

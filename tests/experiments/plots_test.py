@@ -31,9 +31,10 @@ def panel(name: str, group: str, end: float, note: str = "") -> plots.Panel:
 def test_a_panel_a_precision_in_groups_with_an_axis_each():
     panels = [
         *(panel(f"fp8_{i}", "FP8", 0.1 * i) for i in range(6)),
-        panel("mixed", "FP4", 2.0), panel("naive", "FP4", 14.0),
+        panel("mixed", "FP4", 2.0),
+        panel("naive", "FP4", 14.0),
         panel("lost", "FP4", 1.0, "non-finite at step 11"),
-    ]  # fmt: skip
+    ]
     figure = plots.loss_differences(panels, baseline="BF16", title="Loss above BF16's")
     pixels = rendered(figure)
     assert pixels.shape[0] > 300 and pixels.shape[1] > 1000 and pixels.min() < 0.5 < pixels.max()
@@ -88,8 +89,9 @@ def test_the_sweep_shows_every_model_in_every_use_and_marks_what_was_lost():
         drawn = [list(line.get_ydata()) for line in axis.get_lines() if len(line.get_xdata()) == 4]
         expected = [[y if y < math.inf else top for y in curve] for curve in curves.values()]
         assert drawn == expected
-    lost = [list(line.get_xdata()) for line in figure.axes[0].get_lines()
-            if line.get_color() == RED]  # fmt: skip
+    lost = [
+        list(line.get_xdata()) for line in figure.axes[0].get_lines() if line.get_color() == RED
+    ]
     assert lost == [[2], [-1]]
 
 

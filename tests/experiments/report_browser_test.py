@@ -27,11 +27,25 @@ LINEARS = ("layers/attention/q", "layers/mlp/up", "layers/mlp/down")
 def rows(step, outlier):
     recipe = as_recipe("fp8_block")
     row = Row(
-        step=step, layer=0, linear="", operand="x", cast="fwd_x", what_if=False, recipe=recipe.name,
-        format="e4m3", elements=4096, nonzero=4000, amax=2.0, scale=2.0**-8,
-        smallest_scale=2.0**-9, bias=7, underflow=0.01 * step, saturation=0.001, sqnr_db=30.0,
+        step=step,
+        layer=0,
+        linear="",
+        operand="x",
+        cast="fwd_x",
+        what_if=False,
+        recipe=recipe.name,
+        format="e4m3",
+        elements=4096,
+        nonzero=4000,
+        amax=2.0,
+        scale=2.0**-8,
+        smallest_scale=2.0**-9,
+        bias=7,
+        underflow=0.01 * step,
+        saturation=0.001,
+        sqnr_db=30.0,
         delay=None,
-    )  # fmt: skip
+    )
     found = [
         dataclasses.replace(
             row, layer=layer, linear=linear, operand=operand, cast=cast, bias=7 - layer
@@ -68,8 +82,11 @@ def browser():
         from playwright.sync_api import sync_playwright
     except ImportError:
         missing("no playwright: pip install 'fp8jax[browser]'")
-    found = [path for name in ("chromium", "chromium-browser", "google-chrome")
-             if (path := shutil.which(name))]  # fmt: skip
+    found = [
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ]
     if not found:
         missing("no Chromium on PATH: apt-get install chromium")
     with sync_playwright() as playwright:

@@ -25,10 +25,17 @@ from tests.support.commands import command_here
 from tests.support.pages import page_of
 
 CONFIG = {
-    "precision": "fp8_block", "data": "python_stdlib", "tokenizer": "bytes", "num_steps": 4,
-    "batch_size": 2, "seq_len": 8, "valid_batches": None, "valid_fraction": 0.05,
-    "model": "llama_tiny", "model_overrides": {"n_layers": None},
-}  # fmt: skip
+    "precision": "fp8_block",
+    "data": "python_stdlib",
+    "tokenizer": "bytes",
+    "num_steps": 4,
+    "batch_size": 2,
+    "seq_len": 8,
+    "valid_batches": None,
+    "valid_fraction": 0.05,
+    "model": "llama_tiny",
+    "model_overrides": {"n_layers": None},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -58,9 +58,15 @@ def test_page_has_a_row_for_everything_and_a_title_for_every_paper():
 
 def test_the_casts_of_a_recipe_by_hand():
     assert rows("casts")["nvfp4"][:-1] == [
-        "e2m1 1x16", "e2m1 16x16", "e2m1 1x16, sr", "e2m1 16x16", "e2m1 1x16, H16",
-        "e2m1 1x16, H16, sr", "`nvfp4`", "its own",
-    ]  # fmt: skip
+        "e2m1 1x16",
+        "e2m1 16x16",
+        "e2m1 1x16, sr",
+        "e2m1 16x16",
+        "e2m1 1x16, H16",
+        "e2m1 1x16, H16, sr",
+        "`nvfp4`",
+        "its own",
+    ]
     assert rows("casts")["fp8_delayed"][6:8] == ["`fp32`", "max of 16 steps"]
     assert rows("casts")["fp8_cscale"][6:8] == ["2^-6", "–"]
     assert rows("casts")["bf16"][:8] == ["BF16"] * 6 + ["–", "–"]
@@ -139,9 +145,15 @@ def tiny(data):
         d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16
     )
     config.update(
-        seq_len=32, batch_size=8, num_steps=4, warmup_steps=1, valid_every=2, valid_batches=1,
-        valid_fraction=0.1, learning_rate=3e-3,
-    )  # fmt: skip
+        seq_len=32,
+        batch_size=8,
+        num_steps=4,
+        warmup_steps=1,
+        valid_every=2,
+        valid_batches=1,
+        valid_fraction=0.1,
+        learning_rate=3e-3,
+    )
     return config
 
 

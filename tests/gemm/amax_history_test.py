@@ -8,8 +8,13 @@ from fp8jax.gemm.histories.amax_history import merge_history, record_amax
 
 def test_history_rolls_and_ignores_what_is_not_finite():
     h = jnp.zeros(3)
-    steps = [(2.0, [2, 0, 0]), (5.0, [5, 2, 0]), (np.inf, [5, 5, 2]), (np.nan, [5, 5, 5]),
-             (1.0, [1, 5, 5])]  # fmt: skip
+    steps = [
+        (2.0, [2, 0, 0]),
+        (5.0, [5, 2, 0]),
+        (np.inf, [5, 5, 2]),
+        (np.nan, [5, 5, 5]),
+        (1.0, [1, 5, 5]),
+    ]
     for amax, expected in steps:
         h = record_amax(h, jnp.float32(amax))
         np.testing.assert_array_equal(h, expected)
@@ -18,6 +23,4 @@ def test_history_rolls_and_ignores_what_is_not_finite():
 def test_a_history_that_received_nothing_stays():
     old = jnp.asarray([[3.0, 2.0], [3.0, 2.0], [3.0, 2.0], [0.0, 0.0]])
     new = jnp.asarray([[4.0, 3.0], [0.0, 0.0], [-np.inf, -np.inf], [0.0, 0.0]])
-    np.testing.assert_array_equal(
-        merge_history(old, new), [[4, 3], [3, 2], [3, 2], [0, 0]]
-    )  # fmt: skip
+    np.testing.assert_array_equal(merge_history(old, new), [[4, 3], [3, 2], [3, 2], [0, 0]])

@@ -44,13 +44,19 @@ M, K, N = 136, 264, 144
 CASES = RECIPES | {
     name: variant(name)
     for name in (
-        "fp8_amax:margin=3", "fp8_delayed:history=4,margin=1,amax=newest", "fp8_cscale:bias=2",
-        "mxfp8:scale=e8m0_floor", "fp8_block:gradients=e5m2", "fp4_naive:fp4_tile=row",
-        "fp4_naive:fp4_tile=row,wgrad_tile=token", "fp8_amax:formats=fnuz",
-        "fp8_block:dgrad=bf16", "fp4_naive:only=wgrad_x,wgrad_tile=token",
+        "fp8_amax:margin=3",
+        "fp8_delayed:history=4,margin=1,amax=newest",
+        "fp8_cscale:bias=2",
+        "mxfp8:scale=e8m0_floor",
+        "fp8_block:gradients=e5m2",
+        "fp4_naive:fp4_tile=row",
+        "fp4_naive:fp4_tile=row,wgrad_tile=token",
+        "fp8_amax:formats=fnuz",
+        "fp8_block:dgrad=bf16",
+        "fp4_naive:only=wgrad_x,wgrad_tile=token",
         "fp8_block:wgrad_g_tile=block128",
     )
-}  # fmt: skip
+}
 BLACKWELL = hardware.Device("gpu", "B200", (10, 0))
 PAIRS = [
     (case, backend)
@@ -101,9 +107,13 @@ def check_exact(recipe: Recipe, backend: str, product: str, dtype, shapes):
     assert magnitudes.max() / unit < 2**24
     x, w, g = (operands[k] for k in "xwg")
     y, dx, dw, _ = run(
-        x.astype(dtype), w, g.astype(dtype), state_for(recipe, operands),
-        recipe=recipe, backend=backend,
-    )  # fmt: skip
+        x.astype(dtype),
+        w,
+        g.astype(dtype),
+        state_for(recipe, operands),
+        recipe=recipe,
+        backend=backend,
+    )
     got = {"fwd": y, "dgrad": dx, "wgrad": dw}[product]
     expected = float_product(product, operands).astype(np.float32)
     assert got.dtype == {"fwd": dtype, "dgrad": dtype, "wgrad": jnp.float32}[product]
@@ -220,9 +230,14 @@ def test_error_is_what_the_roundings_imply(name, backend):
 def test_a_backend_that_cannot_do_a_recipe_says_why(name, backend):
     with pytest.raises(NotImplementedError, match=f"{backend}.*{name}.*cpu.*: "):
         dot_general(
-            jnp.ones((2, 4)), jnp.ones((4, 3)), MATMUL, recipe=name, backend=backend,
-            state=init_state(name), key=KEY,
-        )  # fmt: skip
+            jnp.ones((2, 4)),
+            jnp.ones((4, 3)),
+            MATMUL,
+            recipe=name,
+            backend=backend,
+            state=init_state(name),
+            key=KEY,
+        )
 
 
 # Recipe -> where it runs natively if not where all float8 does.
@@ -286,8 +301,9 @@ def documented_scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
     assert preferred_element_type == jnp.float32 and a.shape[0] == b.shape[0]
     block = a.shape[-1] // a_scales.shape[-1]
     assert (a.dtype.itemsize, a_scales.dtype, block) in [
-        (1, jnp.float8_e8m0fnu, 32), (1, jnp.float8_e4m3fn, 16)
-    ]  # fmt: skip
+        (1, jnp.float8_e8m0fnu, 32),
+        (1, jnp.float8_e4m3fn, 16),
+    ]
     left, right = (
         codes.astype(jnp.float32) * jnp.repeat(scales.astype(jnp.float32), block, axis=-1)
         for codes, scales in ((a, a_scales), (b, b_scales))
@@ -353,8 +369,11 @@ def test_a_non_finite_operand_poisons_the_product_but_no_history():
 def test_an_overflow_in_a_source_never_hides(name, bad):
     """What an operand's element (3, 4) is part of is not finite, and histories stay finite."""
     recipe = CASES[name]
-    affected = {"x": ("y", 3, "dw", 4), "w": ("y", (slice(None), 4), "dx", (slice(None), 3)),
-                "g": ("dx", 3, "dw", (slice(None), 4))}  # fmt: skip
+    affected = {
+        "x": ("y", 3, "dw", 4),
+        "w": ("y", (slice(None), 4), "dx", (slice(None), 3)),
+        "g": ("dx", 3, "dw", (slice(None), 4)),
+    }
     for operand, (one, there, other, where) in affected.items():
         operands = random_operands()
         state = state_for(recipe, operands)
@@ -598,7 +617,7 @@ def test_stochastic_casts_follow_the_key():
         (dict(recipe="fp8_delayed"), ValueError, r"needs amax histories .*16.* got \{\}"),
         (dict(recipe="bf16", state={"x": jnp.zeros(4)}), ValueError, r"needs amax histories \{\}"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
         dot_general(jnp.ones((2, 4)), jnp.ones((4, 3)), MATMUL, **kwargs)

@@ -114,9 +114,13 @@ def test_weights_alone_keep_the_dtype_of_x(name, dtype):
 
     def multiply(x):
         return frozen_dot(
-            x, [frozen], recipe=recipe, states=[{}], keys=[None],
+            x,
+            [frozen],
+            recipe=recipe,
+            states=[{}],
+            keys=[None],
             preferred_element_type=jnp.float32,
-        )[0]  # fmt: skip
+        )[0]
 
     traced = str(jax.make_jaxpr(multiply)(x)).replace("f32", "float32").replace("bf16", "bfloat16")
     assert f"{dtype}[{K},{N}]" in traced and "dot_general" in traced

@@ -23,8 +23,15 @@ SHARDINGS = {
     "nothing": (P(), P(), P(), ()),
 }
 # The last ones have several scales or a stochastic cast, and local amaxes.
-RECIPES = ("bf16", "fp8_delayed", "fp8_delayed:amax=newest", "fp8_current", "fp8_cscale",
-           "fp8_rowwise", "fp8_block")  # fmt: skip
+RECIPES = (
+    "bf16",
+    "fp8_delayed",
+    "fp8_delayed:amax=newest",
+    "fp8_current",
+    "fp8_cscale",
+    "fp8_rowwise",
+    "fp8_block",
+)
 
 
 def mesh():
@@ -117,9 +124,11 @@ def test_a_split_contracting_axis_sums_to_the_whole():
     x, w = arrays()
     product = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe)
     parts = jax.shard_map(
-        lambda x, w, state: jax.lax.psum(product(x, w, state=state), "tensor"), mesh=mesh(),
-        in_specs=(P(None, "tensor"), P("tensor"), P()), out_specs=P(),
-    )  # fmt: skip
+        lambda x, w, state: jax.lax.psum(product(x, w, state=state), "tensor"),
+        mesh=mesh(),
+        in_specs=(P(None, "tensor"), P("tensor"), P()),
+        out_specs=P(),
+    )
     state = histories_of(recipe, 7.0)
     one = lambda x, w, state: product(x, w, state=state)  # noqa: E731
     for got, right in zip(results(parts, x, w, state), results(one, x, w, state), strict=True):

@@ -114,8 +114,11 @@ class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
-        axes = dict(variable_broadcast=("params", HISTORIES)) if self.share else dict(
-            variable_axes={"params": 0, HISTORIES: 0})  # fmt: skip
+        axes = (
+            dict(variable_broadcast=("params", HISTORIES))
+            if self.share
+            else dict(variable_axes={"params": 0, HISTORIES: 0})
+        )
         split = {"params": not self.share}
         return nn.scan(layer, split_rngs=split, length=3, **axes)()(x, None)[0]
 

@@ -37,8 +37,10 @@ def operands(m: int, k: int, n: int, dtype=jnp.bfloat16) -> dict[str, jax.Array]
 def histories(recipe, given: dict[str, jax.Array]):
     """The present amaxes twice, an older and smaller one before them."""
     amax = {k: float(jnp.max(jnp.abs(given[k].astype(jnp.float32)))) for k in recipe.histories}
-    return {k: h.at[:3].set(jnp.float32([amax[k], amax[k], amax[k] / 2]))
-            for k, h in init_state(recipe).items()}  # fmt: skip
+    return {
+        k: h.at[:3].set(jnp.float32([amax[k], amax[k], amax[k] / 2]))
+        for k, h in init_state(recipe).items()
+    }
 
 
 def run(x, w, g, state, *, recipe, backend):

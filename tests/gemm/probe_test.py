@@ -67,10 +67,14 @@ def expected(x, cast, name, amax=None, key=None) -> dict:
     scaled = np.abs(x * (np.float32(1) / spread))
     signal, noise = np.sum(wide**2), np.sum((wide - codes * spread.astype(np.float64)) ** 2)
     return found | {
-        "elements": x.size, "nonzero": np.count_nonzero(x), "scale": spread[x != 0].max(),
-        "underflow": np.count_nonzero((x != 0) & (codes == 0)), "signal": signal, "noise": noise,
+        "elements": x.size,
+        "nonzero": np.count_nonzero(x),
+        "scale": spread[x != 0].max(),
+        "underflow": np.count_nonzero((x != 0) & (codes == 0)),
+        "signal": signal,
+        "noise": noise,
         "saturated": np.count_nonzero(scaled > np.float32(cast.format.max * BEYOND)),
-    }  # fmt: skip
+    }
 
 
 def check(probe, i, x, cast, name, amax=None, key=None):
@@ -261,9 +265,14 @@ def test_weights_that_share_x_have_the_statistics_of_separate_calls():
     def statistics(x):
         def loss(probes):
             ys = dot_general_shared(
-                x, both, MATMUL, recipe="fp8_block", states=(None, None), keys=(None, None),
+                x,
+                both,
+                MATMUL,
+                recipe="fp8_block",
+                states=(None, None),
+                keys=(None, None),
                 probes=probes,
-            )  # fmt: skip
+            )
             return sum(jnp.sum(y * g) for y in ys)
 
         return jax.grad(loss)((empty_probe(), empty_probe(as_recipe("mxfp8"))))

@@ -15,8 +15,12 @@ from fp8jax.numerics.recipes import RECIPES
 from tests.support.products import normal_operands
 
 MATMUL = (((2,), (0,)), ((), ()))
-PAIRS = [("fp4_naive", "fp8_current"), ("fp8_delayed", "bf16"), ("fp8_block", "fp8_current"),
-         ("nvfp4", "bf16")]  # fmt: skip
+PAIRS = [
+    ("fp4_naive", "fp8_current"),
+    ("fp8_delayed", "bf16"),
+    ("fp8_block", "fp8_current"),
+    ("nvfp4", "bf16"),
+]
 pytestmark = pytest.mark.optimized_too  # bits of different programs
 
 
@@ -88,6 +92,11 @@ def test_a_high_recipe_with_histories_is_refused():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="'fp8_delayed' needs amax histories"):
         promotable_dot(
-            x, w, jnp.asarray(True), low=RECIPES["fp4_naive"], high=RECIPES["fp8_delayed"],
-            state={}, key=None,
-        )  # fmt: skip
+            x,
+            w,
+            jnp.asarray(True),
+            low=RECIPES["fp4_naive"],
+            high=RECIPES["fp8_delayed"],
+            state={},
+            key=None,
+        )

@@ -31,9 +31,16 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def product(name: str, requantize: bool, seeded: bool, x, ws, states):
     keys = [jax.random.key(7 + i) for i in range(len(ws))]
     return dot_general_shared(
-        x, ws, MATMUL, recipe=name, states=states, keys=keys, backend="emulated", seeded=seeded,
+        x,
+        ws,
+        MATMUL,
+        recipe=name,
+        states=states,
+        keys=keys,
+        backend="emulated",
+        seeded=seeded,
         requantize=requantize,
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -58,9 +58,12 @@ class Shared(nn.Module):
                 return 2.0 * Once()(x), None
 
         loop = nn.scan(
-            nn.remat(Body) if self.wrap else Body, variable_broadcast=["params", HISTORIES],
-            variable_axes={"amaxes": 0}, split_rngs={"params": False}, length=3,
-        )  # fmt: skip
+            nn.remat(Body) if self.wrap else Body,
+            variable_broadcast=["params", HISTORIES],
+            variable_axes={"amaxes": 0},
+            split_rngs={"params": False},
+            length=3,
+        )
         return loop()(x, None)[0]
 
 
@@ -101,9 +104,10 @@ def largest_amax(model, variables) -> float:
 
 def histories_of_x(variables):
     return [
-        leaf for path, leaf in jax.tree.leaves_with_path(variables[HISTORIES])
+        leaf
+        for path, leaf in jax.tree.leaves_with_path(variables[HISTORIES])
         if path[-1].key == "x_amax_history"
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("how", ["jit of grad", "grad of jit", "jit of grad of remat"])
@@ -125,9 +129,10 @@ def test_the_history_is_the_largest_amax_of_all_calls(model, how):
 
 
 @pytest.mark.parametrize(
-    "model", [Rematerialized(nn.remat), Rematerialized(nn.jit), Shared(wrap=True)],
+    "model",
+    [Rematerialized(nn.remat), Rematerialized(nn.jit), Shared(wrap=True)],
     ids=["remat", "jit", "scan over remat"],
-)  # fmt: skip
+)
 def test_what_adds_up_all_the_same_is_found_and_is_right_when_wrapped(model):
 
     def steps(model, variables, count):
@@ -142,9 +147,7 @@ def test_what_adds_up_all_the_same_is_found_and_is_right_when_wrapped(model):
     one = steps(model, variables, 1)  # its other entries are zeros: nothing shows yet
     with pytest.raises(HistoryError, match="x_amax_history.* was added up by JAX.*max_combining"):
         steps(model, one, 1)
-    wrapped = max_combining(type(model))(**{
-        field: getattr(model, field) for field in ("wrap",)
-    })  # fmt: skip
+    wrapped = max_combining(type(model))(**{field: getattr(model, field) for field in ("wrap",)})
     steps(wrapped, variables, 3)
 
 
@@ -211,11 +214,14 @@ def test_no_conversion_outlives_its_trace():
     gc.collect()
     before = set(shared_leaf._CONVERSIONS)  # of other tests' errors, which pytest holds
     transformations = (
-        lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f)), jax.jit,
-        lambda f: jax.jit(jax.grad(jax.checkpoint(f))), lambda f: lambda v: jax.eval_shape(f, v),
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: jax.grad(jax.jit(f)),
+        jax.jit,
+        lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+        lambda f: lambda v: jax.eval_shape(f, v),
         lambda f: lambda v: jax.jit(lambda v: jax.vjp(f, v)[1](1.0))(v),
         lambda f: lambda v: jax.jit(jax.vmap(jax.grad(f)))(jax.tree.map(lambda a: a[None], v)),
-    )  # fmt: skip
+    )
     for transform in transformations:
         transform(loss)(variables)
     gc.collect()

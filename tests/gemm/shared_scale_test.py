@@ -118,9 +118,7 @@ def test_layers_together_share_and_others_are_refused():
     with pytest.raises(ValueError, match="layers q, k cannot share scales: they need equal"):
         Pair((SHARED, ALONE)).apply(params, x)
     with pytest.raises(ValueError, match="shares scales between weights.*drop qkv=shared"):
-        promotable_dot(
-            x, small, jnp.asarray(True), low=SHARED, high=ALONE, state={}, key=None
-        )  # fmt: skip
+        promotable_dot(x, small, jnp.asarray(True), low=SHARED, high=ALONE, state={}, key=None)
 
 
 def test_a_model_shares_among_queries_keys_and_values_only():

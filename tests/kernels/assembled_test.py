@@ -66,9 +66,15 @@ def shape(*size, dtype=BF16):
 # Linears of Llama-3-8B and Qwen2.5-1.5B with 16,384 tokens, and smaller ones. The blocks of K are a
 # multiple of the stages, even, or odd: the loop over K is written out 4, 2 or 1 times.
 SIZES = [
-    (16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 1024), (16384, 1536, 8960),
-    (16384, 1536, 256), (16384, 8960, 1536), (1024, 4096, 4096), (1032, 640, 320),
-]  # fmt: skip
+    (16384, 4096, 14336),
+    (16384, 14336, 4096),
+    (16384, 4096, 1024),
+    (16384, 1536, 8960),
+    (16384, 1536, 256),
+    (16384, 8960, 1536),
+    (1024, 4096, 4096),
+    (1032, 640, 320),
+]
 
 # With the loop written out 4 times, ptxas keeps up to 32 numbers of each thread in local memory.
 # They are addresses, which it read from there once for each turn of the loop, and the tunings were
@@ -182,9 +188,13 @@ def test_tiles_produced_spills_nothing(assembled, producer, axes, rule):
 
 def test_blocks_of_gradients_spill_nothing(assembled):
     f = functools.partial(
-        tiles_produced, SWIGLU_GRAD, fmt=FORMATS["e4m3"], rule=Fp32(), axes=(BOTH, BOTH, (-2,)),
+        tiles_produced,
+        SWIGLU_GRAD,
+        fmt=FORMATS["e4m3"],
+        rule=Fp32(),
+        axes=(BOTH, BOTH, (-2,)),
         blocks=frozenset([0, 1]),
-    )  # fmt: skip
+    )
     assert assembled(f, (shape(M, K),) * 3) == 0
 
 
@@ -196,9 +206,11 @@ HEAD_SIZES = pytest.mark.parametrize("head_dim", [64, 128])
 
 def attention_operands(head_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
     return dict(
-        q=shape(2, 1024, 8, head_dim), kv=shape(2, 1024, 2, head_dim),
-        statistic=shape(2, 8, 1024, dtype=F32), bound=shape(2, 1024, dtype=jnp.int32),
-    )  # fmt: skip
+        q=shape(2, 1024, 8, head_dim),
+        kv=shape(2, 1024, 2, head_dim),
+        statistic=shape(2, 8, 1024, dtype=F32),
+        bound=shape(2, 1024, dtype=jnp.int32),
+    )
 
 
 @HEAD_SIZES

@@ -134,9 +134,11 @@ def test_it_lowers_for_the_gpu(tuning, by_row, dtype):
 def zeros(**changed) -> tuple[jax.Array, ...]:
     """a, b, sa, sb for M = 128, K = 256, N = 192, some of them replaced."""
     given = dict(
-        a=jnp.zeros((128, 256), E4M3), b=jnp.zeros((192, 256), E4M3), sa=jnp.ones((2, 128)),
+        a=jnp.zeros((128, 256), E4M3),
+        b=jnp.zeros((192, 256), E4M3),
+        sa=jnp.ones((2, 128)),
         sb=jnp.ones((2, 2)),
-    )  # fmt: skip
+    )
     return tuple((given | changed).values())
 
 

@@ -191,48 +191,61 @@ def check_sharding(mesh, got, *specs: P):
 # kernel -> (function of x, dtype of x, the letters of its results)
 QUANTIZERS = {
     "cast": (
-        lambda x: partition.cast_transpose(x, jnp.float32(0.013), E4M3), np.float32,
+        lambda x: partition.cast_transpose(x, jnp.float32(0.013), E4M3),
+        np.float32,
         ("mk", "km", ""),
     ),
     "cast_one": (
-        lambda x: partition.cast_transpose(x, jnp.float32(0.5), E4M3, values=False), np.float32,
+        lambda x: partition.cast_transpose(x, jnp.float32(0.5), E4M3, values=False),
+        np.float32,
         ("km", ""),
     ),
     "tiles": (
-        lambda x: partition.quantize_tiles(x, E4M3, Fp32()), jnp.bfloat16, ("mk", "km", "km", "mk"),
+        lambda x: partition.quantize_tiles(x, E4M3, Fp32()),
+        jnp.bfloat16,
+        ("mk", "km", "km", "mk"),
     ),
     "blocks": (
-        lambda x: partition.quantize_blocks(x, E4M3, Fp32(), transposed=False), np.float32,
+        lambda x: partition.quantize_blocks(x, E4M3, Fp32(), transposed=False),
+        np.float32,
         ("mk", "mk"),
     ),
     "blocks_transposed": (
-        lambda x: partition.quantize_blocks(x, E4M3, Fp32(), transposed=True), np.float32,
+        lambda x: partition.quantize_blocks(x, E4M3, Fp32(), transposed=True),
+        np.float32,
         ("km", "mk"),
     ),
     "rows": (
         lambda x: partition.cast_rows_columns(
             x, *(jnp.exp2(jnp.arange(size) % 9 - 4.0) for size in x.shape), E4M3
         ),
-        jnp.bfloat16, ("mk", "km"),
+        jnp.bfloat16,
+        ("mk", "km"),
     ),
     "cast_produced": (
         lambda x: partition.cast_produced(
-            SWIGLU_GRAD, (x, x / 2, -x), tuple(jnp.float32([0.01, 3.0, 0.5])), (E5M2, E5M2, E4M3),
+            SWIGLU_GRAD,
+            (x, x / 2, -x),
+            tuple(jnp.float32([0.01, 3.0, 0.5])),
+            (E5M2, E5M2, E4M3),
             ((-1, -2), (-1, -2), (-2,)),
         ),
-        jnp.bfloat16, ("km", "mk", "", "km", "mk", "", "km"),
+        jnp.bfloat16,
+        ("km", "mk", "", "km", "mk", "", "km"),
     ),
     "tiles_produced": (
         lambda x: partition.tiles_produced(
             SWIGLU_GRAD, (x, x / 2, -x), E4M3, Fp32(), ((-1, -2), (-1, -2), (-2,)), frozenset([1])
         ),
-        jnp.bfloat16, ("km", "mk", "mk", "km", "km", "mk", "mk", "km", "km", "mk"),
+        jnp.bfloat16,
+        ("km", "mk", "mk", "km", "km", "mk", "mk", "km", "km", "mk"),
     ),
     "columns": (
-        lambda x: partition.cast_rows_columns(x, None, jnp.full(x.shape[1], 0.3), E4M3), np.float32,
+        lambda x: partition.cast_rows_columns(x, None, jnp.full(x.shape[1], 0.3), E4M3),
+        np.float32,
         ("km",),
     ),
-}  # fmt: skip
+}
 # mesh, shape of x, how it comes, how it is cut.
 SOURCES = [
     ("8", (1024, 128), P("a", None), P("a", None)),
@@ -698,9 +711,7 @@ def gated_mlp(x, ws, states, dy, *, recipe):
 
     def mlp(x, ws, states):
         keys = (None,) * 3
-        return fused_mlp(
-            x, ws, recipes=(recipe,) * 2, states=states, keys=keys, backend="pallas"
-        )  # fmt: skip
+        return fused_mlp(x, ws, recipes=(recipe,) * 2, states=states, keys=keys, backend="pallas")
 
     y, vjp = jax.vjp(mlp, x, ws, states)
     return y, *vjp(dy)

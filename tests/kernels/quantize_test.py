@@ -24,8 +24,11 @@ from tests.support.interpreter import TOO_OLD, interpret, needs_pallas
 
 E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 RULES = {name: SCALES[name] for name in ("fp32", "pow2", "e8m0")} | {
-    "Fp32(2)": Fp32(2), "Pow2(3)": Pow2(3), "Pow2(-2)": Pow2(-2), "Fp32(-3)": Fp32(-3),
-}  # fmt: skip
+    "Fp32(2)": Fp32(2),
+    "Pow2(3)": Pow2(3),
+    "Pow2(-2)": Pow2(-2),
+    "Fp32(-3)": Fp32(-3),
+}
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
 
 

@@ -74,8 +74,7 @@ def product(given, dtype, tuning: TuningConfig | None = None, cores: int = 1) ->
 )
 def test_exact_products(shape, dtype, cores, tuning):
     given = operands(*shape)
-    check(product(given, dtype, TuningConfig(**(dict(tile_n=256) | tuning)), cores),
-          given, dtype)  # fmt: skip
+    check(product(given, dtype, TuningConfig(**(dict(tile_n=256) | tuning)), cores), given, dtype)
 
 
 @needs_pallas
@@ -133,9 +132,11 @@ def test_it_lowers_for_the_gpu(tuning, formats, dtype):
 def zeros(**changed) -> tuple[jax.Array, ...]:
     """a, b, sa, sb for M = 128, K = 256, N = 192, some of them replaced."""
     given = dict(
-        a=jnp.zeros((128, 256), E4M3), b=jnp.zeros((192, 256), E4M3), sa=jnp.ones(128),
+        a=jnp.zeros((128, 256), E4M3),
+        b=jnp.zeros((192, 256), E4M3),
+        sa=jnp.ones(128),
         sb=jnp.ones(192),
-    )  # fmt: skip
+    )
     return tuple((given | changed).values())
 
 

@@ -124,8 +124,9 @@ def test_nan_comes_out_where_it_went_in(producer):
         arrays[i] = arrays[i].at[3, 200].set(jnp.nan)
         got = interpret(
             functools.partial(cast_produced, producer, **everything(producer)),
-            tuple(arrays), SCALES[: producer.results],
-        )  # fmt: skip
+            tuple(arrays),
+            SCALES[: producer.results],
+        )
         for (codes, amax), x in zip(got, results(producer, arrays), strict=True):
             nan = np.isnan(np.asarray(x, np.float32))
             np.testing.assert_array_equal(np.isnan(np.asarray(codes[-1], np.float32)), nan)

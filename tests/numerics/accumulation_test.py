@@ -12,9 +12,13 @@ from fp8jax.numerics.recipes import RECIPES
 # The recipes with FP8 GEMMs whose scales are constant along the contracting axis, and those GEMMs.
 ALL = ("fwd", "dgrad", "wgrad")
 CHOICE = {
-    "fp8_delayed": ALL, "fp8_current": ALL, "fp8_amax": ALL, "fp8_cscale": ALL, "fp8_rowwise": ALL,
+    "fp8_delayed": ALL,
+    "fp8_current": ALL,
+    "fp8_amax": ALL,
+    "fp8_cscale": ALL,
+    "fp8_rowwise": ALL,
     "fp8_rowwise_wgrad_bf16": ("fwd", "dgrad"),
-}  # fmt: skip
+}
 
 
 def splits(recipe: Recipe) -> tuple[str, ...]:
@@ -47,8 +51,9 @@ def test_the_option_of_one_gemm_overrides_that_of_all():
     """In any order. This is TransformerEngine's choice, spelled in three ways."""
     specs = (
         "dgrad_accumulation=split,wgrad_accumulation=split",
-        "accumulation=split,fwd_accumulation=fast", "fwd_accumulation=fast,accumulation=split",
-    )  # fmt: skip
+        "accumulation=split,fwd_accumulation=fast",
+        "fwd_accumulation=fast,accumulation=split",
+    )
     for spec in specs:
         assert splits(as_recipe(f"fp8_delayed:{spec}")) == ("dgrad", "wgrad")
         assert splits(as_policy(f"fp8_delayed:{spec}").recipe("layers/mlp/up")) == (

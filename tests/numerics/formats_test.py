@@ -57,8 +57,13 @@ def test_matches_ml_dtypes_on_ties_and_on_random_numbers(name):
     ties = ((grid[1:].astype(np.float64) + grid[:-1]) / 2).astype(np.float32)
     rng = np.random.default_rng(0)
     noise = rng.normal(size=20_000).astype(np.float32)
-    x = np.concatenate([ties, *(np.nextafter(ties, d) for d in np.float32([-np.inf, np.inf])),
-                        *(noise * np.float32(10.0) ** k for k in range(-6, 6))])  # fmt: skip
+    x = np.concatenate(
+        [
+            ties,
+            *(np.nextafter(ties, d) for d in np.float32([-np.inf, np.inf])),
+            *(noise * np.float32(10.0) ** k for k in range(-6, 6)),
+        ]
+    )
     x = np.clip(x, -fmt.max, fmt.max) if fmt.signed else np.abs(x[x != 0])
     np.testing.assert_array_equal(bits(compiled_cast(x, name)), bits(x.astype(ML_DTYPES[name])))
 

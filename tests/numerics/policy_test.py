@@ -63,8 +63,12 @@ def test_exempt_layers_may_be_a_share_rounded_up():
     """NVIDIA's 12B: 10 of 62 blocks, 16%."""
     policy = Policy((), bf16_last=0.15)
     assert [policy.exempt(n) for n in (1, 4, 12, 20, 62)] == [
-        (0, 1), (0, 1), (0, 2), (0, 3), (0, 10)
-    ]  # fmt: skip
+        (0, 1),
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 10),
+    ]
     assert Policy((), 2, 0.5).exempt(8) == (2, 4) and Policy((), 1.0, 2.0).exempt(8) == (1, 2)
 
 

@@ -29,8 +29,11 @@ TILES = {
 
 
 RULES = {
-    **SCALES, "Fp32(2)": Fp32(2), "Pow2(3)": Pow2(3), "Constant(2^-3)": Constant(0.125),
-}  # fmt: skip
+    **SCALES,
+    "Fp32(2)": Fp32(2),
+    "Pow2(3)": Pow2(3),
+    "Constant(2^-3)": Constant(0.125),
+}
 
 
 STORED = {"e8m0": "e8m0", "e8m0_floor": "e8m0", "nvfp4": "e4m3"}  # rule -> format of its scales
@@ -104,9 +107,14 @@ def test_every_tile_under_every_rule(tile):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "tile", "rule"), [("e5m2", "TENSOR", "fp32"), ("e2m1", "NV16", "nvfp4"),
-                              ("e2m1", "MX32", "e8m0"), ("e4m3", "TILE128", "e8m0_floor")],
-)  # fmt: skip
+    ("fmt", "tile", "rule"),
+    [
+        ("e5m2", "TENSOR", "fp32"),
+        ("e2m1", "NV16", "nvfp4"),
+        ("e2m1", "MX32", "e8m0"),
+        ("e4m3", "TILE128", "e8m0_floor"),
+    ],
+)
 def test_stochastic_quantizers_match_the_reference(fmt, tile, rule):
     casts = tuple((fmt, tile, axis, rule) for axis in (-1, -2))
     assert_all_same(normal((130, 200)), casts, key=jax.random.key(5))

@@ -186,23 +186,28 @@ DOCUMENTED = {
     "fp8_rowwise_wgrad_bf16": six(_ROW, _ROW, _ROW, dgrad_w=fp8(), wgrad_x=None, wgrad_g=None),
     "fp8_block": six(_BLOCK, fp8(tile=BLOCK128), _BLOCK),
     "fp8_block_ue8m0": six(
-        fp8(tile=TILE128, scale=UE8M0), fp8(tile=BLOCK128, scale=UE8M0),
+        fp8(tile=TILE128, scale=UE8M0),
+        fp8(tile=BLOCK128, scale=UE8M0),
         fp8(tile=TILE128, scale=UE8M0),
     ),
     "mxfp8": six(*[fp8(tile=MX32, scale=UE8M0)] * 3),
-    "fp4_block": six(
-        _BLOCK, fp8(tile=BLOCK128), _BLOCK, fwd_x=fp4(TILE128), fwd_w=fp4(TILE128)
-    ),
+    "fp4_block": six(_BLOCK, fp8(tile=BLOCK128), _BLOCK, fwd_x=fp4(TILE128), fwd_w=fp4(TILE128)),
     "fp4_naive": six(*[fp4(TILE128)] * 3),
     "nvfp4": six(
-        fp4(NV16, _NV), fp4(NV16x16, _NV), fp4(NV16, _NV, "stochastic"),
-        wgrad_x=fp4(NV16, _NV, hadamard=16), wgrad_g=fp4(NV16, _NV, "stochastic", 16),
+        fp4(NV16, _NV),
+        fp4(NV16x16, _NV),
+        fp4(NV16, _NV, "stochastic"),
+        wgrad_x=fp4(NV16, _NV, hadamard=16),
+        wgrad_g=fp4(NV16, _NV, "stochastic", 16),
     ),
     "mxfp4": six(
-        fp4(_MX, UE8M0), fp4(_MX, UE8M0), fp4(_MX, UE8M0, "stochastic"),
-        wgrad_x=fp4(_MX, UE8M0, hadamard=16), wgrad_g=fp4(_MX, UE8M0, "stochastic", 16),
+        fp4(_MX, UE8M0),
+        fp4(_MX, UE8M0),
+        fp4(_MX, UE8M0, "stochastic"),
+        wgrad_x=fp4(_MX, UE8M0, hadamard=16),
+        wgrad_g=fp4(_MX, UE8M0, "stochastic", 16),
     ),
-}  # fmt: skip
+}
 
 
 def test_every_recipe_is_documented_here_and_knows_its_name():
@@ -218,8 +223,10 @@ def test_the_table_of_recipes(name):
 
 
 def test_products_pair_the_operands():
-    casts = {n: Cast(format=E4M3, timing="constant", scale=Constant(2.0**i))
-             for i, n in enumerate(OPERANDS)}  # fmt: skip
+    casts = {
+        n: Cast(format=E4M3, timing="constant", scale=Constant(2.0**i))
+        for i, n in enumerate(OPERANDS)
+    }
     assert Recipe(**casts).gemms == {
         "fwd": (casts["fwd_x"], casts["fwd_w"]),
         "dgrad": (casts["dgrad_g"], casts["dgrad_w"]),

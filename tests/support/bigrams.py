@@ -28,9 +28,15 @@ def bigram_model(likely: dict[str, dict[str, float]]) -> tuple[Transformer, Any,
             weights[ord(this), ord(after)] = weight
     log_p = np.log(weights / weights.sum(axis=1, keepdims=True))
     config = ModelConfig(
-        vocab_size=WORDS, d_model=WORDS, n_layers=1, n_heads=1, n_kv_heads=1, d_ff=8, head_dim=8,
+        vocab_size=WORDS,
+        d_model=WORDS,
+        n_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        d_ff=8,
+        head_dim=8,
         norm_eps=1e-12,
-    )  # fmt: skip
+    )
     model = Transformer(config, dtype=jnp.float32, attention="xla")
     shapes = nn.meta.unbox(abstract_variables(model))
     variables = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)

@@ -8,8 +8,15 @@ from tokenizers import AddedToken
 from fp8jax.lm.data.bpe import train_bpe
 
 SPECIAL = (
-    "<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|body|>", "<|turn|>", "<s>", "</s>",
-)  # fmt: skip
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin|>",
+    "<|head|>",
+    "<|body|>",
+    "<|turn|>",
+    "<s>",
+    "</s>",
+)
 
 # ChatML: each turn is a header line, the content and an end.
 CHATML = """

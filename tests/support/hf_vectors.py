@@ -37,16 +37,29 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 _GPT2 = dict(
-    vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=HIDDEN, n_positions=24,
-    layer_norm_epsilon=EPSILON, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    n_embd=WIDTH,
+    n_layer=LAYERS,
+    n_head=HEADS,
+    n_inner=HIDDEN,
+    n_positions=24,
+    layer_norm_epsilon=EPSILON,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 _LLAMA = dict(
-    vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-    num_key_value_heads=2, intermediate_size=HIDDEN, max_position_embeddings=64,
-    rms_norm_eps=EPSILON, tie_word_embeddings=False, rope_parameters=dict(
-        rope_type="default", rope_theta=1e4
-    ),
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    num_key_value_heads=2,
+    intermediate_size=HIDDEN,
+    max_position_embeddings=64,
+    rms_norm_eps=EPSILON,
+    tie_word_embeddings=False,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4),
+)
 
 
 def _scaled(rope_type: str, factor: float, **numbers) -> dict:
@@ -64,29 +77,34 @@ MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", _LLAMA),
     "llama_linear": ("Llama", _scaled("linear", 4.0)),
     "llama_llama3": (
-        "Llama", _scaled("llama3", 8.0, original_max_position_embeddings=64, **_LLAMA3)
+        "Llama",
+        _scaled("llama3", 8.0, original_max_position_embeddings=64, **_LLAMA3),
     ),
     "llama_yarn": ("Llama", _scaled("yarn", 4.0, original_max_position_embeddings=64)),
     "qwen2": ("Qwen2", _LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", _LLAMA | dict(tie_word_embeddings=True, head_dim=16)),
-}  # fmt: skip
+}
 # The published scalings, as entries of ROPE_SCALINGS: name -> (theta, head_dim, the release's
 # rope_scaling).
 SCALINGS: dict[str, tuple[float, int, dict]] = {
     "linear_2": (1e4, 128, dict(rope_type="linear", factor=2.0)),
     "linear_4": (1e4, 128, dict(rope_type="linear", factor=4.0)),
     "llama3.1": (
-        5e5, 128,
+        5e5,
+        128,
         dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192, **_LLAMA3),
     ),
     "llama3.2": (
-        5e5, 64,
+        5e5,
+        64,
         dict(rope_type="llama3", factor=32.0, original_max_position_embeddings=8192, **_LLAMA3),
     ),
     "yarn_qwen2.5": (
-        1e6, 128, dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)
+        1e6,
+        128,
+        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768),
     ),
-}  # fmt: skip
+}
 
 
 def _logits(family: str, fields: dict) -> list:
@@ -110,14 +128,19 @@ def _frequencies(theta: float, head_dim: int, scaling: dict) -> dict:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim,
-        max_position_embeddings=131_072, rope_parameters=dict(rope_theta=theta, **scaling),
-    )  # fmt: skip
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=131_072,
+        rope_parameters=dict(rope_theta=theta, **scaling),
+    )
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     return {
-        "theta": theta, "head_dim": head_dim, "magnitude": magnitude,
+        "theta": theta,
+        "head_dim": head_dim,
+        "magnitude": magnitude,
         "frequencies": _digits(frequencies.numpy()),
-    }  # fmt: skip
+    }
 
 
 def _digits(a: np.ndarray) -> list:

@@ -24,7 +24,7 @@ from fp8jax.kernels import (
     quantize,
     requirements,
     row_gemm,
-)  # fmt: skip
+)
 
 TOO_OLD = requirements.jax_too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))

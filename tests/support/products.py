@@ -18,9 +18,14 @@ CONTRACTED = {
     "wgrad": (("x", -2), ("g", -2)),
 }
 PER_TENSOR = {
-    "bf16", "fp8_delayed", "fp8_current", "fp8_amax", "fp8_cscale", "fp8_rowwise",
+    "bf16",
+    "fp8_delayed",
+    "fp8_current",
+    "fp8_amax",
+    "fp8_cscale",
+    "fp8_rowwise",
     "fp8_rowwise_wgrad_bf16",
-}  # fmt: skip
+}
 # What kernels/ have, on Hopper.
 KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
 # What the backend of those kernels runs there: also FP4 in tiles of 128, and what bfloat16 holds.

@@ -33,9 +33,13 @@ def assert_rows_equal(left, right):
 
 def build(data: str, cache: Path, *, seq_len=32, valid_fraction=0.2, tokenizer=BYTES, **others):
     return build_corpus(
-        data, tokenizer, seq_len=seq_len, valid_fraction=valid_fraction,
-        cache_dir=cache / "cache", **others,
-    )  # fmt: skip
+        data,
+        tokenizer,
+        seq_len=seq_len,
+        valid_fraction=valid_fraction,
+        cache_dir=cache / "cache",
+        **others,
+    )
 
 
 # Batches.

@@ -14,10 +14,21 @@ def row(**fields: Any) -> Row:
     """A row of telemetry: x of the first layer's mlp/up at step 5, unless fields say otherwise."""
     nothing: dict[str, Any] = dict.fromkeys(FIELDS)
     known = dict(
-        step=5, layer=0, linear="layers/mlp/up", operand="x", cast="fwd_x", what_if=False,
-        recipe="fp8_amax", format="e4m3", elements=64, nonzero=64, amax=1.0, bias=8,
-        underflow=0.0, saturation=0.0,
-    )  # fmt: skip
+        step=5,
+        layer=0,
+        linear="layers/mlp/up",
+        operand="x",
+        cast="fwd_x",
+        what_if=False,
+        recipe="fp8_amax",
+        format="e4m3",
+        elements=64,
+        nonzero=64,
+        amax=1.0,
+        bias=8,
+        underflow=0.0,
+        saturation=0.0,
+    )
     return Row(**nothing | known | fields)
 
 

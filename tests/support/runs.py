@@ -23,9 +23,7 @@ ONE_LINEAR = Policy((("layers/mlp/down", RECIPES["fp8_delayed"]),), name="one_li
 
 @functools.cache
 def corpus(spec, cache):
-    return build_corpus(
-        spec, tokenizer("bytes"), seq_len=64, valid_fraction=0.1, cache_dir=cache
-    )  # fmt: skip
+    return build_corpus(spec, tokenizer("bytes"), seq_len=64, valid_fraction=0.1, cache_dir=cache)
 
 
 def tiny(data, **changes):
@@ -36,9 +34,16 @@ def tiny(data, **changes):
         d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16
     )
     config.update(
-        seq_len=64, batch_size=16, num_steps=20, warmup_steps=5, valid_every=10, valid_batches=2,
-        checkpoint_every=5, learning_rate=3e-3, valid_fraction=0.1,
-    )  # fmt: skip
+        seq_len=64,
+        batch_size=16,
+        num_steps=20,
+        warmup_steps=5,
+        valid_every=10,
+        valid_batches=2,
+        checkpoint_every=5,
+        learning_rate=3e-3,
+        valid_fraction=0.1,
+    )
     config.unroll = 2  # compiles in half the time of a loop
     for key, value in changes.items():
         group, _, name = key.rpartition("__")

@@ -24,8 +24,9 @@ MERGED = {(module, "dgrad") for module in LAYERS} | {
     for product in ("fwd", "wgrad")
 }
 K_AND_V = (SEPARATE - {(f"layers/attention/{m}", p) for m in "kv" for p in ("fwd", "wgrad")}) | {
-    ("layers/attention/k+v", "fwd"), ("layers/attention/k+v", "wgrad")
-}  # fmt: skip
+    ("layers/attention/k+v", "fwd"),
+    ("layers/attention/k+v", "wgrad"),
+}
 STORED = {  # name: policy, layers, the products of a layer
     "h200_bf16": ("bf16", 2, MERGED),
     "h200_llama_bf16": ("bf16", 4, K_AND_V),

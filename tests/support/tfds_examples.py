@@ -48,9 +48,15 @@ def examples_class():
 
         def _generate_examples(self, texts):
             for i, text in enumerate(texts):
-                yield i, {
-                    "text": text, "title": f"title {i}", "n": i, "names": [],
-                    "raw": b"\xff" if i == 3 else b"raw text",
-                }  # fmt: skip
+                yield (
+                    i,
+                    {
+                        "text": text,
+                        "title": f"title {i}",
+                        "n": i,
+                        "names": [],
+                        "raw": b"\xff" if i == 3 else b"raw text",
+                    },
+                )
 
     return Examples

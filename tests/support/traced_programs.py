@@ -23,13 +23,37 @@ from fp8jax.lm.training import build
 
 # What no program depends on: data, the numbers of a step, when something is done; and the policy,
 # which is in the key by itself.
-_ELSEWHERE = frozenset((
-    "data", "cache_dir", "data_timeout", "valid_fraction", "long_examples", "bad_examples",
-    "num_steps", "num_epochs", "learning_rate", "schedule", "warmup_steps", "warmup_fraction",
-    "decay_fraction", "final_fraction", "clip_norm", "recovery", "valid_every", "valid_batches",
-    "checkpoint_every", "checkpoint_keep", "checkpoint_keep_best", "resume_with_changes",
-    "initial_state", "log_to", "precision", "precision_schedule", "seed",
-))  # fmt: skip
+_ELSEWHERE = frozenset(
+    (
+        "data",
+        "cache_dir",
+        "data_timeout",
+        "valid_fraction",
+        "long_examples",
+        "bad_examples",
+        "num_steps",
+        "num_epochs",
+        "learning_rate",
+        "schedule",
+        "warmup_steps",
+        "warmup_fraction",
+        "decay_fraction",
+        "final_fraction",
+        "clip_norm",
+        "recovery",
+        "valid_every",
+        "valid_batches",
+        "checkpoint_every",
+        "checkpoint_keep",
+        "checkpoint_keep_best",
+        "resume_with_changes",
+        "initial_state",
+        "log_to",
+        "precision",
+        "precision_schedule",
+        "seed",
+    )
+)
 
 
 def _key(config: Any, shared: Any, *more: Any) -> tuple[Any, ...]:

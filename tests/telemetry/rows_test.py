@@ -19,11 +19,16 @@ from fp8jax.telemetry.summary import layer_groups, summary
 @pytest.mark.parametrize(
     "fmt, amax, bias",
     [
-        ("e4m3", 448.0, 0), ("e4m3", 448.1, -1), ("e4m3", 224.0, 1), ("e4m3", 0.1, 12),
-        ("e5m2", 57344.0 * 2**-30, 30), ("e4m3", 0.0, 0), ("e4m3", math.inf, None),
+        ("e4m3", 448.0, 0),
+        ("e4m3", 448.1, -1),
+        ("e4m3", 224.0, 1),
+        ("e4m3", 0.1, 12),
+        ("e5m2", 57344.0 * 2**-30, 30),
+        ("e4m3", 0.0, 0),
+        ("e4m3", math.inf, None),
         ("e4m3", math.nan, None),
     ],
-)  # fmt: skip
+)
 def test_scaling_bias_is_the_largest_shift_that_fits(fmt, amax, bias):
     assert scaling_bias(amax, FORMATS[fmt]) == bias
     if bias is not None and amax:
@@ -39,9 +44,7 @@ def statistics(layers=1):
 
 def some_rows(step=0, layers=1, recipe="fp8_delayed"):
     recipes = [as_recipe(recipe)] * layers
-    return rows_of(
-        statistics(layers), "layers/mlp/up", recipes, step=step, layers=range(layers)
-    )  # fmt: skip
+    return rows_of(statistics(layers), "layers/mlp/up", recipes, step=step, layers=range(layers))
 
 
 def test_shares_ratios_and_distances():

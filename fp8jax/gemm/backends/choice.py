@@ -164,8 +164,10 @@ def _warn_slow(recipe: str, device: str, missing: str) -> None:
     logging.warning(
         "recipe %s runs EMULATED on this %s, slower than BF16, though it has kernels for it: %s."
         " JAX 0.11 needs Python 3.12 or later.",
-        recipe, device, missing,
-    )  # fmt: skip
+        recipe,
+        device,
+        missing,
+    )
 
 
 @functools.cache  # one line per recipe and backend, however many GEMMs use it

@@ -72,9 +72,16 @@ def quantize_one(
     """Quantize `x` for one request."""
     cast = request.cast
     q = quantize_unchecked(
-        x, cast.format, cast.tile, contract_axis=request.axis, scale=cast.scale,
-        amax=request.amax, key=request.key, hadamard=cast.hadamard, rotation=rotation,
-    )  # fmt: skip
+        x,
+        cast.format,
+        cast.tile,
+        contract_axis=request.axis,
+        scale=cast.scale,
+        amax=request.amax,
+        key=request.key,
+        hadamard=cast.hadamard,
+        rotation=rotation,
+    )
     return QuantizedOperand(q, cast, request.axis)
 
 

@@ -260,9 +260,13 @@ def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
         return jax.tree.map(lambda h: lax.convert_element_type(h, jnp.float32), histories)
 
     mapped: Any = nn.map_variables(
-        module, HISTORIES, trans_in_fn=into_max_combining, trans_out_fn=from_max_combining,
-        init=True, mutable=True,
-    )  # fmt: skip
+        module,
+        HISTORIES,
+        trans_in_fn=into_max_combining,
+        trans_out_fn=from_max_combining,
+        init=True,
+        mutable=True,
+    )
 
     class MaxCombining(mapped):  # flax's random keys depend on the lifted transformations around
         def init_with_output(self, *args: Any, **kwargs: Any) -> Any:

@@ -123,107 +123,158 @@ class Operation:
 
 OPERATIONS = (
     Operation(
-        field="add", sign="+", operands=lambda value, largest: range(2, largest - value + 1),
+        field="add",
+        sign="+",
+        operands=lambda value, largest: range(2, largest - value + 1),
         apply=lambda a, b: a + b,
     ),
     Operation(
-        field="subtract", sign="-", operands=lambda value, largest: range(2, value),
+        field="subtract",
+        sign="-",
+        operands=lambda value, largest: range(2, value),
         apply=lambda a, b: a - b,
     ),
     Operation(
-        field="multiply", sign="*",
+        field="multiply",
+        sign="*",
         operands=lambda value, largest: range(2, min(largest // value, _MOST_FACTOR) + 1),
         apply=lambda a, b: a * b,
     ),
     Operation(
-        field="divide", sign="/",
+        field="divide",
+        sign="/",
         operands=lambda value, largest: [
             n for n in range(2, min(value, _MOST_FACTOR) + 1) if value % n == 0
         ],
         apply=lambda a, b: a // b,
     ),
-)  # fmt: skip
+)
 
-STORIES = MappingProxyType({
-    "owner": Story(
-        begin="{name} has {n} {things}.",
-        add="{name} buys {n} more.",
-        subtract="{name} gives away {n}.",
-        multiply="Now there are {n} times as many.",
-        divide="{name} shares them equally among {n} people and keeps one share.",
-        ask="How many {things} does {name} have now?",
-    ),
-    "box": Story(
-        begin="There are {n} {things} in a box.",
-        add="{name} puts in {n} more.",
-        subtract="{name} takes out {n}.",
-        multiply="The box is filled until it has {n} times as many.",
-        divide="The {things} are split into {n} equal piles, and only one pile stays.",
-        ask="How many {things} are in the box at the end?",
-    ),
-    "number": Story(
-        begin="Start with {n}.",
-        add="Add {n}.",
-        subtract="Subtract {n}.",
-        multiply="Multiply by {n}.",
-        divide="Divide by {n}.",
-        ask="What is the result?",
-    ),
-    "game": Story(
-        begin="{name} begins a game with {n} points.",
-        add="{name} wins {n} points.",
-        subtract="{name} loses {n} points.",
-        multiply="A bonus multiplies the points by {n}.",
-        divide="A penalty divides the points by {n}.",
-        ask="How many points does {name} have?",
-    ),
-    "money": Story(
-        begin="{name} has saved {n} dollars.",
-        add="{name} earns {n} dollars.",
-        subtract="{name} spends {n} dollars.",
-        multiply="The money grows to {n} times as much.",
-        divide="{name} splits the money into {n} equal parts and spends all but one.",
-        ask="How many dollars are left at the end?",
-    ),
-    "bus": Story(
-        begin="A bus leaves the station with {n} passengers.",
-        add="At the next stop {n} people get on.",
-        subtract="At the next stop {n} people get off.",
-        multiply="A holiday makes it {n} times as many passengers.",
-        divide="The passengers change into {n} small buses, the same number into each.",
-        ask="How many passengers does a bus have now?",
-    ),
-})  # fmt: skip
+STORIES = MappingProxyType(
+    {
+        "owner": Story(
+            begin="{name} has {n} {things}.",
+            add="{name} buys {n} more.",
+            subtract="{name} gives away {n}.",
+            multiply="Now there are {n} times as many.",
+            divide="{name} shares them equally among {n} people and keeps one share.",
+            ask="How many {things} does {name} have now?",
+        ),
+        "box": Story(
+            begin="There are {n} {things} in a box.",
+            add="{name} puts in {n} more.",
+            subtract="{name} takes out {n}.",
+            multiply="The box is filled until it has {n} times as many.",
+            divide="The {things} are split into {n} equal piles, and only one pile stays.",
+            ask="How many {things} are in the box at the end?",
+        ),
+        "number": Story(
+            begin="Start with {n}.",
+            add="Add {n}.",
+            subtract="Subtract {n}.",
+            multiply="Multiply by {n}.",
+            divide="Divide by {n}.",
+            ask="What is the result?",
+        ),
+        "game": Story(
+            begin="{name} begins a game with {n} points.",
+            add="{name} wins {n} points.",
+            subtract="{name} loses {n} points.",
+            multiply="A bonus multiplies the points by {n}.",
+            divide="A penalty divides the points by {n}.",
+            ask="How many points does {name} have?",
+        ),
+        "money": Story(
+            begin="{name} has saved {n} dollars.",
+            add="{name} earns {n} dollars.",
+            subtract="{name} spends {n} dollars.",
+            multiply="The money grows to {n} times as much.",
+            divide="{name} splits the money into {n} equal parts and spends all but one.",
+            ask="How many dollars are left at the end?",
+        ),
+        "bus": Story(
+            begin="A bus leaves the station with {n} passengers.",
+            add="At the next stop {n} people get on.",
+            subtract="At the next stop {n} people get off.",
+            multiply="A holiday makes it {n} times as many passengers.",
+            divide="The passengers change into {n} small buses, the same number into each.",
+            ask="How many passengers does a bus have now?",
+        ),
+    }
+)
 
 # No training problem is told like these, and some of their words are in none.
-HELD_OUT_STORIES = MappingProxyType({
-    "tank": Story(
-        begin="A tank contains {n} liters of water.",
-        add="{n} liters flow in.",
-        subtract="{n} liters flow out.",
-        multiply="Rain raises the amount to {n} times what it was.",
-        divide="The water is divided equally among {n} tanks, and one tank is kept.",
-        ask="How many liters does the tank contain?",
-    ),
-    "variable": Story(
-        begin="Let x be {n}.",
-        add="Increase x by {n}.",
-        subtract="Decrease x by {n}.",
-        multiply="Replace x by {n} times x.",
-        divide="Replace x by x divided by {n}.",
-        ask="What is x?",
-    ),
-})  # fmt: skip
+HELD_OUT_STORIES = MappingProxyType(
+    {
+        "tank": Story(
+            begin="A tank contains {n} liters of water.",
+            add="{n} liters flow in.",
+            subtract="{n} liters flow out.",
+            multiply="Rain raises the amount to {n} times what it was.",
+            divide="The water is divided equally among {n} tanks, and one tank is kept.",
+            ask="How many liters does the tank contain?",
+        ),
+        "variable": Story(
+            begin="Let x be {n}.",
+            add="Increase x by {n}.",
+            subtract="Decrease x by {n}.",
+            multiply="Replace x by {n} times x.",
+            divide="Replace x by x divided by {n}.",
+            ask="What is x?",
+        ),
+    }
+)
 
 _NAMES = (
-    "Anna", "Carl", "Dina", "Emil", "Fatima", "Greta", "Hugo", "Ines", "Jonas", "Kim", "Lena",
-    "Maria", "Nils", "Omar", "Paula", "Quinn", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will",
-)  # fmt: skip
+    "Anna",
+    "Carl",
+    "Dina",
+    "Emil",
+    "Fatima",
+    "Greta",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Kim",
+    "Lena",
+    "Maria",
+    "Nils",
+    "Omar",
+    "Paula",
+    "Quinn",
+    "Rosa",
+    "Sam",
+    "Tom",
+    "Uma",
+    "Vera",
+    "Will",
+)
 _THINGS = (
-    "apples", "balls", "books", "boxes", "cards", "coins", "cookies", "cups", "eggs", "flowers",
-    "keys", "lamps", "letters", "marbles", "nuts", "pears", "pencils", "photos", "plates", "shells",
-    "stamps", "stones", "tickets", "toys",
-)  # fmt: skip
+    "apples",
+    "balls",
+    "books",
+    "boxes",
+    "cards",
+    "coins",
+    "cookies",
+    "cups",
+    "eggs",
+    "flowers",
+    "keys",
+    "lamps",
+    "letters",
+    "marbles",
+    "nuts",
+    "pears",
+    "pencils",
+    "photos",
+    "plates",
+    "shells",
+    "stamps",
+    "stones",
+    "tickets",
+    "toys",
+)
 
 
 def problem(

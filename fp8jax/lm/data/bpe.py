@@ -96,9 +96,14 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
     token_bytes = _token_bytes(backend, added, _spelling(path, spec))
     fingerprint = f"bpe-1-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
     return BPETokenizer(
-        vocab_size=len(token_bytes), bos=bos, eos=eos, token_bytes=token_bytes,
-        fingerprint=fingerprint, folder=path.parent, backend=backend,
-    )  # fmt: skip
+        vocab_size=len(token_bytes),
+        bos=bos,
+        eos=eos,
+        token_bytes=token_bytes,
+        fingerprint=fingerprint,
+        folder=path.parent,
+        backend=backend,
+    )
 
 
 def _backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
@@ -177,10 +182,12 @@ def train_bpe(
         learned.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split_digits, split_words])
     learned.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, min_frequency=2, special_tokens=list(special_tokens),
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(special_tokens),
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
-    )  # fmt: skip
+    )
     learned.train_from_iterator(documents, trainer)
     if (size := learned.get_vocab_size()) < vocab_size:
         raise ValueError(f"the text gives only {size} tokens, {vocab_size=} needs more text")

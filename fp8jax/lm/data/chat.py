@@ -333,14 +333,19 @@ def load_chat_template(
     added = tokenizer.backend.get_added_tokens_decoder().values()
     variables, now = _named_tokens(folder), datetime.datetime.now() if now is None else now
     template = Template.compile(
-        source, place=place, special_tokens=[token.content for token in added if token.special],
-        variables=variables, now=now,
-    )  # fmt: skip
+        source,
+        place=place,
+        special_tokens=[token.content for token in added if token.special],
+        variables=variables,
+        now=now,
+    )
     reads = json.dumps([source, variables, now.isoformat()], sort_keys=True)
     return ChatTemplate(
-        template=template, tokenizer=tokenizer, backend=_backend(tokenizer),
+        template=template,
+        tokenizer=tokenizer,
+        backend=_backend(tokenizer),
         fingerprint=hashlib.sha256(reads.encode()).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 def _backend(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:

@@ -43,13 +43,13 @@ def write_chat_tokenizer(path: Path, documents: Iterator[str], vocab_size: int) 
       ValueError: as `train_bpe`.
       FileExistsError: one of the files exists.
     """
-    learned = train_bpe(
-        documents, vocab_size, special_tokens=CHAT_TOKENS, single_digits=True
-    )  # fmt: skip
+    learned = train_bpe(documents, vocab_size, special_tokens=CHAT_TOKENS, single_digits=True)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": TURN_END,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": TURN_END,
         "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+    }
     for name, text in {
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         "chat_template.jinja": CHAT_TEMPLATE,

@@ -45,15 +45,19 @@ def _cut(examples: Examples, seq_len: int) -> Examples:
     if (shorter := long & ~empty).any():
         logging.warning("cut: %s", _named(examples, shorter, seq_len))
     if empty.any():
-        logging.warning("skipped, since no turn of the assistant begins in their first row: %s",
-                        _named(examples, empty, seq_len))  # fmt: skip
+        logging.warning(
+            "skipped, since no turn of the assistant begins in their first row: %s",
+            _named(examples, empty, seq_len),
+        )
     return cut.only(~empty)
 
 
 # What the config key long_examples may be.
 LONG_EXAMPLES: dict[str, Callable[[Examples, int], Examples]] = {
-    "error": _refuse, "skip": _skip, "cut": _cut,
-}  # fmt: skip
+    "error": _refuse,
+    "skip": _skip,
+    "cut": _cut,
+}
 
 
 def _too_long(examples: Examples, seq_len: int) -> Bool[np.ndarray, " examples"]:

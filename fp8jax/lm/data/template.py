@@ -87,9 +87,12 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{place}: line {error.lineno}: {error.message}") from error
         return cls(
-            place=place, has_tags=bool(_TAG.search(source)), special_tokens=special_tokens,
-            variables=dict(variables), program=program,
-        )  # fmt: skip
+            place=place,
+            has_tags=bool(_TAG.search(source)),
+            special_tokens=special_tokens,
+            variables=dict(variables),
+            program=program,
+        )
 
     def render(
         self,

@@ -16,7 +16,21 @@ from fp8jax.lm.figures.run_files import RunFiles, read_run
 from fp8jax.lm.figures.style import NothingToDraw, save, style, svg_text
 
 __all__ = [
-    "NothingToDraw", "RunFiles", "losses", "memory_by_kind", "number_formats", "promotions",
-    "read_run", "relative_error", "roofline", "saturation", "save", "scaling_bias",
-    "scaling_bias_by_linear", "step_breakdown", "style", "svg_text", "underflow",
-]  # fmt: skip
+    "NothingToDraw",
+    "RunFiles",
+    "losses",
+    "memory_by_kind",
+    "number_formats",
+    "promotions",
+    "read_run",
+    "relative_error",
+    "roofline",
+    "saturation",
+    "save",
+    "scaling_bias",
+    "scaling_bias_by_linear",
+    "step_breakdown",
+    "style",
+    "svg_text",
+    "underflow",
+]

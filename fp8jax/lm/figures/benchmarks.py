@@ -116,10 +116,16 @@ def _draw_steps(axis: Any, rows: Mapping[str, _Step], look: Style) -> None:
         for i, name in enumerate((*_PARTS, _REST)):
             if name in parts:
                 axis.barh(
-                    y, parts[name], 0.7, left=left, color=look.colors[i], hatch=_HATCHES[i],
-                    edgecolor=look.background, linewidth=0,
+                    y,
+                    parts[name],
+                    0.7,
+                    left=left,
+                    color=look.colors[i],
+                    hatch=_HATCHES[i],
+                    edgecolor=look.background,
+                    linewidth=0,
                     label=_LABELS[name] if name in _LABELS else name,
-                )  # fmt: skip
+                )
                 left += parts[name]
         axis.text(left, y, f" {whole:.4g}", va="center", fontsize=7)
     axis.set_yticks(range(len(rows)), list(rows))
@@ -158,9 +164,10 @@ def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool =
       'log'
     """
     tables = [
-        table for table in _tables(benchmark, sections).values()
+        table
+        for table in _tables(benchmark, sections).values()
         if table["limits"] and any(_point(row) for row in table["rows"])
-    ]  # fmt: skip
+    ]
     if not tables:
         raise NothingToDraw("no GEMM was measured: python -m experiments.bench gemm --output=DIR")
     series: dict[str, list[tuple[float, float]]] = {}

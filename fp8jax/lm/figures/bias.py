@@ -150,9 +150,10 @@ def scaling_bias_by_linear(rows: Table | Sequence[Row], *, dark: bool = False) -
       'linear'
     """
     kept = [
-        row for row in (rows.rows if isinstance(rows, Table) else rows)
+        row
+        for row in (rows.rows if isinstance(rows, Table) else rows)
         if row.operand in OPERANDS and row.bias is not None and not row.what_if
-    ]  # fmt: skip
+    ]
     if not kept:
         raise NothingToDraw("no row of telemetry has a scaling bias")
     # A recipe may cast an operand more than once: the first cast stands for the tensor.
@@ -198,7 +199,12 @@ def _draw_counts(
             axis.plot([x + dodge - 0.1, x + dodge + 0.1], [middle] * 2, color=look.text, lw=1.0)
     scale = 90 / max(map(len, biases))
     axis.scatter(
-        places, heights, s=[max(6.0, scale * count) for count in areas], color=line["color"],
-        marker=line["marker"], alpha=0.75, linewidths=0,
-    )  # fmt: skip
+        places,
+        heights,
+        s=[max(6.0, scale * count) for count in areas],
+        color=line["color"],
+        marker=line["marker"],
+        alpha=0.75,
+        linewidths=0,
+    )
     axis.scatter([], [], s=20, color=line["color"], marker=line["marker"], label=label)

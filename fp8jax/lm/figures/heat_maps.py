@@ -122,9 +122,13 @@ def _draw(axis: Any, grid: Grid, norm: Any, look: Style) -> Any:
     axis.patch.set_hatch("////")
     values = np.ma.masked_invalid(np.maximum(grid.values, _LEAST / 2))  # a logarithm of zero
     image = axis.pcolormesh(
-        _edges(grid.steps), np.arange(count + 1) - 0.5, values, norm=norm, cmap=look.heat(),
+        _edges(grid.steps),
+        np.arange(count + 1) - 0.5,
+        values,
+        norm=norm,
+        cmap=look.heat(),
         rasterized=True,
-    )  # fmt: skip
+    )
     shown = range(0, count, 1 + (count - 1) // 6)
     axis.set_yticks(
         list(shown), ["–" if grid.layers[i] < 0 else str(grid.layers[i]) for i in shown]

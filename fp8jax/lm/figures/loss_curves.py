@@ -76,9 +76,10 @@ def losses(runs: RunFiles | Sequence[RunFiles], *, dark: bool = False) -> Any:
 def _by_step(run: RunFiles, name: str) -> dict[int, float]:
     """Step -> a number of metrics.jsonl, where there is one."""
     return {
-        line["step"]: line[name] for line in run.metrics
+        line["step"]: line[name]
+        for line in run.metrics
         if name in line and isinstance(line[name], float | int)
-    }  # fmt: skip
+    }
 
 
 def smoothed(loss: Mapping[int, float], window: int) -> dict[int, float]:
@@ -91,9 +92,10 @@ def smoothed(loss: Mapping[int, float], window: int) -> dict[int, float]:
 def gaps(loss: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, float]:
     """Return step -> the loss above the baseline's, in percent, where both have one."""
     return {
-        step: 100 * (value / baseline[step] - 1) for step, value in loss.items()
+        step: 100 * (value / baseline[step] - 1)
+        for step, value in loss.items()
         if step in baseline and baseline[step]
-    }  # fmt: skip
+    }
 
 
 def _draw_stop(axis: Any, run: RunFiles, loss: Mapping[int, float], color: str) -> None:

@@ -7,10 +7,13 @@ from fp8jax.lm.figures.style import NothingToDraw, panels, style
 from fp8jax.lm.records.events import Event
 
 KINDS = {
-    "weights": "weights", "optimizer": "optimizer state", "histories": "FP8 histories",
-    "batch": "batch", "gradients": "gradients, float32",
+    "weights": "weights",
+    "optimizer": "optimizer state",
+    "histories": "FP8 histories",
+    "batch": "batch",
+    "gradients": "gradients, float32",
     "activations": "activations and work space",
-}  # fmt: skip
+}
 _HATCHES = ("", "//", "xx", "--", "\\\\", "++")
 
 
@@ -41,9 +44,10 @@ def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
       'memory on each device, GiB'
     """
     stages = {
-        event["policy"]: event["memory"] for event in run.events
+        event["policy"]: event["memory"]
+        for event in run.events
         if event["kind"] == Event.STAGE and {"policy", "memory"} <= event.keys()
-    }  # fmt: skip
+    }
     if not stages:
         raise NothingToDraw(f"{run.name} did not record its memory by kind: it is older")
     unit, label = _unit(max(memory["total"] for memory in stages.values()))
@@ -53,10 +57,16 @@ def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
             left = 0.0
             for i, (kind, name) in enumerate(KINDS.items()):
                 axis.barh(
-                    row, memory[kind] / unit, 0.6, left=left, color=look.colors[i],
-                    hatch=_HATCHES[i], edgecolor=look.background, linewidth=0,
+                    row,
+                    memory[kind] / unit,
+                    0.6,
+                    left=left,
+                    color=look.colors[i],
+                    hatch=_HATCHES[i],
+                    edgecolor=look.background,
+                    linewidth=0,
                     label=None if row else name,
-                )  # fmt: skip
+                )
                 left += memory[kind] / unit
             total = memory["total"] / unit
             axis.vlines(total, row - 0.38, row + 0.38, color=look.text, linewidth=2)

@@ -88,14 +88,24 @@ class Style:
 
 _LIGHT = Style(
     colors=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"),
-    text="#222222", muted="#777777", background="#ffffff", bad="#b00020",
-    few=0.0, many=0.88, ink=True,
-)  # fmt: skip
+    text="#222222",
+    muted="#777777",
+    background="#ffffff",
+    bad="#b00020",
+    few=0.0,
+    many=0.88,
+    ink=True,
+)
 _DARK = Style(
     colors=("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#ffffff"),
-    text="#e6e6e6", muted="#9a9a9a", background="#15181c", bad="#ff6b6b",
-    few=0.3, many=1.0, ink=False,
-)  # fmt: skip
+    text="#e6e6e6",
+    muted="#9a9a9a",
+    background="#15181c",
+    bad="#ff6b6b",
+    few=0.3,
+    many=1.0,
+    ink=False,
+)
 _PATH = re.compile(r'(?<= d=")[^"]*')
 _LONG = re.compile(r"(\.\d\d)\d+")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -130,20 +140,43 @@ def style(*, dark: bool = False) -> Iterator[Style]:
 
 def _settings(look: Style) -> Any:
     return {
-        "font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "figure.titlesize": 9,
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.labelsize": 8,
+        "figure.titlesize": 9,
         "figure.labelsize": 8,
-        "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7,
-        "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-        "axes.linewidth": 0.6, "lines.linewidth": 1.2, "lines.markersize": 3.5,
-        "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.frameon": False,
-        "hatch.linewidth": 0.5, "hatch.color": look.muted, "figure.dpi": 120,
-        "figure.facecolor": look.background, "axes.facecolor": look.background,
+        "xtick.labelsize": 7,
+        "ytick.labelsize": 7,
+        "legend.fontsize": 7,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.linewidth": 0.6,
+        "lines.linewidth": 1.2,
+        "lines.markersize": 3.5,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "legend.frameon": False,
+        "hatch.linewidth": 0.5,
+        "hatch.color": look.muted,
+        "figure.dpi": 120,
+        "figure.facecolor": look.background,
+        "axes.facecolor": look.background,
         "savefig.facecolor": look.background,
         **dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color",
-             "ytick.color", "xtick.labelcolor", "ytick.labelcolor"), look.text,
+            (
+                "text.color",
+                "axes.labelcolor",
+                "axes.edgecolor",
+                "axes.titlecolor",
+                "xtick.color",
+                "ytick.color",
+                "xtick.labelcolor",
+                "ytick.labelcolor",
+            ),
+            look.text,
         ),
-    }  # fmt: skip
+    }
 
 
 def require_matplotlib() -> Any:

@@ -101,17 +101,22 @@ def measure_accuracy(
     stops = {tokenizer.eos, *stop_ids, *(() if template is None else turn_ends(template))}
     longest = max(len(prompt) for own in prompts.values() for prompt in own)
     generator = Generator(
-        model, variables, words=tokenizer.vocab_size, max_length=_room(model, longest, max_tokens),
-        max_requests=batch_size, cache="fp32" if model.dtype == jnp.float32 else "bf16",
-    )  # fmt: skip
+        model,
+        variables,
+        words=tokenizer.vocab_size,
+        max_length=_room(model, longest, max_tokens),
+        max_requests=batch_size,
+        cache="fp32" if model.dtype == jnp.float32 else "bf16",
+    )
     found = {}
     for name, own in problems.items():
         ids = _generate(generator, prompts[name], sorted(stops), max_tokens)
         responses = tuple(tokenizer.decode(each) for each in ids)
         found[name] = Accuracy(
-            right=graded(responses, own), responses=responses,
+            right=graded(responses, own),
+            responses=responses,
             ended=np.array([each[-1] in stops for each in ids], bool),
-        )  # fmt: skip
+        )
     return found
 
 
@@ -154,9 +159,12 @@ def _generate(
     found: list[list[int]] = [[] for _ in prompts]
     for indices, length in _batches(prompts, generator.max_requests):
         out = generator.generate(
-            [prompts[i] for i in indices], Sampling(temperature=0), max_tokens, stops,
+            [prompts[i] for i in indices],
+            Sampling(temperature=0),
+            max_tokens,
+            stops,
             least_length=length,
-        )  # fmt: skip
+        )
         for index, ids in zip(indices, out, strict=True):
             found[index] = ids.tolist()
     return found

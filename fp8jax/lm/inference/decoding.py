@@ -97,9 +97,14 @@ def prefill(
     last_B = jnp.maximum(lengths_B - 1, 0)
     steps = jnp.zeros((), jnp.int32)
     out: Any = model.apply(
-        variables, jnp.where(real_BP, prompts_BP, 0), real_BP.astype(jnp.int32), positions_BP,
-        _model_key(model, requests, steps), cache=cache, only_B=last_B,
-    )  # fmt: skip
+        variables,
+        jnp.where(real_BP, prompts_BP, 0),
+        real_BP.astype(jnp.int32),
+        positions_BP,
+        _model_key(model, requests, steps),
+        cache=cache,
+        only_B=last_B,
+    )
     logits_B1V, cache = out
     drawn_B = jnp.zeros_like(lengths_B)
     newest_B = _drawn(requests, logits_B1V[:, 0], drawn_B)
@@ -135,16 +140,25 @@ def decode(
         state, out_BT, done = carry
         active_B = state.active_B
         out: Any = model.apply(
-            variables, state.newest_B[:, None], active_B[:, None].astype(jnp.int32),
-            state.lengths_B[:, None], _model_key(model, requests, state.steps), cache=state.cache,
-        )  # fmt: skip
+            variables,
+            state.newest_B[:, None],
+            active_B[:, None].astype(jnp.int32),
+            state.lengths_B[:, None],
+            _model_key(model, requests, state.steps),
+            cache=state.cache,
+        )
         logits_B1V, cache = out
         newest_B = _drawn(requests, logits_B1V[:, 0], state.drawn_B)
         out_BT = out_BT.at[:, done].set(jnp.where(active_B, newest_B, NO_TOKEN))
         state = _after_draw(
-            requests, active_B, cache, newest_B, state.lengths_B + active_B, state.drawn_B,
+            requests,
+            active_B,
+            cache,
+            newest_B,
+            state.lengths_B + active_B,
+            state.drawn_B,
             state.steps + 1,
-        )  # fmt: skip
+        )
         return state, out_BT, done + 1
 
     out_BT = jnp.full((len(state.newest_B), tokens), NO_TOKEN, jnp.int32)
@@ -194,9 +208,13 @@ def _after_draw(
     drawn_B = drawn_B + active_B
     stopped_B = jnp.any(newest_B[:, None] == requests.stops[None], axis=1)
     return Decoding(
-        cache=cache, newest_B=newest_B, lengths_B=lengths_B, drawn_B=drawn_B, steps=steps,
+        cache=cache,
+        newest_B=newest_B,
+        lengths_B=lengths_B,
+        drawn_B=drawn_B,
+        steps=steps,
         active_B=active_B & ~stopped_B & (drawn_B < requests.limits_B),
-    )  # fmt: skip
+    )
 
 
 def _model_key(model: Transformer, requests: Requests, step: Array) -> Any:

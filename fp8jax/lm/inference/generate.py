@@ -128,9 +128,13 @@ class Generator:
         for begin in range(0, len(prompts), self.max_requests):
             part = slice(begin, begin + self.max_requests)
             run = self.start(
-                prompts[part], sampling, num_tokens, stops, seeds=seeds[part],
+                prompts[part],
+                sampling,
+                num_tokens,
+                stops,
+                seeds=seeds[part],
                 least_length=least_length,
-            )  # fmt: skip
+            )
             pieces = list(run.pieces(self.tokens_per_call))
             found += [np.concatenate(of_one) for of_one in zip(*pieces, strict=True)]
         return found
@@ -188,9 +192,12 @@ class Generator:
         padded = np.array([*seeds, *[0] * (rows - len(prompts))], np.uint32)
         stop_ids = np.array([*stops, *[NO_TOKEN] * (bucket(len(stops)) - len(stops))], np.int32)
         requests = Requests(
-            keys_B=jax.vmap(jax.random.key)(padded), limits_B=jnp.asarray(limits_B),
-            stops=jnp.asarray(stop_ids), rule=sampling.rule(), words=self.words,
-        )  # fmt: skip
+            keys_B=jax.vmap(jax.random.key)(padded),
+            limits_B=jnp.asarray(limits_B),
+            stops=jnp.asarray(stop_ids),
+            rule=sampling.rule(),
+            words=self.words,
+        )
         state = self._prefill(self._variables, prompts_BP, lengths_B, requests, slots=slots)
         step = functools.partial(self._decode, self._variables)
         return Generation(step, state, requests, len(prompts), self.tokens_per_call)

@@ -37,8 +37,11 @@ _FEWSHOT_SEED = 1234  # the harness's own default
 
 # Options of `GenerationOptions` that are numbers, and their types.
 _NUMBERS: dict[str, tuple[type, ...]] = {
-    "max_gen_toks": (int,), "top_k": (int,), "temperature": (int, float), "top_p": (int, float),
-}  # fmt: skip
+    "max_gen_toks": (int,),
+    "top_k": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+}
 
 Ids = list[int]
 Scored = tuple[float, bool]  # log-likelihood, and whether greedy decoding would give the same
@@ -168,9 +171,11 @@ class HarnessModel(TemplateLM):
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             for window in get_rolling_token_windows(
-                token_list=ids, prefix_token=self.prefix_token_id, max_seq_len=self._max_length,
+                token_list=ids,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._max_length,
                 context_len=1,
-            ):  # fmt: skip
+            ):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(index)
         totals = [0.0] * len(requests)
@@ -198,9 +203,12 @@ class HarnessModel(TemplateLM):
         for options, indices in groups.items():
             prompts = [self._prompt(requests[i].args[0], options.max_tokens) for i in indices]
             outs = self._generator.generate(
-                prompts, options.sampling, options.max_tokens, [self._tokens.eos],
+                prompts,
+                options.sampling,
+                options.max_tokens,
+                [self._tokens.eos],
                 seeds=[self._seed + index for index in indices],
-            )  # fmt: skip
+            )
             for index, ids in zip(indices, outs, strict=True):
                 texts[index] = options.cut(self.tok_decode(ids.tolist()))
         for request, text in zip(requests, texts, strict=True):
@@ -211,9 +219,13 @@ class HarnessModel(TemplateLM):
     def _generator(self) -> Generator:
         cache = "fp32" if self._model.dtype == jnp.float32 else "bf16"  # as the activations
         return Generator(
-            self._model, self._variables, words=self._tokens.vocab_size,
-            max_length=self._max_length, max_requests=self._batch_size, cache=cache,
-        )  # fmt: skip
+            self._model,
+            self._variables,
+            words=self._tokens.vocab_size,
+            max_length=self._max_length,
+            max_requests=self._batch_size,
+            cache=cache,
+        )
 
     def _prompt(self, context: str, new: int) -> Ids:
         """Returns the ids of a context, of which the last ones fit beside `new` more tokens."""
@@ -263,7 +275,7 @@ class GenerationOptions:
             temperature=1.0 if temperature is None else float(temperature),
             top_k=options["top_k"] if drawn else None,
             top_p=options["top_p"] if drawn else None,
-        )  # fmt: skip
+        )
         most = options["max_gen_toks"]
         return cls(sampling=sampling, max_tokens=256 if most is None else most, until=tuple(until))
 

@@ -64,9 +64,15 @@ def score(
     at_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1], dtype=jnp.int32), tokens_BL.shape)
     begins_BL: Any = 0 if cache else lax.cummax(jnp.where(inside_BL, 0, at_BL), axis=1)
     found = score_targets(
-        model, variables, tokens_BL, jnp.roll(tokens_BL, -1, axis=1), segments_BL,
-        at_BL - begins_BL, key=key, cache=cache,
-    )  # fmt: skip
+        model,
+        variables,
+        tokens_BL,
+        jnp.roll(tokens_BL, -1, axis=1),
+        segments_BL,
+        at_BL - begins_BL,
+        key=key,
+        cache=cache,
+    )
     log_p_BL, best_BL = (jnp.roll(x, 1, axis=1) for x in found)
     return Scores(jnp.where(inside_BL, log_p_BL, 0.0), best_BL & inside_BL)
 

@@ -35,10 +35,15 @@ def solve(
         raise ValueError(f"{trained.name} has no tokenizer, which problems need")
     words = trained.model.config.vocab_size
     return measure_accuracy(
-        trained.model, _frozen(trained), trained.tokenizer, problems,
-        template=chat_template(trained), max_tokens=max_tokens, batch_size=batch_size,
+        trained.model,
+        _frozen(trained),
+        trained.tokenizer,
+        problems,
+        template=chat_template(trained),
+        max_tokens=max_tokens,
+        batch_size=batch_size,
         stop_ids=() if trained.files is None else end_ids(trained.files, words),
-    )  # fmt: skip
+    )
 
 
 def chat_template(trained: TrainedModel) -> ChatTemplate | None:

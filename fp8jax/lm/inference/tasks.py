@@ -129,9 +129,12 @@ def _json_task(path: Path, options: TaskOptions) -> ConfigurableTask:
         raise ValueError(f"{path}: shots={options.shots} needs more rows than {len(rows)}")
     choices = "choices" in rows[0]
     config = {
-        "task": task_name(path), "test_split": "test", "fewshot_split": "test",
-        "num_fewshot": options.shots, "doc_to_text": "query",
-    }  # fmt: skip
+        "task": task_name(path),
+        "test_split": "test",
+        "fewshot_split": "test",
+        "num_fewshot": options.shots,
+        "doc_to_text": "query",
+    }
     config |= _choice_config(path, options) if choices else _answer_config(options)
     return LocalTask(config, rows)
 
@@ -141,25 +144,30 @@ def _choice_config(path: Path, options: TaskOptions) -> dict[str, Any]:
         raise ValueError(f"{path} is multiple choice, which generates nothing: only shots= fits")
     means = {"aggregation": "mean", "higher_is_better": True}
     return {
-        "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
         "metric_list": [{"metric": "acc"} | means, {"metric": "acc_norm"} | means],
-    }  # fmt: skip
+    }
 
 
 def _answer_config(options: TaskOptions) -> dict[str, Any]:
     decoding = {
-        "until": ["\n"], "max_gen_toks": options.max_tokens,
-        "do_sample": options.temperature > 0, "temperature": options.temperature,
-    }  # fmt: skip
+        "until": ["\n"],
+        "max_gen_toks": options.max_tokens,
+        "do_sample": options.temperature > 0,
+        "temperature": options.temperature,
+    }
     keep = {"function": "take_first_k", "k": options.samples}
     return {
-        "output_type": "generate_until", "doc_to_target": _first_answer,
-        "generation_kwargs": decoding, "repeats": options.samples,
-        "filter_list": [{"name": "all", "filter": [keep]}], "process_results": _exact_match,
-        "metric_list": [
-            {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
-        ],
-    }  # fmt: skip
+        "output_type": "generate_until",
+        "doc_to_target": _first_answer,
+        "generation_kwargs": decoding,
+        "repeats": options.samples,
+        "filter_list": [{"name": "all", "filter": [keep]}],
+        "process_results": _exact_match,
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
 
 
 def _first_answer(row: Row) -> str:

@@ -53,9 +53,16 @@ def complete_text(
     for begin in range(0, len(prompts), most):
         part = slice(begin, begin + most)
         streamed = stream_text(
-            generator, tokenizer, prompts[part], sampling, num_tokens, stop_strings=stop_strings,
-            stop_ids=stop_ids, seeds=seeds[part], every=min(8, generator.tokens_per_call),
-        )  # fmt: skip
+            generator,
+            tokenizer,
+            prompts[part],
+            sampling,
+            num_tokens,
+            stop_strings=stop_strings,
+            stop_ids=stop_ids,
+            seeds=seeds[part],
+            every=min(8, generator.tokens_per_call),
+        )
         found += [growing.completion() for growing in list(streamed)[-1]]
     return found
 

@@ -40,6 +40,8 @@ def _characters() -> list[str]:
 def tokenizer_config(begin: str, end: str) -> dict[str, Any]:
     """Returns the tokenizer_config.json of a tokenizer.json without one."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": begin,
+        "eos_token": end,
         "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
+    }

@@ -22,14 +22,34 @@ from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import brief, lookup, unknown
 
 # Keys that change nothing of what the model computes for a row of tokens.
-_WITHOUT_EFFECT = frozenset({
-    "_attn_implementation_autoset", "_name_or_path", "architectures", "attention_dropout",
-    "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
-    "initializer_range", "label2id", "max_position_embeddings", "model_type", "output_attentions",
-    "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type",
-    "quantization_config", "return_dict",
-    "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
-})  # fmt: skip
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
 
 # Keys of any family -> the values that mean what this decoder computes.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -66,52 +86,89 @@ class Family:
 
 
 _SIZES = dict(
-    vocab_size="vocab_size", d_model="hidden_size", n_layers="num_hidden_layers",
-    n_heads="num_attention_heads", d_ff="intermediate_size",
-)  # fmt: skip
+    vocab_size="vocab_size",
+    d_model="hidden_size",
+    n_layers="num_hidden_layers",
+    n_heads="num_attention_heads",
+    d_ff="intermediate_size",
+)
 _ROPE = dict(rope_parameters=None, rope_scaling=None, rope_theta=1e4, partial_rotary_factor=None)
 _LLAMA = dict(
-    num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6,
-    tie_word_embeddings=False, **_ROPE,
-)  # fmt: skip
+    num_key_value_heads=None,
+    head_dim=None,
+    hidden_act="silu",
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    **_ROPE,
+)
 _QWEN = _LLAMA | dict(
-    num_key_value_heads=32, use_sliding_window=False, sliding_window=4096, max_window_layers=28,
+    num_key_value_heads=32,
+    use_sliding_window=False,
+    sliding_window=4096,
+    max_window_layers=28,
     layer_types=None,
-)  # fmt: skip
+)
 _NO_BIAS = dict(attention_bias=(False,), mlp_bias=(False,))
 
 _ALL = (
     Family(
-        architecture="LlamaForCausalLM", model_type="llama", sizes=_SIZES, defaults=_LLAMA,
-        only=_NO_BIAS | dict(sliding_window=(None,)), fields={},
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        sizes=_SIZES,
+        defaults=_LLAMA,
+        only=_NO_BIAS | dict(sliding_window=(None,)),
+        fields={},
     ),
     Family(
-        architecture="Qwen2ForCausalLM", model_type="qwen2", sizes=_SIZES, defaults=_QWEN,
-        only={}, fields=dict(biases="qkv"),
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        sizes=_SIZES,
+        defaults=_QWEN,
+        only={},
+        fields=dict(biases="qkv"),
     ),
     Family(
-        architecture="Qwen3ForCausalLM", model_type="qwen3", sizes=_SIZES,
-        defaults=_QWEN | dict(head_dim=128), only=_NO_BIAS, fields=dict(qk_norm=True),
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        sizes=_SIZES,
+        defaults=_QWEN | dict(head_dim=128),
+        only=_NO_BIAS,
+        fields=dict(qk_norm=True),
     ),
     Family(
-        architecture="GPT2LMHeadModel", model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        model_type="gpt2",
         sizes=dict(
-            vocab_size="vocab_size", d_model="n_embd", n_layers="n_layer", n_heads="n_head",
+            vocab_size="vocab_size",
+            d_model="n_embd",
+            n_layers="n_layer",
+            n_heads="n_head",
             learned_positions="n_positions",
         ),
         defaults=dict(
-            n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5,
+            n_inner=None,
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
             tie_word_embeddings=True,
         ),
         only=dict(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,)),
-        without_effect=frozenset({
-            "attn_pdrop", "embd_pdrop", "n_ctx", "reorder_and_upcast_attn", "resid_pdrop",
-            "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-            "summary_type", "summary_use_proj",
-        }),
+        without_effect=frozenset(
+            {
+                "attn_pdrop",
+                "embd_pdrop",
+                "n_ctx",
+                "reorder_and_upcast_attn",
+                "resid_pdrop",
+                "summary_activation",
+                "summary_first_dropout",
+                "summary_proj_to_labels",
+                "summary_type",
+                "summary_use_proj",
+            }
+        ),
         fields=dict(norm="layer", biases="all"),
     ),
-)  # fmt: skip
+)
 FAMILIES = {family.architecture: family for family in _ALL}
 
 
@@ -187,8 +244,9 @@ def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: st
         head_dim=_head_dim(config, "head_dim", sizes, where),
         norm_eps=_number(config, "rms_norm_eps", where),
         mlp=_activation(config, "hidden_act", _ACTIVATIONS, where),
-        rope_theta=theta, rope_scaling=scaling,
-    )  # fmt: skip
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
 
 
 def _gpt2_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: str) -> dict:
@@ -198,7 +256,7 @@ def _gpt2_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: str
         d_ff=_whole_or(config, "n_inner", 4 * sizes["d_model"], where),
         norm_eps=_number(config, "layer_norm_epsilon", where),
         mlp=_activation(config, "activation_function", _GPT2_ACTIVATIONS, where),
-    )  # fmt: skip
+    )
 
 
 def _check_keys(family: Family, config: Mapping[str, Any], where: str) -> None:
@@ -221,8 +279,12 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
     family = family_of(config, where)
     only = {**_ONLY, **family.only}
     known = {
-        *_WITHOUT_EFFECT, *only, *family.without_effect, *family.defaults, *family.sizes.values()
-    }  # fmt: skip
+        *_WITHOUT_EFFECT,
+        *only,
+        *family.without_effect,
+        *family.defaults,
+        *family.sizes.values(),
+    }
     return sorted(config.keys() - known)
 
 
@@ -289,9 +351,7 @@ def _head_dim(config: Mapping[str, Any], key: str, sizes: Mapping[str, int], whe
     return width // heads
 
 
-def _activation(
-    config: Mapping[str, Any], key: str, names: Mapping[str, str], where: str
-) -> str:  # fmt: skip
+def _activation(config: Mapping[str, Any], key: str, names: Mapping[str, str], where: str) -> str:
     if not isinstance(config[key], str) or config[key] not in names:
         raise ValueError(
             f"{where}: {key}={brief(config[key])} is not supported, only {' or '.join(names)}"
@@ -315,26 +375,37 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
     """
     family = family_for(model)
     common = {
-        "architectures": [family.architecture], "model_type": family.model_type,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         **{key: getattr(model, field) for field, key in family.sizes.items()},
         "tie_word_embeddings": model.tie_embeddings,
-    }  # fmt: skip
+    }
     if family.model_type == "gpt2":
         activation = {"gelu_tanh": "gelu_new", "gelu": "gelu"}[model.mlp]
         return common | {
-            "n_inner": model.d_ff, "activation_function": activation,
+            "n_inner": model.d_ff,
+            "activation_function": activation,
             "layer_norm_epsilon": model.norm_eps,
-        }  # fmt: skip
+        }
     rope, length = write_rope(model.rope_theta, model.rope_scaling, max_length)
     windows = {} if family.model_type == "llama" else {"use_sliding_window": False}
     # transformers before version 5, and servers that use it, read these two instead.
     older = {"rope_theta": model.rope_theta} | (
         {} if model.rope_scaling is None else {"rope_scaling": rope}
     )
-    return common | windows | older | {
-        "num_key_value_heads": model.n_kv_heads, "head_dim": model.head_dim, "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps, "max_position_embeddings": length, "rope_parameters": rope,
-    }  # fmt: skip
+    return (
+        common
+        | windows
+        | older
+        | {
+            "num_key_value_heads": model.n_kv_heads,
+            "head_dim": model.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": model.norm_eps,
+            "max_position_embeddings": length,
+            "rope_parameters": rope,
+        }
+    )
 
 
 def family_for(model: ModelConfig) -> Family:

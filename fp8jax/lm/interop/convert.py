@@ -50,9 +50,10 @@ def import_folder(source: str, workdir: Path) -> TrainedModel:
     trained = load_model(source, mesh=_host())
     where = os.path.abspath(folder)
     meta = {
-        "version": CHECKPOINT_VERSION, CONVERTED_FROM: where,
+        "version": CHECKPOINT_VERSION,
+        CONVERTED_FROM: where,
         NAMES: {"prefix": trained.prefix, "stored_head": trained.stored_head},
-    }  # fmt: skip
+    }
     with _quiet_writers(), new_folder(workdir) as made:
         try:
             _write_checkpoint(made / "checkpoints", trained.variables["params"], meta)
@@ -125,9 +126,14 @@ def _quiet_writers() -> Iterator[None]:
 
 
 def export(
-    source: str, target: Path, fmt: str, *, scales: str | None = None, step: int | None = None,
+    source: str,
+    target: Path,
+    fmt: str,
+    *,
+    scales: str | None = None,
+    step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """Writes the model of a workdir or of `hf:DIR` as a Hugging Face folder; returns notes.
 
     Raises:

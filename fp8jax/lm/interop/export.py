@@ -82,9 +82,12 @@ def _cast(name: str, make: Callable[[], np.ndarray], dtype: np.dtype) -> Callabl
 def _quantized(fmt: str) -> Format:
     def export(trained: TrainedModel, tensors: Tensors, scales: str | None) -> Export:
         plan = plan_export(
-            trained.model.config, as_policy(trained.model.policy), fmt, scales=scales,
+            trained.model.config,
+            as_policy(trained.model.policy),
+            fmt,
+            scales=scales,
             prefix=prefix_of(trained),
-        )  # fmt: skip
+        )
         rounded = {
             name: make if name in plan.casts else _cast(name, make, np.dtype(ml_dtypes.bfloat16))
             for name, make in tensors.items()

@@ -19,9 +19,12 @@ HUGGING_FACE = "hugging_face"  # the folder of a workdir that keeps the small fi
 
 _SHAPE = ("config.json", "generation_config.json")
 _BESIDE_TOKENIZER = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
     "chat_template.json",
-)  # fmt: skip
+)
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *_BESIDE_TOKENIZER)
 
 

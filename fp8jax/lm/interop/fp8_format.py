@@ -65,32 +65,39 @@ class Fp8Format:
 
 def _block_config(kept: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(kept),
-    }  # fmt: skip
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(kept),
+    }
 
 
 def _channel_config(kept: tuple[str, ...]) -> dict[str, Any]:
     """One group of all linears: weights by channel, activations by token, when they are read."""
     numbers = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
     group = {
-        "targets": ["Linear"], "format": "float-quantized", "output_activations": None,
+        "targets": ["Linear"],
+        "format": "float-quantized",
+        "output_activations": None,
         "weights": {**numbers, "strategy": "channel", "dynamic": False},
         "input_activations": {**numbers, "strategy": "token", "dynamic": True},
-    }  # fmt: skip
+    }
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized",
-        "quantization_status": "compressed", "global_compression_ratio": None,
-        "kv_cache_scheme": None, "ignore": list(kept), "config_groups": {"group_0": group},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(kept),
+        "config_groups": {"group_0": group},
+    }
 
 
-_BLOCK = Fp8Format(
-    name="fp8_block", tile=BLOCK128, suffix="weight_scale_inv", config=_block_config
-)  # fmt: skip
+_BLOCK = Fp8Format(name="fp8_block", tile=BLOCK128, suffix="weight_scale_inv", config=_block_config)
 _CHANNEL = Fp8Format(
     name="compressed_tensors", tile=ROW, suffix="weight_scale", config=_channel_config
-)  # fmt: skip
+)
 FP8_FORMATS = {fmt.name: fmt for fmt in (_BLOCK, _CHANNEL)}
 
 

@@ -52,9 +52,10 @@ class InitialWeights:
             self._refuse_other_shapes(theirs)
         fields = dataclasses.asdict(theirs)
         others = {
-            name: value for name, value in dataclasses.asdict(self.model).items()
+            name: value
+            for name, value in dataclasses.asdict(self.model).items()
             if value != fields[name]
-        }  # fmt: skip
+        }
         if others:
             changed = ", ".join(
                 f"{name}: {fields[name]} -> {other}" for name, other in others.items()

@@ -134,9 +134,11 @@ def _listed(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}{why}")
     index = load_json(folder / INDEX)
     listed = index["weight_map"] if "weight_map" in index else None
-    if not isinstance(listed, dict) or not listed or not all(
-        isinstance(file, str) and Path(file).name == file for file in listed.values()
-    ):  # fmt: skip
+    if (
+        not isinstance(listed, dict)
+        or not listed
+        or not all(isinstance(file, str) and Path(file).name == file for file in listed.values())
+    ):
         raise ValueError(f"{folder / INDEX}: weight_map must map tensors to files of the folder")
     missing = sorted({file for file in listed.values() if not (folder / file).is_file()})
     if missing:
@@ -195,13 +197,19 @@ def check_tensors(files: TensorReader, model: ModelConfig) -> str:
         problems.append(f"not part of the model: {grouped(extra)}")
     shared = [name for name in expected if name in found]
     problems += _grouped_by(
-        {name: f"has shape {list(files.shapes[name])} instead of {list(expected[name])}"
-         for name in shared if files.shapes[name] != expected[name]}
-    )  # fmt: skip
+        {
+            name: f"has shape {list(files.shapes[name])} instead of {list(expected[name])}"
+            for name in shared
+            if files.shapes[name] != expected[name]
+        }
+    )
     problems += _grouped_by(
-        {name: f"has dtype {files.dtypes[name]}, not one of {', '.join(READABLE)}"
-         for name in shared if files.dtypes[name] not in READABLE}
-    )  # fmt: skip
+        {
+            name: f"has dtype {files.dtypes[name]}, not one of {', '.join(READABLE)}"
+            for name in shared
+            if files.dtypes[name] not in READABLE
+        }
+    )
     if problems:
         raise ValueError(
             f"the tensors in {files.folder} are not those of its config.json: {'; '.join(problems)}"

@@ -12,14 +12,18 @@ from fp8jax.lookup import brief
 _KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
-        "beta_slow", "mscale", "mscale_all_dim", "truncate",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
     ),
-}  # fmt: skip
+}
 
 
 def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -112,11 +116,13 @@ class _Reader:
                 f"{self._where}: RoPE's truncate must be true or false, got {brief(truncate)}"
             )
         return Yarn(
-            factor=factor, original=original, attention_factor=self._attention_factor(factor),
+            factor=factor,
+            original=original,
+            attention_factor=self._attention_factor(factor),
             beta_fast=self._number("beta_fast") if self._has("beta_fast") else 32.0,
             beta_slow=self._number("beta_slow") if self._has("beta_slow") else 1.0,
             truncate=truncate,
-        )  # fmt: skip
+        )
 
     def _attention_factor(self, factor: float) -> float | None:
         """The given one; or the quotient of DeepSeek's two; None for the paper's."""
@@ -175,8 +181,10 @@ def write_rope(
         return {"rope_type": "linear", **base, "factor": scaling.factor}, max_length
     assert isinstance(scaling, Llama3 | Yarn)
     shared = {
-        **base, "factor": scaling.factor, "original_max_position_embeddings": scaling.original
-    }  # fmt: skip
+        **base,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original,
+    }
     length = max(max_length, round(scaling.factor * scaling.original))
     if isinstance(scaling, Llama3):
         bounds = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}

@@ -90,11 +90,18 @@ _LLAMA = Names(
     places=(
         Place("embedding", "{prefix}embed_tokens.weight"),
         *_norm("layers/attention_norm", f"{_LAYER_OF_LLAMA}input_layernorm"),
-        *_linears(_LAYER_OF_LLAMA, {
-            "attention/q": "self_attn.q_proj", "attention/k": "self_attn.k_proj",
-            "attention/v": "self_attn.v_proj", "attention/o": "self_attn.o_proj",
-            "mlp/gate": "mlp.gate_proj", "mlp/up": "mlp.up_proj", "mlp/down": "mlp.down_proj",
-        }),
+        *_linears(
+            _LAYER_OF_LLAMA,
+            {
+                "attention/q": "self_attn.q_proj",
+                "attention/k": "self_attn.k_proj",
+                "attention/v": "self_attn.v_proj",
+                "attention/o": "self_attn.o_proj",
+                "mlp/gate": "mlp.gate_proj",
+                "mlp/up": "mlp.up_proj",
+                "mlp/down": "mlp.down_proj",
+            },
+        ),
         *_norm("layers/attention/q_norm", f"{_LAYER_OF_LLAMA}self_attn.q_norm"),
         *_norm("layers/attention/k_norm", f"{_LAYER_OF_LLAMA}self_attn.k_norm"),
         *_norm("layers/mlp_norm", f"{_LAYER_OF_LLAMA}post_attention_layernorm"),
@@ -102,7 +109,7 @@ _LLAMA = Names(
         Place("lm_head/kernel", "lm_head.weight", transposed=True),
     ),
     buffers=(r"(.*\.)?rotary_emb\.inv_freq",),
-)  # fmt: skip
+)
 
 _LAYER_OF_GPT2 = f"{{prefix}}h.{LAYER}."
 _GPT2 = Names(
@@ -122,7 +129,7 @@ _GPT2 = Names(
         Place("lm_head/kernel", "lm_head.weight", transposed=True),
     ),
     buffers=(r"(.*\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-)  # fmt: skip
+)
 
 HEAD = "lm_head.weight"  # a checkpoint of a tied model may hold it too, equal to the embedding
 

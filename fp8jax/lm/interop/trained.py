@@ -126,15 +126,25 @@ def _load_folder(
     params = read_tree(files, shape, prefix, shardings["params"], np.float32)
     variables = {"params": params, **_empty_histories(model, shardings)}
     return TrainedModel(
-        model=model, variables=variables, tokenizer=words, name=str(folder), record=None,
-        files=folder, prefix=prefix, stored_head=shape.tie_embeddings and HEAD in files.shapes,
-    )  # fmt: skip
+        model=model,
+        variables=variables,
+        tokenizer=words,
+        name=str(folder),
+        record=None,
+        files=folder,
+        prefix=prefix,
+        stored_head=shape.tie_embeddings and HEAD in files.shapes,
+    )
 
 
 def _load_workdir(
-    workdir: Path, precision: str | None, step: int | None, mesh: Mesh | None, backend: Any,
+    workdir: Path,
+    precision: str | None,
+    step: int | None,
+    mesh: Mesh | None,
+    backend: Any,
     attention: Any,
-) -> TrainedModel:  # fmt: skip
+) -> TrainedModel:
     with Checkpointer(workdir / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
         found, meta = read_record(checkpointer, workdir, step)
         record = meta["config"] if "config" in meta else None
@@ -156,9 +166,15 @@ def _load_workdir(
     else:
         variables |= _empty_histories(model, shardings)
     return TrainedModel(
-        model=model, variables=variables, tokenizer=words, name=str(workdir), record=record,
-        step=found, files=workdir / HUGGING_FACE, **(meta[NAMES] if NAMES in meta else {}),
-    )  # fmt: skip
+        model=model,
+        variables=variables,
+        tokenizer=words,
+        name=str(workdir),
+        record=record,
+        step=found,
+        files=workdir / HUGGING_FACE,
+        **(meta[NAMES] if NAMES in meta else {}),
+    )
 
 
 def read_record(
@@ -264,8 +280,9 @@ def _model(
 def _abstract(boxed: Any, shardings: Any, dtype: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
-        nn.meta.unbox(boxed), shardings,
-    )  # fmt: skip
+        nn.meta.unbox(boxed),
+        shardings,
+    )
 
 
 def _empty_histories(model: Transformer, shardings: Any) -> dict[str, Any]:
@@ -275,6 +292,7 @@ def _empty_histories(model: Transformer, shardings: Any) -> dict[str, Any]:
     shapes = abstract_variables(model)[HISTORIES]
     zeros = jax.tree.map(
         lambda leaf, sharding: jax.device_put(np.zeros(leaf.shape, np.float32), sharding),
-        nn.meta.unbox(shapes), shardings[HISTORIES],
-    )  # fmt: skip
+        nn.meta.unbox(shapes),
+        shardings[HISTORIES],
+    )
     return {HISTORIES: zeros}

@@ -129,9 +129,11 @@ def written(
     if cache.key_scales is None or cache.value_scales is None:
         return KVCache(keys=keys, values=values)
     return KVCache(
-        keys=keys, values=values, key_scales=put(cache.key_scales, key_scale_BLK),
+        keys=keys,
+        values=values,
+        key_scales=put(cache.key_scales, key_scale_BLK),
         value_scales=put(cache.value_scales, value_scale_BLK),
-    )  # fmt: skip
+    )
 
 
 def _encoded(x_BLKH: Array, cache: KVCache) -> tuple[Array, Any]:

@@ -126,9 +126,16 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in (
-            "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff", "head_dim",
-            "norm_eps", "rope_theta",
-        ):  # fmt: skip
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "d_ff",
+            "head_dim",
+            "norm_eps",
+            "rope_theta",
+        ):
             if not 0 < getattr(self, name) < math.inf:  # also refuses NaN
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         if self.n_heads % self.n_kv_heads:

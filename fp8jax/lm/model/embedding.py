@@ -56,8 +56,9 @@ def look_up(
         columns, batch = spec("residual", "embed"), spec("batch")
         return jax.shard_map(
             functools.partial(_look_up_columns, dtype=dtype),
-            in_specs=(columns, batch), out_specs=batch,
-        )(table_VD, ids_BL)  # fmt: skip
+            in_specs=(columns, batch),
+            out_specs=batch,
+        )(table_VD, ids_BL)
     # The second constraint gathers the table over fsdp before the look-up. With it alone, XLA
     # would gather first and then cast, and so move float32 numbers.
     cast_VD = constrain(table_VD.astype(dtype), rows, "embed")
@@ -76,8 +77,9 @@ def _look_up_bwd(rows, dtype, residuals, g_BLD):
         columns, batch = spec("residual", "embed"), spec("batch")
         sums_VD = jax.shard_map(
             functools.partial(_sum_columns, num_rows=num_rows),
-            in_specs=(batch, batch), out_specs=columns,
-        )(ids_BL, g_BLD)  # fmt: skip
+            in_specs=(batch, batch),
+            out_specs=columns,
+        )(ids_BL, g_BLD)
     else:
         sums_VD = sum_by_id(ids_BL, g_BLD, num_rows)
     return sums_VD.astype(empty_V0.dtype), None
@@ -127,8 +129,9 @@ def sum_by_id(
     over_batch = PartitionSpec(axes)
     return jax.shard_map(
         lambda ids, g: lax.psum(_sum_sorted(ids, g, num_rows), axes),
-        in_specs=(over_batch, over_batch), out_specs=PartitionSpec(),
-    )(ids_BL, g_BLD)  # fmt: skip
+        in_specs=(over_batch, over_batch),
+        out_specs=PartitionSpec(),
+    )(ids_BL, g_BLD)
 
 
 def _sum_here(ids_BL, g_BLD, num_rows: int):
@@ -153,9 +156,12 @@ def _sum_sorted(ids_BL, g_BLD, num_rows: int):
     runs_CR = jnp.cumsum(jnp.diff(ids_CR, axis=1, prepend=ids_CR[:, :1]) != 0, axis=1)
     in_run_CSR = runs_CR[:, None, :] == jnp.arange(BLOCK)[None, :, None]
     sums_CSD = jnp.einsum(
-        "CSR,CRD->CSD", in_run_CSR.astype(g_TD.dtype), g_CRD,
-        preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST,
-    )  # fmt: skip
+        "CSR,CRD->CSD",
+        in_run_CSR.astype(g_TD.dtype),
+        g_CRD,
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
     first_C, last_C, count_C = ids_CR[:, 0], ids_CR[:, -1], runs_CR[:, -1]
     sums_CSD = sums_CSD.at[1:, 0].add(_sums_before(first_C, last_C, count_C, sums_CSD))
     # A run ends in its block, unless it is the last one there and the next block goes on with it.

@@ -134,9 +134,11 @@ def _frozen_group(
         frozen: dict[str, FrozenKernel] = {}
         for names in (cast,) if shared else [(name,) for name in cast]:
             made = freeze_kernels(
-                [kernels[name] for name in names], recipes[names[0]],
-                [states[name] for name in names], backend=model.backend,
-            )  # fmt: skip
+                [kernels[name] for name in names],
+                recipes[names[0]],
+                [states[name] for name in names],
+                backend=model.backend,
+            )
             frozen |= zip(names, made, strict=True)
         return frozen
 

@@ -108,11 +108,16 @@ class Linears:
         # each of the 2 * n_layers additions: so their kernels start smaller (GPT-2).
         shrink = math.sqrt(2 * self.config.n_layers) if linear.name in ("o", "down") else 1.0
         return Dense(
-            linear.features, self.policy.recipe(path), self.backend,
+            linear.features,
+            self.policy.recipe(path),
+            self.backend,
             path in BIASES[self.config.biases],
-            kernel_init=nn.initializers.normal(0.02 / shrink), kernel_axes=linear.axes,
-            seeded=True, requantize=linear.requantize, name=linear.name,
-        )  # fmt: skip
+            kernel_init=nn.initializers.normal(0.02 / shrink),
+            kernel_axes=linear.axes,
+            seeded=True,
+            requantize=linear.requantize,
+            name=linear.name,
+        )
 
     def keys(self, names: Iterable[str]) -> list[Any]:
         """Returns the random key of each linear: the layer's, folded with its place in MODULES."""
@@ -129,10 +134,17 @@ class Linears:
             raise ValueError(f"layers with frozen kernels cannot be promoted: {name!r} is frozen")
         (key,) = self.keys([name])
         y = promotable_dot(
-            x, kernel, self.promoted, low=as_recipe(layer.recipe),
-            high=high.recipe(self._path_of(name)), state=histories, key=key,
-            backend=self.backend, scope=name, probe=module_probe(layer),
-        )  # fmt: skip
+            x,
+            kernel,
+            self.promoted,
+            low=as_recipe(layer.recipe),
+            high=high.recipe(self._path_of(name)),
+            state=histories,
+            key=key,
+            backend=self.backend,
+            scope=name,
+            probe=module_probe(layer),
+        )
         return add_bias(y, bias)
 
     def fuses(self, x) -> bool:
@@ -163,9 +175,14 @@ class Linears:
             states.append(histories)
         names = [linear.name for linear in linears]
         return fused_mlp(
-            x, tuple(kernels), recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
-            states=tuple(states), keys=self.keys(names), backend=self.backend, scopes=names,
-        )  # fmt: skip
+            x,
+            tuple(kernels),
+            recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
+            states=tuple(states),
+            keys=self.keys(names),
+            backend=self.backend,
+            scopes=names,
+        )
 
 
 class Attention(nn.Module):

@@ -55,9 +55,13 @@ def _qwen(d_model: int, n_layers: int, n_heads: int, d_ff: int, **fields) -> Mod
 
 def _gpt(d_model: int, n_layers: int, n_heads: int, **fields) -> ModelConfig:
     family = dict(
-        vocab_size=50_257, learned_positions=2048, norm="layer", mlp="gelu", biases="all",
+        vocab_size=50_257,
+        learned_positions=2048,
+        norm="layer",
+        mlp="gelu",
+        biases="all",
         tie_embeddings=True,
-    )  # fmt: skip
+    )
     return _llama(d_model, n_layers, n_heads, 4 * d_model, **(family | fields))
 
 

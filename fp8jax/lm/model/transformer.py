@@ -191,9 +191,12 @@ class Transformer(nn.Module):
         if self.config.tie_embeddings and not frozen:
             head = Fp8DotGeneral(recipe, self.backend, seeded=True, name="lm_head")
             return head(
-                x_BLD, table_VD, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32,
+                x_BLD,
+                table_VD,
+                (((2,), (1,)), ((), ())),
+                preferred_element_type=jnp.float32,
                 key=key,
-            )  # fmt: skip
+            )
         return self._untied_head(recipe)(x_BLD, key)
 
     def _head_weight(self, policy: Policy, table_VD) -> Float[Array, "D V"]:
@@ -203,10 +206,15 @@ class Transformer(nn.Module):
 
     def _untied_head(self, recipe: Recipe) -> Dense:
         return Dense(
-            self.config.vocab_size, recipe, self.backend,
-            kernel_init=nn.initializers.normal(0.02), kernel_axes=("embed", "vocab"),
-            preferred_element_type=jnp.float32, seeded=True, name="lm_head",
-        )  # fmt: skip
+            self.config.vocab_size,
+            recipe,
+            self.backend,
+            kernel_init=nn.initializers.normal(0.02),
+            kernel_axes=("embed", "vocab"),
+            preferred_element_type=jnp.float32,
+            seeded=True,
+            name="lm_head",
+        )
 
     def _layers(self, policy: Policy, x_BLD, inputs: "_LayerInputs", cache: Caches | None):
         """Runs all layers, one stretch after the other; returns x and the cache."""
@@ -322,9 +330,14 @@ def _run_stretch(
     """
     high = None if is_exact(stretch.policy) or model.high is None else as_policy(model.high)
     block = Block(
-        model.config, stretch.policy, model.backend, model.attention, high, model.zero_padding,
+        model.config,
+        stretch.policy,
+        model.backend,
+        model.attention,
+        high,
+        model.zero_padding,
         parent=None,
-    )  # fmt: skip
+    )
 
     def layer(x_BLD, scanned):
         variables, index, promoted = scanned
@@ -386,9 +399,13 @@ def _run_cached(
       variables, cache: of all layers.
     """
     block = Block(
-        model.config, stretch.policy, model.backend, model.attention,
-        zero_padding=model.zero_padding, parent=None,
-    )  # fmt: skip
+        model.config,
+        stretch.policy,
+        model.backend,
+        model.attention,
+        zero_padding=model.zero_padding,
+        parent=None,
+    )
 
     @jax.jit
     def layer(x_BLD, scanned):

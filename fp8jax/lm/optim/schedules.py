@@ -10,9 +10,12 @@ from fp8jax.lm.optim.config import OptimizerConfig
 def _cosine(c: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up, then half a cosine that reaches final_fraction at the last step."""
     return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=0.0, peak_value=c.learning_rate, warmup_steps=c.warmup,
-        decay_steps=c.num_steps, end_value=c.final_fraction * c.learning_rate,
-    )  # fmt: skip
+        init_value=0.0,
+        peak_value=c.learning_rate,
+        warmup_steps=c.warmup,
+        decay_steps=c.num_steps,
+        end_value=c.final_fraction * c.learning_rate,
+    )
 
 
 def _wsd(c: OptimizerConfig) -> optax.Schedule:

@@ -45,7 +45,7 @@ def _stochastic_sign(mean: Any, bound: Any, key: Array) -> Any:
     noise = [jax.random.uniform(k, m.shape, minval=-1.0) for k, m in zip(keys, leaves, strict=True)]
     return jax.tree.map(
         lambda m, g, n: jnp.sign(m + g * n), mean, bound, jax.tree.unflatten(treedef, noise)
-    )  # fmt: skip
+    )
 
 
 def scale_by_stosign(b1: float, decay: float, seed: int) -> optax.GradientTransformation:

@@ -39,9 +39,13 @@ class _PackageSink:
         self._package = package
         if package.__name__ == "wandb":
             package.init(
-                project=project, name=name, id=name, resume="allow", dir=str(workdir),
+                project=project,
+                name=name,
+                id=name,
+                resume="allow",
+                dir=str(workdir),
                 config=dict(config),
-            )  # fmt: skip
+            )
         else:
             package.init(project=project, name=name, resume="allow", config=dict(config))
 

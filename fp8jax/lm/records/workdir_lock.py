@@ -114,7 +114,9 @@ def _take(descriptor: int, path: Path, operation: int) -> None:
             raise
         logging.warning(
             "the file system of %s has no locks (%s): see to it yourself that no second program "
-            "works there", path.parent, error.strerror,
-        )  # fmt: skip
+            "works there",
+            path.parent,
+            error.strerror,
+        )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

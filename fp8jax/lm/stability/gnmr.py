@@ -72,10 +72,12 @@ class Gnmr:
             raise ValueError(f"gnmr_most={self.most} is more than the model's {n_layers} layers")
         zeros = jnp.zeros(n_layers, jnp.float32)
         return {
-            "steps": jnp.zeros((), jnp.int32), "mean": zeros, "lock": zeros.astype(jnp.int32),
+            "steps": jnp.zeros((), jnp.int32),
+            "mean": zeros,
+            "lock": zeros.astype(jnp.int32),
             "ratios": jnp.zeros((self.window, n_layers), jnp.float32),
             "promoted": jnp.zeros(n_layers, bool),
-        }  # fmt: skip
+        }
 
 
 def update_gnmr(

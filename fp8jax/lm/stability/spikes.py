@@ -78,6 +78,7 @@ def judge(
     spike = (accepted >= detector.window // 2) & (loss > limit)
     verdict = jnp.where(is_finite(loss, grad_norm), jnp.where(spike, SPIKE, ACCEPTED), NON_FINITE)
     with_loss = {
-        "losses": losses.at[accepted % detector.window].set(loss), "accepted": accepted + 1
-    }  # fmt: skip
+        "losses": losses.at[accepted % detector.window].set(loss),
+        "accepted": accepted + 1,
+    }
     return verdict, select_if(verdict == ACCEPTED, with_loss, dict(seen))

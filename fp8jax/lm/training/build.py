@@ -204,8 +204,9 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     boxed = initial.eval_shape()
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        linen.meta.unbox(boxed), tree_shardings(boxed, shared.mesh),
-    )  # fmt: skip
+        linen.meta.unbox(boxed),
+        tree_shardings(boxed, shared.mesh),
+    )
     copies = config.master_weights != "float32"
     sizes = sizes_of(
         model,
@@ -236,10 +237,14 @@ def _stage(
     if before is not None:
         carried = carried_histories(before.model, before.state, model, state)
     return Stage(
-        begins=begins, model=model, state=state, carried=carried, gains=draft.gated.report,
+        begins=begins,
+        model=model,
+        state=state,
+        carried=carried,
+        gains=draft.gated.report,
         slower=draft.gated.slower,
         programs=_programs(config, shared, model, draft.initial, state, shardings),
-    )  # fmt: skip
+    )
 
 
 def _programs(
@@ -253,15 +258,23 @@ def _programs(
     def compiled(model: Transformer, kind: Callable[..., Any] = train_step):
         def step(state, batch, numbers):
             return kind(
-                state, batch, numbers, model=model, optimizer=shared.optimizer,
-                grad_accum=config.grad_accum, detector=shared.detector,
-                gnmr=shared.gnmr if kind is train_step else None, inject=inject_gradient,
-            )  # fmt: skip
+                state,
+                batch,
+                numbers,
+                model=model,
+                optimizer=shared.optimizer,
+                grad_accum=config.grad_accum,
+                detector=shared.detector,
+                gnmr=shared.gnmr if kind is train_step else None,
+                inject=inject_gradient,
+            )
 
         return jax.jit(
-            step, donate_argnums=0, out_shardings=(shardings, None),
+            step,
+            donate_argnums=0,
+            out_shardings=(shardings, None),
             compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
-        )  # fmt: skip
+        )
 
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
@@ -353,9 +366,13 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[.
         histories = variables[HISTORIES] if HISTORIES in variables else {}
         fresh = {p.field: p.fresh() for p in shared.optional_state if p.fresh is not None}
         return TrainState(
-            step=jnp.zeros((), jnp.int32), params=params, histories=histories,
-            opt_state=shared.optimizer.init(params), key=jax.random.fold_in(key, 1), **fresh,
-        )  # fmt: skip
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            histories=histories,
+            opt_state=shared.optimizer.init(params),
+            key=jax.random.fold_in(key, 1),
+            **fresh,
+        )
 
     return initial
 
@@ -375,13 +392,19 @@ def _model(
         raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {words}")
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
     attention = choose_attention(
-        config.attention, jax.ShapeDtypeStruct(queries, Transformer.dtype),
-        beta=config.attention_beta, tolerance=config.attention_tie_tolerance,
-    )  # fmt: skip
+        config.attention,
+        jax.ShapeDtypeStruct(queries, Transformer.dtype),
+        beta=config.attention_beta,
+        tolerance=config.attention_tie_tolerance,
+    )
     gated = size_gate(
-        policy, shape.linears, tokens=rows * config.seq_len, tensor=mesh.shape["tensor"],
-        backend=config.backend, leave=config.size_gate,
-    )  # fmt: skip
+        policy,
+        shape.linears,
+        tokens=rows * config.seq_len,
+        tensor=mesh.shape["tensor"],
+        backend=config.backend,
+        leave=config.size_gate,
+    )
     return Transformer(shape, gated.policy, config.backend, attention), gated
 
 
@@ -409,9 +432,13 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
         raise ValueError(f"gnmr_first={config.gnmr_first} does not lie in [0, 1]")
     gnmr = Gnmr(
         # Without thresholds, GNMR is off, but its other numbers are checked.
-        alpha=tuple(config.gnmr_alpha) or (1.0,), beta=config.gnmr_beta, most=config.gnmr_most,
-        lock=config.gnmr_lock, window=config.gnmr_window, random=config.gnmr_random,
-    )  # fmt: skip
+        alpha=tuple(config.gnmr_alpha) or (1.0,),
+        beta=config.gnmr_beta,
+        most=config.gnmr_most,
+        lock=config.gnmr_lock,
+        window=config.gnmr_window,
+        random=config.gnmr_random,
+    )
     if config.gnmr_alpha:
         return gnmr
     if config.gnmr_random is not None:
@@ -441,13 +468,19 @@ def _sampler(
         variables = as_variables(state.params, state.histories)
         requests = Requests(
             keys_B=jax.random.fold_in(state.key, state.step)[None],
-            limits_B=jnp.array([config.sample_tokens]), stops=jnp.array([tokens.eos]),
-            rule=Sampling(temperature=config.sample_temperature).rule(), words=tokens.vocab_size,
-        )  # fmt: skip
+            limits_B=jnp.array([config.sample_tokens]),
+            stops=jnp.array([tokens.eos]),
+            rule=Sampling(temperature=config.sample_temperature).rule(),
+            words=tokens.vocab_size,
+        )
         new_1T = complete(
-            model, variables, jnp.asarray(prompt)[None], jnp.array([len(prompt)]), requests,
+            model,
+            variables,
+            jnp.asarray(prompt)[None],
+            jnp.array([len(prompt)]),
+            requests,
             tokens=config.sample_tokens,
-        )  # fmt: skip
+        )
         return jnp.concatenate([jnp.asarray(prompt), new_1T[0]])
 
     everywhere = NamedSharding(shared.mesh, PartitionSpec())

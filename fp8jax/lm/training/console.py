@@ -26,9 +26,13 @@ _MOST_LINES = 8  # of changed config keys
 def labeled(label: str, text: str) -> list[str]:
     """Returns `label  text`, wrapped; the label has a column of its own."""
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"{label:<10} ", subsequent_indent=" " * 11,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+        text,
+        _WIDTH,
+        initial_indent=f"{label:<10} ",
+        subsequent_indent=" " * 11,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) -> list[str]:
@@ -57,7 +61,7 @@ def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) ->
             f" {settings.tokens_per_step:,} tokens{accumulated}; {_epochs(settings, corpus)}",
         ),
         *labeled("versions", f"jax {jax.__version__}, Python {platform.python_version()}"),
-    ]  # fmt: skip
+    ]
 
 
 def _changes(run: Run, defaults: Mapping[str, Any]) -> list[str]:

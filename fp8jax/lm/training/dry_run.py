@@ -141,8 +141,11 @@ class Plan:
             ("model", self.model),
             ("parameters", f"{self.parameters:,}"),
             ("text from", ", ".join(self.sources)),
-            ("a step", f"{self.rows_per_step:,} rows of {self.seq_len:,} tokens"
-                       f" = {self.tokens_per_step:,} tokens"),
+            (
+                "a step",
+                f"{self.rows_per_step:,} rows of {self.seq_len:,} tokens"
+                f" = {self.tokens_per_step:,} tokens",
+            ),
             ("all steps", f"{self.steps:,} steps = {self.tokens:,} tokens"),
             ("training FLOPs", f"{self.flops_per_token:.3e} a token, {self.flops:.3e} in all"),
             ("precision", f"policy {self.policy}"),
@@ -151,7 +154,7 @@ class Plan:
             ("devices", f"{self.devices} x {self.device_kind}, as {mesh}"),
             ("a checkpoint", f"{checkpoint}, before compression"),
             ("compile time", f"{self.compile_seconds:.1f} s, less if cached"),
-        ]  # fmt: skip
+        ]
 
     def _memory(self) -> list[tuple[str, int]]:
         return [

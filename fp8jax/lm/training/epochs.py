@@ -18,18 +18,31 @@ from fp8jax.lm.training.settings import Settings
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
-    "data", "tokenizer", "seq_len", "valid_fraction", "long_examples", "bad_examples", "seed",
-    "batch_size", "num_epochs", "(contents of the data)",
-)  # fmt: skip
+    "data",
+    "tokenizer",
+    "seq_len",
+    "valid_fraction",
+    "long_examples",
+    "bad_examples",
+    "seed",
+    "batch_size",
+    "num_epochs",
+    "(contents of the data)",
+)
 
 
 def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
     """Returns the corpus of a run; raises ValueError as `build_corpus` does."""
     return build_corpus(
-        settings.data, tokens, seq_len=settings.seq_len, valid_fraction=settings.valid_fraction,
-        cache_dir=settings.cache_dir, long_examples=settings.long_examples,
-        bad_examples=settings.bad_examples, document_masking=settings.document_masking,
-    )  # fmt: skip
+        settings.data,
+        tokens,
+        seq_len=settings.seq_len,
+        valid_fraction=settings.valid_fraction,
+        cache_dir=settings.cache_dir,
+        long_examples=settings.long_examples,
+        bad_examples=settings.bad_examples,
+        document_masking=settings.document_masking,
+    )
 
 
 def with_steps(config: ConfigDict) -> tuple[ConfigDict, Corpus | None]:
@@ -54,9 +67,12 @@ def with_steps(config: ConfigDict) -> tuple[ConfigDict, Corpus | None]:
     counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)
     logging.info(
         "num_epochs=%d of %d rows are num_steps=%d of %d rows; num_steps=%d is not read",
-        config.num_epochs, len(corpus.train), counted.num_steps, config.batch_size,
+        config.num_epochs,
+        len(corpus.train),
+        counted.num_steps,
+        config.batch_size,
         config.num_steps,
-    )  # fmt: skip
+    )
     return counted, corpus
 
 

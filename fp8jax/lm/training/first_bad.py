@@ -27,10 +27,21 @@ from fp8jax.lm.training.step import TrainState, accumulate, as_variables
 from fp8jax.numerics.names import as_policy
 
 _ORDER = (
-    "attention_norm", "attention/q_norm", "attention/k_norm", "attention/q/", "attention/k/",
-    "attention/v/", "attention/o/", "attention", "mlp_norm", "mlp/gate/", "mlp/up/", "mlp/hidden",
-    "mlp/down/", "mlp",
-)  # fmt: skip
+    "attention_norm",
+    "attention/q_norm",
+    "attention/k_norm",
+    "attention/q/",
+    "attention/k/",
+    "attention/v/",
+    "attention/o/",
+    "attention",
+    "mlp_norm",
+    "mlp/gate/",
+    "mlp/up/",
+    "mlp/hidden",
+    "mlp/down/",
+    "mlp",
+)
 
 
 def find_bad(
@@ -53,9 +64,13 @@ def find_bad(
         grads = inject(grads, batch)
     key = state.key if as_policy(model.policy).stochastic else None
     _, watched = model.apply(
-        as_variables(state.params, state.histories), batch["tokens"], batch["segments"],
-        batch["positions"], key, mutable=[AMAXES],
-    )  # fmt: skip
+        as_variables(state.params, state.histories),
+        batch["tokens"],
+        batch["segments"],
+        batch["positions"],
+        key,
+        mutable=[AMAXES],
+    )
 
     def bad(tree: Any) -> dict[str, Array]:
         def leaf(name: str, x: Array) -> Array:

@@ -130,8 +130,9 @@ class InitialState:
             )
         refuse_other_shapes(
             f"initial_state={self.source} is that of another model",
-            shape_of_workdir(Path(self.source), before), run.stages[0].model.config,
-        )  # fmt: skip
+            shape_of_workdir(Path(self.source), before),
+            run.stages[0].model.config,
+        )
         self._refuse_other_tokenizer(before, run)
         return step, meta
 

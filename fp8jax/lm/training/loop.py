@@ -132,10 +132,12 @@ def train_and_evaluate(
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
             Checkpointer(
-                Path(workdir, "checkpoints"), every=settings.checkpoint_every,
-                keep=settings.checkpoint_keep, keep_best=settings.checkpoint_keep_best,
+                Path(workdir, "checkpoints"),
+                every=settings.checkpoint_every,
+                keep=settings.checkpoint_keep,
+                keep_best=settings.checkpoint_keep_best,
             )
-        )  # fmt: skip
+        )
         loop = _Loop(workdir, run, corpus, checkpointer, stop, profile, faults, stack, changes)
         loop.begin(None if defaults is None else defaults.to_dict())
         stack.push(loop.end)
@@ -228,10 +230,12 @@ class _Loop:
         stack.callback(self.profile.stop)
         self.metrics = stack.enter_context(
             Metrics(
-                workdir, num_steps=max(num_steps, self.start), start_step=self.start,
+                workdir,
+                num_steps=max(num_steps, self.start),
+                start_step=self.start,
                 sink=self._sink(),
             )
-        )  # fmt: skip
+        )
         self.telemetry = stack.enter_context(Telemetry(workdir, run, self.metrics, self.start))
         self.compilation = None if restored is not None else _first_compilation(run)
         self.position = initial_position(run, restored)
@@ -248,9 +252,9 @@ class _Loop:
         self.precision: list[str] = []  # of precision.txt
 
     def _restore_counts(self, restored: Restored | None) -> None:
-        spent, amaxes = ({}, []) if restored is None else (
-            restored.meta["recovery"], restored.meta["amaxes"]
-        )  # fmt: skip
+        spent, amaxes = (
+            ({}, []) if restored is None else (restored.meta["recovery"], restored.meta["amaxes"])
+        )
         self.recovery = Recovery(self.run, self.checkpointer, self.metrics, spent)
         self.watch = LayerWatch(self.metrics, amaxes)
 
@@ -271,11 +275,16 @@ class _Loop:
         for line in [*labeled("workdir", self.workdir), *start_lines(run, self.corpus, defaults)]:
             self.metrics.say(line)
         self.metrics.event(
-            self.start, Event.START, jax=jax.__version__, python=platform.python_version(),
+            self.start,
+            Event.START,
+            jax=jax.__version__,
+            python=platform.python_version(),
             devices=f"{run.mesh.devices.size} x {hardware.device_kind()}",
-            mesh=dict(run.mesh.shape), processes=jax.process_count(),
-            parameters=count_params(run.stages[0].model.config), policies=run.policies,
-        )  # fmt: skip
+            mesh=dict(run.mesh.shape),
+            processes=jax.process_count(),
+            parameters=count_params(run.stages[0].model.config),
+            policies=run.policies,
+        )
         for step, reason in self.checkpointer.rejected:
             self.metrics.event(step, Event.DAMAGED_CHECKPOINT, reason=reason)
         if self.resumed:
@@ -297,11 +306,14 @@ class _Loop:
         lines = read_jsonl(os.path.join(self.workdir, "metrics.jsonl"))
         best = best_of(lines)
         self.metrics.event(
-            self.step, Event.END, reason=reason, seconds=round(seconds, 1),
+            self.step,
+            Event.END,
+            reason=reason,
+            seconds=round(seconds, 1),
             loss=lines[-1]["loss"] if lines else None,
             best_valid_loss=None if best is None else best["valid_loss"],
             best_step=None if best is None else best["step"],
-        )  # fmt: skip
+        )
         self.metrics.say(closing_line(reason, self.step, seconds, lines, self.workdir))
 
     def _write_file(self, name: str, text: str) -> None:
@@ -312,10 +324,14 @@ class _Loop:
     def _read_ahead(self, stack: contextlib.ExitStack) -> Iterator[Row]:
         """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
         batches = train_batches(
-            self.corpus.train, seed=self.settings.seed, batch_size=self.settings.batch_size,
-            position=self.data_position, num_epochs=self.settings.num_epochs,
-            process_index=jax.process_index(), process_count=jax.process_count(),
-        )  # fmt: skip
+            self.corpus.train,
+            seed=self.settings.seed,
+            batch_size=self.settings.batch_size,
+            position=self.data_position,
+            num_epochs=self.settings.num_epochs,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
         stack.callback(batches.close)
         rows = self.faults.batches(batches, self.start + 1)
         timed = TimedIterator(rows, self.settings.data_timeout)
@@ -428,9 +444,14 @@ class _Loop:
             for line in labeled("precision", f"{named}{summary}{details}"):
                 self.metrics.say(line)
             self.metrics.event(
-                step - 1, Event.STAGE, policy=stage.policy.name, fp8_gemms=summary.fp8,
-                cast_gemms=summary.cast, compile_s=round(seconds, 2), memory=memory,
-            )  # fmt: skip
+                step - 1,
+                Event.STAGE,
+                policy=stage.policy.name,
+                fp8_gemms=summary.fp8,
+                cast_gemms=summary.cast,
+                compile_s=round(seconds, 2),
+                memory=memory,
+            )
             if stage.slower and is_measured_here():
                 for line in labeled("size gate", stage.slower):
                     self.metrics.say(line)
@@ -453,9 +474,12 @@ class _Loop:
                 self._go_on_with(smaller, stage)
                 continue
             gemms = find_gemms(
-                compiled["step"].as_text(), stage.policy, stage.model.config.linears,
-                backend=stage.model.backend, high=stage.high,
-            )  # fmt: skip
+                compiled["step"].as_text(),
+                stage.policy,
+                stage.model.config.linears,
+                backend=stage.model.backend,
+                high=stage.high,
+            )
             self.compiled.add((stage.begins, False))
             title = f"GEMMs of a training step, policy {stage.policy.name}:"
             self.precision += [title, format_table(gemms), ""]
@@ -553,10 +577,13 @@ class _Loop:
         self.telemetry.finish()  # a run that resumes here does not sample earlier steps again
         data_position: DataPosition = self.data_position.advanced(self._rows_read(step))
         meta = {
-            "version": CHECKPOINT_VERSION, "config": self.settings.record,
-            "data": self.corpus.fingerprint, "recovery": self.recovery.spent,
-            "amaxes": self.watch.amaxes, "position": data_position.to_json(),
-        }  # fmt: skip
+            "version": CHECKPOINT_VERSION,
+            "config": self.settings.record,
+            "data": self.corpus.fingerprint,
+            "recovery": self.recovery.spent,
+            "amaxes": self.watch.amaxes,
+            "position": data_position.to_json(),
+        }
         items = checkpoint_items(self.run, self.position.state)
         self.checkpointer.save(step, items, meta, valid_loss)
         self.metrics.event(step, Event.CHECKPOINT, path=str(self.checkpoints / str(step)))

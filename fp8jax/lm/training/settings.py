@@ -64,9 +64,10 @@ class Settings:
         check_numbers(config)
         names = {field.name for field in dataclasses.fields(cls)} - {"record", "warmup_steps"}
         return cls(
-            record=json.loads(config.to_json()), warmup_steps=warmup_steps,
+            record=json.loads(config.to_json()),
+            warmup_steps=warmup_steps,
             **{name: config[name] for name in names},
-        )  # fmt: skip
+        )
 
     @property
     def microbatch(self) -> int:
@@ -81,10 +82,20 @@ class Settings:
 def check_numbers(config: ConfigDict) -> None:
     """Raises ValueError for numbers out of their range, and for keys that need another one."""
     names = (
-        "num_steps", "num_epochs", "batch_size", "seq_len", "grad_accum", "unroll", "valid_every",
-        "valid_batches", "sample_every", "sample_tokens", "telemetry_every", "checkpoint_every",
+        "num_steps",
+        "num_epochs",
+        "batch_size",
+        "seq_len",
+        "grad_accum",
+        "unroll",
+        "valid_every",
+        "valid_batches",
+        "sample_every",
+        "sample_tokens",
+        "telemetry_every",
+        "checkpoint_every",
         "checkpoint_keep",
-    )  # fmt: skip
+    )
     for name in names:
         if config[name] is not None and config[name] < 1:
             raise ValueError(f"{name}={config[name]} must be at least 1")

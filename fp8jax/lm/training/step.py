@@ -82,17 +82,30 @@ def as_variables(params: Any, histories: Any, probes: Any = None) -> dict[str, A
 
 
 def loss_sum(
-    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
-    promoted: Array | None = None, total: Any = 1.0, probes: Any = None,
-) -> Float[Array, ""]:  # fmt: skip
+    model: Transformer,
+    params: Any,
+    histories: Any,
+    batch: Batch,
+    key: Array | None,
+    promoted: Array | None = None,
+    total: Any = 1.0,
+    probes: Any = None,
+) -> Float[Array, ""]:
     """The sum of the tokens' weighted negative log-likelihoods, in nats, divided by `total`."""
     return _loss(model, params, histories, batch, key, promoted, total, probes=probes)[0]
 
 
 def _loss(
-    model: Transformer, params: Any, histories: Any, batch: Batch, key: Array | None,
-    promoted: Array | None, total: Any, watched: tuple[str, ...] = (), probes: Any = None,
-) -> tuple[Float[Array, ""], Any]:  # fmt: skip
+    model: Transformer,
+    params: Any,
+    histories: Any,
+    batch: Batch,
+    key: Array | None,
+    promoted: Array | None,
+    total: Any,
+    watched: tuple[str, ...] = (),
+    probes: Any = None,
+) -> tuple[Float[Array, ""], Any]:
     """`loss_sum`, and the collections `watched` of the model.
 
     Logits that are larger than a chunk are computed chunk by chunk. A head that is quantized is
@@ -298,6 +311,8 @@ def eval_step(
     )
     (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
     return {
-        "nats": nats, "tokens": jnp.sum(batch["weights"]),
-        "bytes": jnp.sum(size), "hidden": hidden,
-    }  # fmt: skip
+        "nats": nats,
+        "tokens": jnp.sum(batch["weights"]),
+        "bytes": jnp.sum(size),
+        "hidden": hidden,
+    }

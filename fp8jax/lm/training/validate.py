@@ -32,9 +32,12 @@ def validate(
     hidden: list[np.ndarray] = []
     for source, rows in corpus.valid.items():
         batches = valid_batches(
-            rows, batch_size=settings.microbatch, max_batches=most,
-            process_index=jax.process_index(), process_count=jax.process_count(),
-        )  # fmt: skip
+            rows,
+            batch_size=settings.microbatch,
+            max_batches=most,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
         eval_step = stage.programs.eval_step
         outs = [eval_step(state, to_devices(batch, run.batch_sharding)) for batch in batches]
         host = jax.device_get(outs)

@@ -43,6 +43,7 @@ class LayerWatch:
                 "the SwiGLU outputs of layers %s grew at each of the last %d validations. A scale"
                 " of the whole tensor then loses its small values. model_overrides.mlp="
                 "smooth_swiglu, finer scales or more weight decay help (arXiv 2409.12517)",
-                layers, GROWTHS,
-            )  # fmt: skip
+                layers,
+                GROWTHS,
+            )
             self.amaxes = []

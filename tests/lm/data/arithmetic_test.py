@@ -84,16 +84,20 @@ def test_held_out_stories_share_no_sentence():
 def test_no_calculation_is_in_both_splits():
     """Neither with other seeds, nor other difficulties, nor told otherwise."""
     learned = [
-        each for seed in (0, 1) for difficulty in (EASY, USUAL)
+        each
+        for seed in (0, 1)
+        for difficulty in (EASY, USUAL)
         for each in problems(3000, seed=seed, difficulty=difficulty)
-    ]  # fmt: skip
+    ]
     tested = [
-        each for seed in (0, 1, 2) for difficulty in (EASY, USUAL)
+        each
+        for seed in (0, 1, 2)
+        for difficulty in (EASY, USUAL)
         for stories in (STORIES, HELD_OUT_STORIES)
         for each in problems(
             300, seed=seed, split=TEST, difficulty=difficulty, stories=tuple(stories.values())
         )
-    ]  # fmt: skip
+    ]
     assert len({each.steps for each in learned}) > 2000
     assert not {each.steps for each in learned} & {each.steps for each in tested}
     assert not {each.question for each in learned} & {each.question for each in tested}
@@ -140,8 +144,11 @@ def test_files(tmp_path):
     write_problems(tmp_path, files, seed=5)
     made = {path.name: rows(path) for path in tmp_path.iterdir()}
     assert {name: len(found) for name, found in made.items()} == {
-        "train.jsonl": 40, "test.jsonl": 20, "test_harder.jsonl": 20, "test_templates.jsonl": 20,
-    }  # fmt: skip
+        "train.jsonl": 40,
+        "test.jsonl": 20,
+        "test_harder.jsonl": 20,
+        "test_templates.jsonl": 20,
+    }
     steps = {
         name: {len(row["response"].splitlines()) - 1 for row in found}
         for name, found in made.items()
@@ -152,8 +159,9 @@ def test_files(tmp_path):
     for found in made.values():
         assert all(row["response"].endswith(f"\n#### {row['answer']}") for row in found)
     asks = {text.ask for text in HELD_OUT_STORIES.values()}
-    assert all(any(row["prompt"].endswith(ask) for ask in asks)
-               for row in made["test_templates.jsonl"])  # fmt: skip
+    assert all(
+        any(row["prompt"].endswith(ask) for ask in asks) for row in made["test_templates.jsonl"]
+    )
 
 
 def test_command(tmp_path, capsys):

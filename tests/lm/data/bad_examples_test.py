@@ -102,9 +102,13 @@ def test_all_turns_of_a_bad_conversation_are_left_out(tmp_path):
     turns = [user("a"), assistant("b"), user("c"), assistant("d")]
     spec = write_chats(tmp_path, [*pairs(20), {"messages": turns}], template)
     (stats,) = build_corpus(
-        f"{spec}#turns", tokenizer(f"bpe:{tmp_path}/tokenizer.json"), seq_len=160,
-        valid_fraction=0.2, cache_dir=tmp_path / "cache", bad_examples="skip",
-    ).stats  # fmt: skip
+        f"{spec}#turns",
+        tokenizer(f"bpe:{tmp_path}/tokenizer.json"),
+        seq_len=160,
+        valid_fraction=0.2,
+        cache_dir=tmp_path / "cache",
+        bad_examples="skip",
+    ).stats
     assert sum(stats.examples.values()) == 20 and stats.bad.counts == {Reason.TEMPLATE: 1}
 
 

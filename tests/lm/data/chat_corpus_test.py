@@ -88,9 +88,12 @@ def test_the_first_examples_are_shown(tmp_path):
 def test_the_sources_are_shown_in_turn(tmp_path, sources, shown):
     specs = [f"{name}={write_chats(tmp_path / name, pairs(40))}" for name in "abcd"[:sources]]
     corpus = build_corpus(
-        ",".join(specs), tokenizer(f"bpe:{tmp_path}/a/tokenizer.json"), seq_len=160,
-        valid_fraction=0.2, cache_dir=tmp_path / "cache",
-    )  # fmt: skip
+        ",".join(specs),
+        tokenizer(f"bpe:{tmp_path}/a/tokenizer.json"),
+        seq_len=160,
+        valid_fraction=0.2,
+        cache_dir=tmp_path / "cache",
+    )
     places = [place.removeprefix(f"{tmp_path}/") for place, _ in corpus.first]
     assert [place[0] for place in places] == list(shown)
     # Each of a source is another one, and the first of them the first that trains.
@@ -104,9 +107,9 @@ def test_pairs_are_messages(tmp_path):
     line = {"prompt": "Why?", "response": "So.", "answer": 3}
     messages = {"messages": [user("Why?"), assistant("So.")]}
     left, right = (
-        chat_corpus(tmp_path / name, [*pairs(40), each]) for name, each in
-        (("a", line), ("b", messages))
-    )  # fmt: skip
+        chat_corpus(tmp_path / name, [*pairs(40), each])
+        for name, each in (("a", line), ("b", messages))
+    )
     for (ids, mask), (others, other_mask) in zip(*map(all_examples, (left, right)), strict=True):
         np.testing.assert_array_equal(ids, others)
         np.testing.assert_array_equal(mask, other_mask)
@@ -232,7 +235,7 @@ CALL = {"type": "function", "function": {"name": "sum", "arguments": {}}}
         ({"messages": [assistant(" \n"), user("Hi"), assistant("a")]}, "message 1, .* is blank"),
         ({"messages": [user("Hi"), assistant("", tool_calls=[])]}, "message 2, .* is blank"),
     ],
-)  # fmt: skip
+)
 def test_bad_lines(tmp_path, line, message):
     with pytest.raises(ValueError, match=f"chats.jsonl, line 21: .*{message}"):
         chat_corpus(tmp_path, [*pairs(20), line])

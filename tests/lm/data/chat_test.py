@@ -26,9 +26,12 @@ from tests.support.chat_templates import (
 
 NOON = datetime.datetime(2026, 7, 26, 12)
 TEMPLATES = {
-    "chatml": CHATML, "tagged": TAGGED, "headers": HEADERS, "thinking": THINKING,
+    "chatml": CHATML,
+    "tagged": TAGGED,
+    "headers": HEADERS,
+    "thinking": THINKING,
     "brackets": BRACKETS,
-}  # fmt: skip
+}
 
 
 def user(content):
@@ -94,9 +97,15 @@ def test_whole_text_and_ids(load):
     start, end = (template.tokenizer.backend.token_to_id(t) for t in SPECIAL[:2])
     encode = template.tokenizer.encode
     expected = [
-        start, *encode("user\na"), end, *encode("\n"), start, *encode("assistant\nb"), end,
+        start,
+        *encode("user\na"),
+        end,
         *encode("\n"),
-    ]  # fmt: skip
+        start,
+        *encode("assistant\nb"),
+        end,
+        *encode("\n"),
+    ]
     assert example.ids.tolist() == expected
     assert example.mask.tolist() == [False] * (len(expected) - 3) + [True, True, False]
 
@@ -111,13 +120,18 @@ def test_the_prompt_is_what_a_turn_follows(load):
 
 def test_tools_dates_and_variables(load):
     template = load("headers")
-    messages = [user("1 + é"), assistant(None, tool_calls=[CALL]),
-                {"role": "tool", "content": "two"}, assistant("It is two.")]  # fmt: skip
+    messages = [
+        user("1 + é"),
+        assistant(None, tool_calls=[CALL]),
+        {"role": "tool", "content": "two"},
+        assistant("It is two."),
+    ]
     tools = [{"name": "sum", "description": "a < b & c"}]
     example = template.example(messages, tools=tools)
     assert written(example) == [
-        '{"name": "sum", "parameters": {"a": 1, "b": "é"}}<|turn|>', "It is two.<|turn|>",
-    ]  # fmt: skip
+        '{"name": "sum", "parameters": {"a": 1, "b": "é"}}<|turn|>',
+        "It is two.<|turn|>",
+    ]
     assert example.text.startswith(
         "<s><|head|>system<|body|>\n\nToday Date: 26 Jul 2026\n"
         '{"name": "sum", "description": "a < b & c"}<|turn|>'
@@ -193,8 +207,10 @@ def test_a_tokenizer_whose_parts_cannot_be_encoded_apart(load, tmp_path):
 
 
 def test_a_token_at_a_border_counts_as_a_whole(load):
-    template = load("{% for m in messages %}{{ 'th' + m.content }}{% endfor %}"
-                    "{% if add_generation_prompt %}th{% endif %}")  # fmt: skip
+    template = load(
+        "{% for m in messages %}{{ 'th' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}th{% endif %}"
+    )
     example = template.example([user("at. "), assistant("e answers")])
     assert written(example) == ["e answers"]
     assert decode(template, example.ids[example.mask]) == " the answers"
@@ -208,15 +224,19 @@ BAD = [
     ([user(["a"]), assistant("b")], "message 1: content must be text"),
     ([user("a")], "the assistant has no turn"),
     ([user("a"), assistant("b"), user("c")], "the last turn is the user's"),
-    ([user("a"), assistant("", tool_calls=[CALL]), user("c"), assistant("d")],
-     "message 2 calls 1 tool, but 0 results follow"),
-    ([user("a"), {"role": "tool", "content": "1"}, assistant("b")],
-     "message 2 is a tool's result, but the assistant called no tool"),
+    (
+        [user("a"), assistant("", tool_calls=[CALL]), user("c"), assistant("d")],
+        "message 2 calls 1 tool, but 0 results follow",
+    ),
+    (
+        [user("a"), {"role": "tool", "content": "1"}, assistant("b")],
+        "message 2 is a tool's result, but the assistant called no tool",
+    ),
     ([{**user("a"), "tool_calls": [CALL]}, assistant("b")], "message 1: tool_calls must be"),
     ([user("a\ufdd1"), assistant("b")], "reserved characters"),
     ([user("a\ud800"), assistant("b")], r"the text is not Unicode: .*'.ud800'.*: surrogates not"),
     ([user("a") | {"date": NOON}, assistant("b")], "only JSON data"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("messages, message", BAD)
@@ -352,15 +372,21 @@ def test_against_transformers(load, name):
     messages = TWO_TURNS if name != "thinking" else TWO_TURNS[:2]
     variables = {"date_string": "now"} if name == "headers" else {}
     theirs = peer.apply_chat_template(
-        messages, chat_template=TEMPLATES[name], return_dict=True,
-        return_assistant_tokens_mask=name == "tagged", **variables,
-    )  # fmt: skip
+        messages,
+        chat_template=TEMPLATES[name],
+        return_dict=True,
+        return_assistant_tokens_mask=name == "tagged",
+        **variables,
+    )
     ours = template.example(messages, **variables)
     assert ours.ids.tolist() == theirs["input_ids"]
     if name == "tagged":
         assert ours.mask.tolist() == [bool(m) for m in theirs["assistant_masks"]]
     prompt = peer.apply_chat_template(
-        messages[:1], chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=False,
+        messages[:1],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        return_dict=False,
         **variables,
-    )  # fmt: skip
+    )
     assert template.prompt(messages[:1], **variables).tolist() == prompt

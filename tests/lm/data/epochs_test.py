@@ -28,8 +28,10 @@ def corpus(tmp_path_factory):
     return build_corpus(
         f"a=chat:{folder}/a.jsonl,b=chat:{folder}/b.jsonl",
         tokenizer(f"bpe:{folder}/tokenizer.json"),
-        seq_len=SEQ_LEN, valid_fraction=0.1, cache_dir=folder / "cache",
-    )  # fmt: skip
+        seq_len=SEQ_LEN,
+        valid_fraction=0.1,
+        cache_dir=folder / "cache",
+    )
 
 
 def members(row):
@@ -114,7 +116,10 @@ def test_weights_mix_conversations(corpus, tmp_path):
     assert again.train.schedule == {"chat-chats": 1}
     spec = f"chat:{tmp_path}/chats.jsonl"
     mixed = build_corpus(
-        f"a=3*{spec},b=1*{spec}", tokenizer(f"bpe:{tmp_path}/tokenizer.json"), seq_len=SEQ_LEN,
-        valid_fraction=0.1, cache_dir=tmp_path / "cache",
-    )  # fmt: skip
+        f"a=3*{spec},b=1*{spec}",
+        tokenizer(f"bpe:{tmp_path}/tokenizer.json"),
+        seq_len=SEQ_LEN,
+        valid_fraction=0.1,
+        cache_dir=tmp_path / "cache",
+    )
     assert mixed.train.schedule == {"a": 3, "b": 1} and list(mixed.valid) == ["a", "b"]

@@ -124,9 +124,13 @@ def test_mixtures_resume_with_other_batches(batch_size, process_count):
     shares = []
     for index in range(process_count):
         batches = train_batches(
-            mixture, seed=3, batch_size=batch_size, position=position,
-            process_index=index, process_count=process_count,
-        )  # fmt: skip
+            mixture,
+            seed=3,
+            batch_size=batch_size,
+            position=position,
+            process_index=index,
+            process_count=process_count,
+        )
         shares.append([batch["tokens"] for batch in itertools.islice(batches, 3)])
         batches.close()
     joined = np.concatenate(shares, axis=1).reshape(-1, 2)

@@ -15,11 +15,14 @@ def examples_of(sizes, supervised=None) -> Examples:
     begins = np.cumsum(lengths) - lengths
     tokens = np.concatenate([1000 * i + np.arange(n) for i, n in enumerate(lengths)])
     return Examples(
-        tokens=tokens.astype(np.uint32), begins=begins, lengths=lengths,
+        tokens=tokens.astype(np.uint32),
+        begins=begins,
+        lengths=lengths,
         supervised=np.ones(len(tokens), bool) if supervised is None else np.array(supervised),
-        files=np.zeros(len(sizes), np.int64), lines=np.arange(1, len(sizes) + 1),
+        files=np.zeros(len(sizes), np.int64),
+        lines=np.arange(1, len(sizes) + 1),
         paths=(Path("a.jsonl"),),
-    )  # fmt: skip
+    )
 
 
 def lengths_of_chats(count, seed=0):

@@ -101,8 +101,10 @@ def test_separators_of_text_files(tmp_path):
     (tmp_path / "b#c").write_text("six\n\nseven")
     # Only lines without a word between two documents are dropped.
     assert read(f"text:{tmp_path}/a.txt#split=blank") == [
-        "one\ntwo\n", "three\n", "four\n<|end|>five<|end|>\n"
-    ]  # fmt: skip
+        "one\ntwo\n",
+        "three\n",
+        "four\n<|end|>five<|end|>\n",
+    ]
     assert read(f"text:{tmp_path}/a.txt#split=<|end|>") == [*text.split("<|end|>")]
     assert read(f"text:{tmp_path}/*#split=<|end|>")[-1] == "six\n\nseven"
     assert read(f"text:{tmp_path}/b#c#split=blank") == ["six\n", "seven"]

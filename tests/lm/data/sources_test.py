@@ -64,8 +64,10 @@ def test_weights_are_exact(tmp_path):
         return [s.weight for s in parse_sources(data.replace("DIR", str(tmp_path)))]
 
     assert weights("a=0.7*text:DIR/*.txt,b=.25*python_stdlib,3*tfds:squad") == [
-        Fraction(7, 10), Fraction(1, 4), Fraction(3),
-    ]  # fmt: skip
+        Fraction(7, 10),
+        Fraction(1, 4),
+        Fraction(3),
+    ]
     assert weights("text:DIR/a[*]b.txt,python_stdlib") == [None, None]
 
 

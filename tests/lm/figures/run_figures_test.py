@@ -34,8 +34,11 @@ def test_losses_and_gaps_are_those_of_the_runs(tmp_path):
     figure = figures.losses([base, other])
     top, below = figure.axes
     assert drawn(top) == [
-        ([1, 2, 3], [4.0, 2.0, 1.0]), ([3], [1.0]), ([1, 2, 3], [5.0, 2.0, 1.5]), ([3], [1.1]),
-    ]  # fmt: skip
+        ([1, 2, 3], [4.0, 2.0, 1.0]),
+        ([3], [1.0]),
+        ([1, 2, 3], [5.0, 2.0, 1.5]),
+        ([3], [1.1]),
+    ]
     assert drawn(below)[:2] == [([1, 2, 3], [0.0] * 3), ([3], [0.0])]
     np.testing.assert_allclose(drawn(below)[2][1], [25, 0, 50])
     np.testing.assert_allclose(drawn(below)[3][1], [10])
@@ -94,8 +97,9 @@ def test_promotions_are_bars_while_a_layer_is_promoted(tmp_path):
     first, second = axis.collections
     boxes = [path.get_extents() for path in first.get_paths()]
     assert [(box.x0, box.x1, box.y0, box.y1) for box in boxes] == [
-        (2.5, 6.5, 0.65, 1.35), (9.5, 12.5, 0.65, 1.35),
-    ]  # fmt: skip
+        (2.5, 6.5, 0.65, 1.35),
+        (9.5, 12.5, 0.65, 1.35),
+    ]
     assert [path.get_extents().x0 for path in second.get_paths()] == [4.5]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "layer")
     assert axis.get_title(loc="left") == "gnmr: promoted layers; 9 steps, summed over layers"
@@ -116,8 +120,15 @@ def test_a_run_without_promotions(tmp_path):
         figures.promotions(run)
 
 
-MEMORY = {"weights": 1, "optimizer": 2, "histories": 0, "batch": 0, "gradients": 1,
-          "activations": 4, "total": 8}  # fmt: skip
+MEMORY = {
+    "weights": 1,
+    "optimizer": 2,
+    "histories": 0,
+    "batch": 0,
+    "gradients": 1,
+    "activations": 4,
+    "total": 8,
+}
 
 
 def stage(policy, unit):

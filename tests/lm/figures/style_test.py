@@ -87,6 +87,9 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
 
 def test_matplotlib_is_imported_only_in_functions():
     for path in (ROOT / "fp8jax/lm/figures").glob("*.py"):
-        at_top = [node for node in ast.parse(path.read_text()).body
-                  if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
+        at_top = [
+            node
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         assert "matplotlib" not in " ".join(map(ast.unparse, at_top)), path

@@ -25,9 +25,16 @@ def own(step, layer, linear, operand, **fields):
     fmt = "e5m2" if operand == "g" else "e4m3"
     bias = bias_of(step, layer, linear, operand)
     known = dict(
-        step=step, layer=layer, linear=linear, operand=operand, cast=CASTS[operand], format=fmt,
-        bias=bias, underflow=bias / 1000, saturation=bias / 2000,
-    )  # fmt: skip
+        step=step,
+        layer=layer,
+        linear=linear,
+        operand=operand,
+        cast=CASTS[operand],
+        format=fmt,
+        bias=bias,
+        underflow=bias / 1000,
+        saturation=bias / 2000,
+    )
     return row(**known | fields)
 
 
@@ -114,8 +121,10 @@ def test_heat_maps_show_percents(run, name, divisor):
     assert name in key.get_ylabel() and "% of" in key.get_ylabel()
     assert figure.get_supylabel() == "layer"
     assert [axis.get_title(loc="left") for axis in list(axes.values())[:3]] == [
-        "weights", "activations", "gradients",
-    ]  # fmt: skip
+        "weights",
+        "activations",
+        "gradients",
+    ]
     labels = [text.get_text() for text in axes["layers/mlp/up", "w"].get_yticklabels()]
     assert labels == ["0", "1"]
 

@@ -122,10 +122,15 @@ def test_numbers_that_are_refused(model):
 
 @pytest.mark.parametrize(
     "template, end",
-    [(CHATML, "<|im_end|>"), (TAGGED, "<|im_end|>"), (HEADERS, "<|turn|>"),
-     (THINKING, "<|im_end|>"), (BRACKETS, "</s>")],
+    [
+        (CHATML, "<|im_end|>"),
+        (TAGGED, "<|im_end|>"),
+        (HEADERS, "<|turn|>"),
+        (THINKING, "<|im_end|>"),
+        (BRACKETS, "</s>"),
+    ],
     ids=["chatml", "tagged", "headers", "thinking", "brackets"],
-)  # fmt: skip
+)
 def test_the_token_that_ends_a_turn(tmp_path, template, end):
     tokenizer = load_bpe(write_chat_folder(tmp_path, template) / "tokenizer.json")
     loaded = load_chat_template(tmp_path, tokenizer)
@@ -167,9 +172,13 @@ def test_prompts_are_rendered_and_turns_end(tmp_path, monkeypatch):
     )["a"]
     prompts = [template.prompt([{"role": "user", "content": each.prompt}]) for each in own]
     assert asked == [
-        ([ids.tolist() for ids in prompts], Sampling(temperature=0), length,
-         {tokenizer.eos, end, 7})
-    ]  # fmt: skip
+        (
+            [ids.tolist() for ids in prompts],
+            Sampling(temperature=0),
+            length,
+            {tokenizer.eos, end, 7},
+        )
+    ]
     assert found.responses == ("#### 0", "#### 1", "#### 2")
     assert found.right.all() and found.ended.tolist() == [False, True, True]
 
@@ -259,9 +268,12 @@ def test_coverage(p_a, p_b):
     for b in range(45):
         for c in range(45):
             chance = (
-                math.comb(n, b) * math.comb(n - b, c)
-                * p_a**b * p_b**c * (1 - p_a - p_b) ** (n - b - c)
-            )  # fmt: skip
+                math.comb(n, b)
+                * math.comb(n - b, c)
+                * p_a**b
+                * p_b**c
+                * (1 - p_a - p_b) ** (n - b - c)
+            )
             if chance > 1e-9:
                 covered += chance * (paired_difference(*flags(b, c, n)).upper >= p_a - p_b)
     assert 0.94 < covered < 0.96

@@ -210,13 +210,20 @@ def test_each_token_is_drawn_with_a_key_of_its_own(plain):
 def test_a_prefill_without_requests_is_over(plain):
     model, variables = plain[0], plain[1]
     requests = Requests(
-        keys_B=jax.random.split(jax.random.key(0), 2), limits_B=jnp.array([0, 3]),
-        stops=jnp.array([NO_TOKEN]), rule=GREEDY.rule(), words=WORDS,
-    )  # fmt: skip
+        keys_B=jax.random.split(jax.random.key(0), 2),
+        limits_B=jnp.array([0, 3]),
+        stops=jnp.array([NO_TOKEN]),
+        rule=GREEDY.rule(),
+        words=WORDS,
+    )
     state = jax.jit(prefill, static_argnums=0)(
-        inference_model(model), variables, empty_cache(model.config, 2, 8, "fp32"),
-        jnp.zeros((2, 4), jnp.int32), jnp.array([0, 4]), requests,
-    )  # fmt: skip
+        inference_model(model),
+        variables,
+        empty_cache(model.config, 2, 8, "fp32"),
+        jnp.zeros((2, 4), jnp.int32),
+        jnp.array([0, 4]),
+        requests,
+    )
     assert state.active_B.tolist() == [False, True] and state.lengths_B.tolist() == [0, 4]
 
 

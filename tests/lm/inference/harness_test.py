@@ -252,8 +252,11 @@ CHOICE = "output_type: multiple_choice\n"
         ("a.yaml", "include: other", "include is not supported"),
         ("a.yaml", "dataset_path: org/name", "dataset_path must be one of json, csv"),
         ("a.yaml", "dataset_path: json", "data_files names no file"),
-        ("a.yaml", "{dataset_path: json, dataset_kwargs: {data_files: 'https://x/y.json'}}",
-         "which is no local file"),
+        (
+            "a.yaml",
+            "{dataset_path: json, dataset_kwargs: {data_files: 'https://x/y.json'}}",
+            "which is no local file",
+        ),
         ("a.yaml", "{dataset_path: json, dataset_kwargs: 3}", "dataset_kwargs must hold keys and"),
         ("a.yaml", OWN, "output_type must be one of loglikelihood, .*; got None"),
         ("a.yaml", OWN + "output_type: [1]", r"output_type must be .*; got \[1\]"),
@@ -261,12 +264,15 @@ CHOICE = "output_type: multiple_choice\n"
         ("a.yaml", OWN + CHOICE + "metric_list: [acc]", "metric_list must list .*, got 'acc'"),
         ("a.yaml", OWN + CHOICE + "metric_list: 3", "metric_list must list metrics, got 3"),
         ("a.yaml", OWN + "generation_kwargs: 3", "generation_kwargs must hold keys and values"),
-        ("a.yaml", OWN + "output_type: generate_until\ngeneration_kwargs: {until: 5}",
-         "until must be a text or a list of texts, got 5"),
+        (
+            "a.yaml",
+            OWN + "output_type: generate_until\ngeneration_kwargs: {until: 5}",
+            "until must be a text or a list of texts, got 5",
+        ),
         ("a.yaml", "\udcff", "a.yaml: 'utf-8' codec can't decode byte 0xff"),
         ("a.yaml:shots=1", "", "write options into the file"),
     ],
-)  # fmt: skip
+)
 def test_bad_tasks(tmp_path, monkeypatch, name, content, message):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.jsonl").write_text(ANSWER)
@@ -341,10 +347,16 @@ def folder(request, tmp_path_factory):
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=290, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=290,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -358,16 +370,24 @@ def test_against_the_harness_s_own_model(folder, tmp_path):
     trained = load_model(f"hf:{folder}")
     model = trained.model.clone(dtype=jnp.float32, attention="xla")
     ours = HarnessModel(
-        model, trained.variables, trained.tokenizer, max_length=64, batch_size=4,
+        model,
+        trained.variables,
+        trained.tokenizer,
+        max_length=64,
+        batch_size=4,
         begin=begins_texts(trained.tokenizer),
-    )  # fmt: skip
+    )
     theirs = HFLM(
         pretrained=str(folder), device="cpu", batch_size=4, dtype="float32", max_length=64
     )
     pairs = [
-        ("The quick", " brown fox"), ("", "The lazy"), ("dog ", "jumps"), ("a" * 90, " over"),
-        ("Füße 数学", " 🙂."), ("The quick brown fox jumps", " over the lazy dog."),
-    ]  # fmt: skip
+        ("The quick", " brown fox"),
+        ("", "The lazy"),
+        ("dog ", "jumps"),
+        ("a" * 90, " over"),
+        ("Füße 数学", " 🙂."),
+        ("The quick brown fox jumps", " over the lazy dog."),
+    ]
     found, expected = (
         lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
         for lm in (ours, theirs)

@@ -42,9 +42,14 @@ def test_responses_are_those_of_the_trained_weights():
     trained = loaded(ByteTokenizer(), policy="fp8_current")
     found = solve(trained, PROBLEMS, max_tokens=6, batch_size=4)["a"]
     direct = measure_accuracy(
-        trained.model, trained.variables, trained.tokenizer, PROBLEMS, template=None, max_tokens=6,
+        trained.model,
+        trained.variables,
+        trained.tokenizer,
+        PROBLEMS,
+        template=None,
+        max_tokens=6,
         batch_size=4,
-    )["a"]  # fmt: skip
+    )["a"]
     assert found.responses == direct.responses
 
 

@@ -20,42 +20,93 @@ from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
 from tests.support.hf_folders import config_json
 
 LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=8192,
-)  # fmt: skip
+)
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
 
 # Published files, without the keys that say nothing about the shape.
 LLAMA_2 = dict(
-    architectures=["LlamaForCausalLM"], hidden_act="silu", hidden_size=4096,
-    intermediate_size=11008, max_position_embeddings=4096, model_type="llama",
-    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1,
-    rms_norm_eps=1e-5, rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16",
+    architectures=["LlamaForCausalLM"],
+    hidden_act="silu",
+    hidden_size=4096,
+    intermediate_size=11008,
+    max_position_embeddings=4096,
+    model_type="llama",
+    num_attention_heads=32,
+    num_hidden_layers=32,
+    num_key_value_heads=32,
+    pretraining_tp=1,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    torch_dtype="float16",
     vocab_size=32000,
-)  # fmt: skip
+)
 LLAMA_3_1 = LLAMA_2 | dict(
-    attention_bias=False, intermediate_size=14336, max_position_embeddings=131072, mlp_bias=False,
-    num_key_value_heads=8, rope_scaling=LLAMA3, rope_theta=500000.0, vocab_size=128256,
-)  # fmt: skip
+    attention_bias=False,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    num_key_value_heads=8,
+    rope_scaling=LLAMA3,
+    rope_theta=500000.0,
+    vocab_size=128256,
+)
 QWEN_2_5 = dict(
-    architectures=["Qwen2ForCausalLM"], hidden_act="silu", hidden_size=1536,
-    intermediate_size=8960, max_window_layers=28, model_type="qwen2", num_attention_heads=12,
-    num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
-    sliding_window=131072, tie_word_embeddings=True, use_sliding_window=False, vocab_size=151936,
-)  # fmt: skip
+    architectures=["Qwen2ForCausalLM"],
+    hidden_act="silu",
+    hidden_size=1536,
+    intermediate_size=8960,
+    max_window_layers=28,
+    model_type="qwen2",
+    num_attention_heads=12,
+    num_hidden_layers=28,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    sliding_window=131072,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 QWEN_3 = dict(
-    architectures=["Qwen3ForCausalLM"], attention_bias=False, head_dim=128, hidden_act="silu",
-    hidden_size=1024, intermediate_size=3072, max_window_layers=28, model_type="qwen3",
-    num_attention_heads=16, num_hidden_layers=28, num_key_value_heads=8, rms_norm_eps=1e-6,
-    rope_scaling=None, rope_theta=1000000, sliding_window=None, tie_word_embeddings=True,
-    use_sliding_window=False, vocab_size=151936,
-)  # fmt: skip
+    architectures=["Qwen3ForCausalLM"],
+    attention_bias=False,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=1024,
+    intermediate_size=3072,
+    max_window_layers=28,
+    model_type="qwen3",
+    num_attention_heads=16,
+    num_hidden_layers=28,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=None,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
 GPT_2 = dict(
-    activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
-    layer_norm_epsilon=1e-5, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_layer=12,
-    n_positions=1024, vocab_size=50257,
-)  # fmt: skip
+    activation_function="gelu_new",
+    architectures=["GPT2LMHeadModel"],
+    attn_pdrop=0.1,
+    layer_norm_epsilon=1e-5,
+    model_type="gpt2",
+    n_ctx=1024,
+    n_embd=768,
+    n_head=12,
+    n_layer=12,
+    n_positions=1024,
+    vocab_size=50257,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +132,12 @@ def test_every_model_goes_out_and_returns(name):
 
 
 @pytest.mark.parametrize(
-    "scaling", [*ROPE_SCALINGS.values(), Yarn(factor=2.0, original=64, beta_fast=16.0,
-                                              attention_factor=1.5, truncate=False)]
-)  # fmt: skip
+    "scaling",
+    [
+        *ROPE_SCALINGS.values(),
+        Yarn(factor=2.0, original=64, beta_fast=16.0, attention_factor=1.5, truncate=False),
+    ],
+)
 def test_every_scaling_goes_out_and_returns(scaling):
     model = dataclasses.replace(MODELS["llama_tiny"], rope_scaling=scaling, rope_theta=3e5)
     assert to_model_config(to_config_json(model, max_length=77)) == model
@@ -105,21 +159,44 @@ def rope_of(new: bool, **rope) -> Linear | Llama3 | Yarn | None:
         (dict(rope_type="default"), None),
         (dict(type="linear", factor=4), Linear(factor=4.0)),
         (LLAMA3, Llama3(factor=8.0, low=1.0, high=4.0, original=8192)),
-        (dict(type="yarn", factor=4.0, original_max_position_embeddings=1024),
-         Yarn(factor=4.0, original=1024)),
+        (
+            dict(type="yarn", factor=4.0, original_max_position_embeddings=1024),
+            Yarn(factor=4.0, original=1024),
+        ),
         (dict(rope_type="yarn", factor=4.0), Yarn(factor=4.0, original=4096)),  # max_position_…
-        (dict(rope_type="yarn", factor=None, original_max_position_embeddings=2048),
-         Yarn(factor=2.0, original=2048)),  # 4096 / 2048
-        (dict(rope_type="yarn", factor=4.0, attention_factor=1.1, beta_fast=64, beta_slow=2,
-              truncate=False),
-         Yarn(factor=4.0, original=4096, attention_factor=1.1, beta_fast=64.0, beta_slow=2.0,
-              truncate=False)),
-        (dict(rope_type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=0.5),
-         Yarn(factor=4.0, original=4096, attention_factor=(0.2 * math.log(4) + 1)
-              / (0.05 * math.log(4) + 1))),
+        (
+            dict(rope_type="yarn", factor=None, original_max_position_embeddings=2048),
+            Yarn(factor=2.0, original=2048),
+        ),  # 4096 / 2048
+        (
+            dict(
+                rope_type="yarn",
+                factor=4.0,
+                attention_factor=1.1,
+                beta_fast=64,
+                beta_slow=2,
+                truncate=False,
+            ),
+            Yarn(
+                factor=4.0,
+                original=4096,
+                attention_factor=1.1,
+                beta_fast=64.0,
+                beta_slow=2.0,
+                truncate=False,
+            ),
+        ),
+        (
+            dict(rope_type="yarn", factor=4.0, mscale=2.0, mscale_all_dim=0.5),
+            Yarn(
+                factor=4.0,
+                original=4096,
+                attention_factor=(0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+            ),
+        ),
         (dict(rope_type="yarn", factor=4.0, mscale=2.0), Yarn(factor=4.0, original=4096)),
     ],
-)  # fmt: skip
+)
 def test_rope_in_either_form(rope, expected, new):
     assert rope_of(new, **rope) == expected
 
@@ -132,8 +209,11 @@ def test_a_length_beside_the_scaling_takes_priority():
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", dict(architectures=["MistralForCausalLM"]),
-         "unknown architecture 'MistralForCausalLM'.* LlamaForCausalLM, Qwen2ForCausalLM"),
+        (
+            "llama",
+            dict(architectures=["MistralForCausalLM"]),
+            "unknown architecture 'MistralForCausalLM'.* LlamaForCausalLM, Qwen2ForCausalLM",
+        ),
         ("llama", dict(architectures=["A", "B"]), "must name one class, got"),
         ("llama", dict(architectures=None, model_type="mamba"), "unknown model_type 'mamba'"),
         ("llama", dict(attention_bias=True), "attention_bias=true is not supported for Llama"),
@@ -148,8 +228,11 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(tie_word_embeddings="no"), "tie_word_embeddings must be true or false"),
         ("llama", dict(rms_norm_eps="x"), "rms_norm_eps must be a number, got 'x'"),
         ("llama", dict(hidden_size=None, vocab_size=None), "lacks vocab_size, hidden_size"),
-        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-         "use_sliding_window=true: the layers from max_window_layers=1 on .* sliding_window=8"),
+        (
+            "qwen2",
+            dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "use_sliding_window=true: the layers from max_window_layers=1 on .* sliding_window=8",
+        ),
         ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "has full_att"),
         ("qwen3", dict(attention_bias=True), "attention_bias=true is not supported for Qwen3"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_.*=true"),
@@ -160,10 +243,13 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(vocab_size=10**12), "vocab_size must be a positive .* below 2.31, got 1000"),
         ("qwen2", dict(layer_types=3), "config.json: layer_types must be names or null, got 3"),
         ("qwen2", dict(layer_types=[None, "x"]), "layer_types must be names or null, got .None"),
-        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
-         "max_window_layers must be a whole number, got '2'"),
+        (
+            "qwen2",
+            dict(use_sliding_window=True, sliding_window=8, max_window_layers="2"),
+            "max_window_layers must be a whole number, got '2'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, message):
     with pytest.raises(ValueError, match=message):
         to_model_config(config_json(family, **changes))
@@ -210,18 +296,36 @@ def test_yarn_without_a_factor_needs_both_lengths(length):
 
 
 ODD = (
-    None, True, -1, 0, 0.5, 10**12, 10**400, math.inf, math.nan, "x", [], ["silu"], [None, "x"],
-    [[1]], {}, {"a": 1},
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    0.5,
+    10**12,
+    10**400,
+    math.inf,
+    math.nan,
+    "x",
+    [],
+    ["silu"],
+    [None, "x"],
+    [[1]],
+    {},
+    {"a": 1},
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
     config = config_json("gpt2" if family.model_type == "gpt2" else family.model_type)
     keys = [
-        *family.defaults, *family.sizes.values(), *family.only, "architectures", "model_type",
+        *family.defaults,
+        *family.sizes.values(),
+        *family.only,
+        "architectures",
+        "model_type",
         "max_position_embeddings",
-    ]  # fmt: skip
+    ]
     ropes = [LLAMA3 | {key: odd} for key in LLAMA3 for odd in ODD]
     more = ("beta_fast", "attention_factor", "mscale", "truncate", "rope_theta")
     ropes += [YARN | {key: odd} for key in (*YARN, *more) for odd in ODD]
@@ -255,15 +359,21 @@ def test_windows_that_no_layer_has_are_no_windows():
 
 def test_keys_that_nobody_knows_are_named():
     assert unknown_keys(LLAMA_2 | dict(final_logit_softcapping=30, x=1)) == [
-        "final_logit_softcapping", "x"
-    ]  # fmt: skip
+        "final_logit_softcapping",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(norm="layer"), dict(mlp="gelu"), dict(biases="all"), dict(qk_norm=True, biases="qkv"),
-     dict(learned_positions=8)],
-)  # fmt: skip
+    [
+        dict(norm="layer"),
+        dict(mlp="gelu"),
+        dict(biases="all"),
+        dict(qk_norm=True, biases="qkv"),
+        dict(learned_positions=8),
+    ],
+)
 def test_models_that_hugging_face_does_not_have_are_refused(changes):
     with pytest.raises(ValueError, match=f"no supported architecture.* {next(iter(changes))}="):
         family_for(dataclasses.replace(MODELS["llama_tiny"], **changes))

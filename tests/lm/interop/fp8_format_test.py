@@ -28,9 +28,15 @@ from tests.support.hf_folders import write_folder
 from tests.support.random_weights import random_weights
 
 CONFIG = ModelConfig(
-    vocab_size=102, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=384, head_dim=64,
+    vocab_size=102,
+    d_model=256,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=384,
+    head_dim=64,
     biases="qkv",
-)  # fmt: skip
+)
 RAGGED = dataclasses.replace(CONFIG, d_ff=448, biases="none")
 UP = "model.layers.1.mlp.up_proj"
 
@@ -68,8 +74,11 @@ def write(folder, plan, arrays, config=CONFIG):
     return write_folder(folder, described, arrays, files=2)
 
 
-GRIDS = [("fp8_block", "fp8_block"), ("fp8_block_ue8m0", "fp8_block"),
-         ("fp8_rowwise", "compressed_tensors")]  # fmt: skip
+GRIDS = [
+    ("fp8_block", "fp8_block"),
+    ("fp8_block_ue8m0", "fp8_block"),
+    ("fp8_rowwise", "compressed_tensors"),
+]
 
 
 @pytest.mark.parametrize(
@@ -174,9 +183,13 @@ def test_what_is_refused():
 # Reading ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("config", "policy", "fmt"), [
-    (CONFIG, "fp8_block", "fp8_block"), (RAGGED, "fp8_rowwise", "compressed_tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "policy", "fmt"),
+    [
+        (CONFIG, "fp8_block", "fp8_block"),
+        (RAGGED, "fp8_rowwise", "compressed_tensors"),
+    ],
+)
 def test_a_folder_gives_the_dequantized_weights_back(config, policy, fmt, tmp_path):
     """On one device, and on eight: the shards of a block read its scale."""
     plan, arrays = made(policy, fmt, config)
@@ -210,9 +223,7 @@ def test_export_and_back(tmp_path):
         model=model, variables={"params": params()}, tokenizer=None, name="run", record=None
     )
     notes = export_model(trained, tmp_path / "fp8", "fp8_block")
-    assert notes[:2] == (
-        "scales: float32", "codes: those that fp8_block trained with, bit for bit"
-    )  # fmt: skip
+    assert notes[:2] == ("scales: float32", "codes: those that fp8_block trained with, bit for bit")
     _, expected = made("fp8_block", "fp8_block")
     with_files = TensorFiles(tmp_path / "fp8")
     assert with_files.shapes.keys() == expected.keys()
@@ -257,12 +268,16 @@ def test_another_quantization_is_refused(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # to dequantize
-@pytest.mark.parametrize(("config", "policy", "fmt"), [
-    (CONFIG, "fp8_block", "fp8_block"), (CONFIG, "bf16", "fp8_block"),
-    (CONFIG, "fp8_block:bf16_last=1", "fp8_block"),
-    (RAGGED, "fp8_rowwise", "compressed_tensors"),
-    (RAGGED, "fp8_rowwise:bf16_first=1", "compressed_tensors"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "policy", "fmt"),
+    [
+        (CONFIG, "fp8_block", "fp8_block"),
+        (CONFIG, "bf16", "fp8_block"),
+        (CONFIG, "fp8_block:bf16_last=1", "fp8_block"),
+        (RAGGED, "fp8_rowwise", "compressed_tensors"),
+        (RAGGED, "fp8_rowwise:bf16_first=1", "compressed_tensors"),
+    ],
+)
 def test_transformers_computes_the_same_logits(config, policy, fmt, tmp_path):
     """On a CPU it dequantizes: powers of two exactly, float32 scales to bfloat16 (2^-9).
 
@@ -293,5 +308,6 @@ def test_transformers_computes_the_same_logits(config, policy, fmt, tmp_path):
 def test_every_format_describes_itself():
     for name, fmt in FP8_FORMATS.items():
         assert name == fmt.name and fmt.config(("lm_head",))["quant_method"] in (
-            "fp8", "compressed-tensors"
-        )  # fmt: skip
+            "fp8",
+            "compressed-tensors",
+        )

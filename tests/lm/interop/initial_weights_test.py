@@ -53,8 +53,9 @@ def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp
     if kind == "workdir":
         convert.import_folder(source, tmp_path / "workdir")
         source = str(tmp_path / "workdir")
-    config = run_of(data, model=f"hf:{folder}", initial_weights=source, mesh="fsdp",
-                    master_weights=master)  # fmt: skip
+    config = run_of(
+        data, model=f"hf:{folder}", initial_weights=source, mesh="fsdp", master_weights=master
+    )
     run = build(config)
     run.initial_weights.check()
     state, abstract = run.stages[0].programs.initialize(), run.stages[0].state
@@ -77,9 +78,13 @@ def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path)
     trained goes back under the same config.json and tokenizer."""
     spec = f"hf:{folder}"
     config = run_of(
-        data, model=spec, initial_weights=spec, tokenizer=f"bpe:{folder}/tokenizer.json",
-        learning_rate=1e-30, weight_decay=0.0,
-    )  # fmt: skip
+        data,
+        model=spec,
+        initial_weights=spec,
+        tokenizer=f"bpe:{folder}/tokenizer.json",
+        learning_rate=1e-30,
+        weight_decay=0.0,
+    )
     train_and_evaluate(config, str(tmp_path / "run"))
     before = load_model(spec)
     config_file = (folder / "config.json").read_text()

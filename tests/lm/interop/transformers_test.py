@@ -32,9 +32,14 @@ SHAPE = ModelConfig(
     vocab_size=1021, d_model=96, n_layers=3, n_heads=6, n_kv_heads=2, d_ff=160, head_dim=16
 )
 GPT2 = dataclasses.replace(
-    SHAPE, n_kv_heads=6, norm="layer", mlp="gelu_tanh", biases="all", tie_embeddings=True,
+    SHAPE,
+    n_kv_heads=6,
+    norm="layer",
+    mlp="gelu_tanh",
+    biases="all",
+    tie_embeddings=True,
     learned_positions=48,
-)  # fmt: skip
+)
 
 
 def scaled(scaling: RopeScaling) -> ModelConfig:

@@ -565,9 +565,16 @@ def test_cudnn_takes_the_usual_shapes(monkeypatch, capability):
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(beta=1.0), dict(beta=-2.0), dict(beta=np.inf), dict(beta=np.nan), dict(tolerance=-1e-3),
-     dict(tolerance=np.inf), dict(tolerance=np.nan)],
-)  # fmt: skip
+    [
+        dict(beta=1.0),
+        dict(beta=-2.0),
+        dict(beta=np.inf),
+        dict(beta=np.nan),
+        dict(tolerance=-1e-3),
+        dict(tolerance=np.inf),
+        dict(tolerance=np.nan),
+    ],
+)
 def test_a_row_max_out_of_range_is_refused_with_its_values(changes):
     ((name, value),) = changes.items()
     with pytest.raises(ValueError, match=f"beta must be above 1, .*{name}={value}"):

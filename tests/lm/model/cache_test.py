@@ -40,9 +40,7 @@ def test_tokens_are_written_to_their_slots(kind):
     got = jax.device_get(write(layer(kind, fresh=False), k, v, positions, real))
     quantized = jax.jit(lambda x: quantize(x, "e4m3", "row"))
     assert not got.fresh
-    for given, stored, scales in (
-        (k, got.keys, got.key_scales), (v, got.values, got.value_scales)
-    ):  # fmt: skip
+    for given, stored, scales in ((k, got.keys, got.key_scales), (v, got.values, got.value_scales)):
         if kind == "fp8":
             q = jax.device_get(quantized(given))
             given, given_scales = q.values, q.scale[..., 0]

@@ -46,9 +46,12 @@ def loss_arguments(dtype=jnp.bfloat16):
 
 def whole_loss(x_BLD, w_DV, targets_BL, weights_BL, total):
     logits_BLV = dot_general(
-        x_BLD, w_DV, (((2,), (0,)), ((), ())), recipe=HIGH_PRECISION,
+        x_BLD,
+        w_DV,
+        (((2,), (0,)), ((), ())),
+        recipe=HIGH_PRECISION,
         preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    )
     return jnp.sum(chunked.token_losses(logits_BLV, targets_BL) * weights_BL) / total
 
 
@@ -156,8 +159,9 @@ def collectives(text: str) -> list[tuple[bool, str, str, str]]:
         computation = computation if line.startswith(" ") else line.split(" ")[0]
         match = re.search(
             r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
-            r"(?:-start)?\(([^)]*)\)", line
-        )  # fmt: skip
+            r"(?:-start)?\(([^)]*)\)",
+            line,
+        )
         if match:
             found.append((computation != "ENTRY", *match.groups()))
     return found
@@ -167,18 +171,26 @@ def collectives(text: str) -> list[tuple[bool, str, str, str]]:
 def test_devices_add_their_gradients_once(sizes):
     mesh = make_mesh(MeshAxes(**dict(zip(AXES, sizes, strict=True))))
     places = (
-        ("batch", "length", "residual"), ("embed", "vocab"), ("batch", "length"),
-        ("batch", "length"), (),
-    )  # fmt: skip
+        ("batch", "length", "residual"),
+        ("embed", "vocab"),
+        ("batch", "length"),
+        ("batch", "length"),
+        (),
+    )
     shardings = [NamedSharding(mesh, spec(*names)) for names in places]
     args = loss_arguments()
     loss, (dx, dw, *_) = compiled(in_chunks(8))(*args)
     with jax.set_mesh(mesh):
-        program = jax.jit(
-            jax.value_and_grad(in_chunks(8), argnums=(0, 1)),
-            in_shardings=shardings, out_shardings=(shardings[-1], tuple(shardings[:2])),
-            compiler_options=xla.compiler_options(),
-        ).lower(*args).compile()  # fmt: skip
+        program = (
+            jax.jit(
+                jax.value_and_grad(in_chunks(8), argnums=(0, 1)),
+                in_shardings=shardings,
+                out_shardings=(shardings[-1], tuple(shardings[:2])),
+                compiler_options=xla.compiler_options(),
+            )
+            .lower(*args)
+            .compile()
+        )
     got, (got_dx, got_dw) = program(*args)
     tensor = sizes[2]
     of_dx, of_dw = magnitudes(*args)
@@ -221,10 +233,12 @@ def batch() -> dict:
     tokens = np.random.default_rng(1).integers(0, WORDS, (ROWS, LENGTH + 1)).astype(np.int32)
     ones = np.ones((ROWS, LENGTH), np.int32)
     arrays = {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones,
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "segments": ones,
         "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
         "weights": ones.astype(np.float32),
-    }  # fmt: skip
+    }
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
@@ -237,9 +251,12 @@ def initial(model):
 def gradients_of(model, params):
     """The compiled program of a step's loss and gradients, and the results."""
     state = step.TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, histories={}, opt_state={},
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        histories={},
+        opt_state={},
         key=jax.random.key(0),
-    )  # fmt: skip
+    )
     accumulate = functools.partial(step.accumulate, model, grad_accum=1)
     program = jax.jit(accumulate, compiler_options=xla.compiler_options())
     program = program.lower(state, batch()).compile()
@@ -294,7 +311,7 @@ def test_validation_in_chunks_sums_the_same_nats(monkeypatch):
     params = initial(model)
     state = step.TrainState(
         step=0, params=params, histories={}, opt_state={}, key=jax.random.key(0)
-    )  # fmt: skip
+    )
 
     def evaluate():
         run = functools.partial(step.eval_step, model=model, token_bytes_V=jnp.ones(WORDS))

@@ -19,8 +19,14 @@ from tests.support.products import equations
 
 CONFIG = dataclasses.replace(
     MODELS["llama_tiny"],
-    vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=48, head_dim=8,
-)  # fmt: skip
+    vocab_size=64,
+    d_model=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=48,
+    head_dim=8,
+)
 GPT2 = dataclasses.replace(MODELS["gpt2_tiny"], learned_positions=24)
 
 
@@ -86,10 +92,15 @@ def test_counts_by_formula_are_those_of_releases_where_both_are_known():
 @pytest.mark.parametrize(
     ("name", "nominal"),
     [
-        ("gpt_111m", 111e6), ("gpt_256m", 256e6), ("gpt_590m", 590e6), ("gpt_1.3b", 1.3e9),
-        ("gpt_2.7b", 2.7e9), ("gpt_6.7b", 6.7e9), ("gpt_13b", 13e9),
+        ("gpt_111m", 111e6),
+        ("gpt_256m", 256e6),
+        ("gpt_590m", 590e6),
+        ("gpt_1.3b", 1.3e9),
+        ("gpt_2.7b", 2.7e9),
+        ("gpt_6.7b", 6.7e9),
+        ("gpt_13b", 13e9),
     ],
-)  # fmt: skip
+)
 def test_cerebras_gpt_is_called_by_its_size(name, nominal):
     """To the two or three digits of the name, give or take: 2.65 is called 2.7."""
     assert abs(COUNTS[name] / nominal - 1) < 0.03

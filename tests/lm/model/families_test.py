@@ -32,14 +32,30 @@ from tests.support.hf_vectors import EPSILON, HEADS, HIDDEN, LAYERS, TOKENS, VOC
 # The models of Hugging Face --------------------------------------------------------------------
 
 GPT2 = ModelConfig(
-    vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, n_kv_heads=HEADS,
-    d_ff=HIDDEN, head_dim=WIDTH // HEADS, norm="layer", norm_eps=EPSILON, mlp="gelu_tanh",
-    biases="all", tie_embeddings=True, learned_positions=24,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    d_model=WIDTH,
+    n_layers=LAYERS,
+    n_heads=HEADS,
+    n_kv_heads=HEADS,
+    d_ff=HIDDEN,
+    head_dim=WIDTH // HEADS,
+    norm="layer",
+    norm_eps=EPSILON,
+    mlp="gelu_tanh",
+    biases="all",
+    tie_embeddings=True,
+    learned_positions=24,
+)
 LLAMA = ModelConfig(
-    vocab_size=VOCAB, d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, n_kv_heads=2, d_ff=HIDDEN,
-    head_dim=WIDTH // HEADS, norm_eps=EPSILON,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    d_model=WIDTH,
+    n_layers=LAYERS,
+    n_heads=HEADS,
+    n_kv_heads=2,
+    d_ff=HIDDEN,
+    head_dim=WIDTH // HEADS,
+    norm_eps=EPSILON,
+)
 # With an original length that so small a model's wavelengths straddle.
 SMALL_LLAMA3 = Llama3(factor=8.0, low=1.0, high=4.0, original=64)
 SMALL_YARN = Yarn(factor=4.0, original=64)
@@ -135,9 +151,9 @@ def logits_of(config: ModelConfig, params: dict, **kwargs) -> np.ndarray:
     tokens = jnp.asarray(TOKENS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     model = Transformer(config, "bf16", dtype=jnp.float32, **kwargs)
-    apply = jax.jit(lambda params: model.apply(
-        {"params": params}, tokens, jnp.ones_like(tokens), positions
-    ))  # fmt: skip
+    apply = jax.jit(
+        lambda params: model.apply({"params": params}, tokens, jnp.ones_like(tokens), positions)
+    )
     return np.asarray(apply(params))
 
 
@@ -226,9 +242,12 @@ def gradients_of(family: str, policy: str | Policy = "bf16", tied: bool = True):
     tokens = jnp.asarray(TOKENS, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     batch = dict(
-        tokens=tokens, targets=jnp.asarray(TARGETS), segments=jnp.ones_like(tokens),
-        positions=positions, weights=jnp.ones(tokens.shape, jnp.float32),
-    )  # fmt: skip
+        tokens=tokens,
+        targets=jnp.asarray(TARGETS),
+        segments=jnp.ones_like(tokens),
+        positions=positions,
+        weights=jnp.ones(tokens.shape, jnp.float32),
+    )
     variables = nn.meta.unbox(abstract_variables(model))
     histories = variables[HISTORIES] if HISTORIES in variables else {}
     histories = jax.tree.map(lambda h: jnp.zeros(h.shape, h.dtype), histories)
@@ -388,10 +407,12 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     positions = np.where(at < SECOND, at, at - SECOND).astype(np.int32)
     every = lambda row: np.broadcast_to(row, (ROWS, LENGTH)).copy()  # noqa: E731
     return dict(
-        tokens=tokens[:, :-1], targets=tokens[:, 1:], positions=every(positions),
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        positions=every(positions),
         segments=every(1 + (at >= SECOND).astype(np.int32)),
         weights=every((at != SECOND - 1).astype(np.float32)),
-    )  # fmt: skip
+    )
 
 
 def losses_of(config, num_steps: int, devices=None) -> np.ndarray:

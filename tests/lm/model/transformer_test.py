@@ -82,9 +82,12 @@ def batch() -> dict[str, jax.Array]:
     tokens = np.random.default_rng(0).integers(0, V, (B, L + 1)).astype(np.int32)
     same = np.pad(SEGMENTS[:, :-1] == SEGMENTS[:, 1:], ((0, 0), (0, 1)))
     arrays = dict(
-        tokens=tokens[:, :-1], targets=tokens[:, 1:], segments=SEGMENTS, positions=POSITIONS,
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        segments=SEGMENTS,
+        positions=POSITIONS,
         weights=((SEGMENTS > 0) & same).astype(np.float32),
-    )  # fmt: skip
+    )
     return {name: jnp.asarray(a) for name, a in arrays.items()}
 
 
@@ -563,9 +566,12 @@ def test_an_exempt_layer_runs_in_bf16_and_keeps_its_histories():
     histories = histories_of(policy)
     model = Transformer(CONFIG, policy, dtype=jnp.float32)
     state = step.TrainState(
-        step=jnp.int32(0), params=enlarged(), histories=histories, opt_state=(),
+        step=jnp.int32(0),
+        params=enlarged(),
+        histories=histories,
+        opt_state=(),
         key=jax.random.key(0),
-    )  # fmt: skip
+    )
     _, _, new = jax.jit(lambda s, b: step.accumulate(model, s, b, 2))(state, batch())
     merged = jax.tree.map(merge_history, histories, new)
     for path, history in leaves(merged).items():
@@ -775,7 +781,7 @@ def training_program(policy, **kwargs):
     f = functools.partial(_mean_loss, model=model, batch=batch())
     return jax.make_jaxpr(jax.value_and_grad(f, argnums=(0, 1)))(
         enlarged(), histories_of(policy)
-    ).jaxpr  # fmt: skip
+    ).jaxpr
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])

@@ -180,10 +180,12 @@ def test_an_update_is_optax_on_the_decoded_moments(name):
 def test_bytes_an_element(name, most):
     """Of a Llama's kernels, axes named as the model names them."""
     shapes = {
-        ("layers", "embed", "mlp"): (2, 512, 1408), ("layers", "mlp", "embed"): (2, 1408, 512),
-        ("layers", "embed", "heads", None): (2, 512, 8, 64), ("vocab", "embed"): (1024, 512),
+        ("layers", "embed", "mlp"): (2, 512, 1408),
+        ("layers", "mlp", "embed"): (2, 1408, 512),
+        ("layers", "embed", "heads", None): (2, 512, 8, 64),
+        ("vocab", "embed"): (1024, 512),
         ("layers", "norm"): (2, 512),
-    }  # fmt: skip
+    }
     params = {
         str(names): nn.Partitioned(jnp.zeros(shape), names) for names, shape in shapes.items()
     }
@@ -230,9 +232,12 @@ def test_groups_do_not_depend_on_the_mesh_but_on_the_names():
     x = jnp.zeros((4, 256))
     kept = {
         key: jax.eval_shape(adam("fp8").init, {"x": leaf}).inner.mu["x"]
-        for key, leaf in {"plain": x, "whole": nn.Partitioned(x, ("embed", "norm")),
-                          "cut": nn.Partitioned(x, ("embed", "mlp"))}.items()
-    }  # fmt: skip
+        for key, leaf in {
+            "plain": x,
+            "whole": nn.Partitioned(x, ("embed", "norm")),
+            "cut": nn.Partitioned(x, ("embed", "mlp")),
+        }.items()
+    }
     sizes = {key: nn.meta.unbox(q).shared[0].shape for key, q in kept.items()}
     assert sizes == {"plain": (4, 2), "whole": (4, 2), "cut": (4, 8)}
     assert all(isinstance(q, GroupedMoment) for q in kept.values())

@@ -26,10 +26,23 @@ from fp8jax.numerics.formats import FORMATS, cast
 WARMING = sorted(SCHEDULES.keys() - {"decay"})  # schedules with a warm-up
 
 CONFIG = OptimizerConfig(
-    name="adamw", learning_rate=0.02, schedule="cosine", warmup_steps=2, num_steps=10,
-    decay_fraction=0.3, final_fraction=0.1, weight_decay=0.3, b1=0.9, b2=0.95, eps=1e-8,
-    clip_norm=1.5, gradients="float32", moments="float32", seed=0, warmup_fraction=None,
-)  # fmt: skip
+    name="adamw",
+    learning_rate=0.02,
+    schedule="cosine",
+    warmup_steps=2,
+    num_steps=10,
+    decay_fraction=0.3,
+    final_fraction=0.1,
+    weight_decay=0.3,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    clip_norm=1.5,
+    gradients="float32",
+    moments="float32",
+    seed=0,
+    warmup_fraction=None,
+)
 
 
 def configured(**changes) -> OptimizerConfig:
@@ -61,8 +74,9 @@ def schedule_of(**changes):
 # Shaped like a model: stacked kernels and norms, an embedding, a bias, a norm of one axis.
 DECAYED = ("embedding", "layers/mlp/up/kernel", "lm_head/kernel")
 PLAIN = ("final_norm/scale", "layers/mlp_norm/scale", "lm_head/bias")
-LEAF_SHAPES = dict(zip((*DECAYED, *PLAIN), [(5, 3), (2, 3, 4), (3, 5), (3,), (2, 3), (5,)],
-                       strict=True))  # fmt: skip
+LEAF_SHAPES = dict(
+    zip((*DECAYED, *PLAIN), [(5, 3), (2, 3, 4), (3, 5), (3,), (2, 3), (5,)], strict=True)
+)
 
 
 def nested(flat: dict) -> dict:
@@ -133,8 +147,10 @@ def test_five_steps_of_adamw(schedule):
     assert set(clipped) == {True, False}
     for (path, got), want, limit in zip(
         jax.tree_util.tree_leaves_with_path(ours),
-        jax.tree.leaves(nested(expected)), jax.tree.leaves(nested(bound)), strict=True,
-    ):  # fmt: skip
+        jax.tree.leaves(nested(expected)),
+        jax.tree.leaves(nested(bound)),
+        strict=True,
+    ):
         assert got.dtype == jnp.float32
         assert (np.abs(np.asarray(got, np.float64) - want) <= limit).all(), path
     for moment in jax.tree.leaves(state):
@@ -540,15 +556,24 @@ def test_convergence_on_a_quadratic_without_recompiling(name):
     the way, with a variance of at most rate^2. What both leave is computed; three times that is
     far out for forty elements."""
     c = configured(
-        name=name, learning_rate=0.05, num_steps=300, warmup_steps=10, weight_decay=0.0,
-        final_fraction=1e-4, clip_norm=1e3,
-    )  # fmt: skip
+        name=name,
+        learning_rate=0.05,
+        num_steps=300,
+        warmup_steps=10,
+        weight_decay=0.0,
+        final_fraction=1e-4,
+        clip_norm=1e3,
+    )
     optimizer, _ = optimizer_and_schedule(c)
     rng = np.random.default_rng(0)
-    goal = {"kernel": jnp.asarray(rng.uniform(-2, 2, (4, 8)), jnp.float32),
-            "scale": jnp.asarray(rng.uniform(-2, 2, 8), jnp.float32)}  # fmt: skip
-    curvature = {"kernel": jnp.asarray(np.geomspace(0.1, 10, 32).reshape(4, 8), jnp.float32),
-                 "scale": jnp.ones(8)}  # fmt: skip
+    goal = {
+        "kernel": jnp.asarray(rng.uniform(-2, 2, (4, 8)), jnp.float32),
+        "scale": jnp.asarray(rng.uniform(-2, 2, 8), jnp.float32),
+    }
+    curvature = {
+        "kernel": jnp.asarray(np.geomspace(0.1, 10, 32).reshape(4, 8), jnp.float32),
+        "scale": jnp.ones(8),
+    }
 
     def loss(params):
         terms = jax.tree.map(lambda p, q, a: jnp.sum(a * (p - q) ** 2) / 2, params, goal, curvature)

@@ -385,8 +385,10 @@ def test_a_pickle_in_a_checkpoint_is_never_loaded(tmp_path):
     assert not any(data.startswith(b"\x80") for data in before.values())  # protocol 2 and later
     done = subprocess.run(
         [sys.executable, "-uc", _READ_FORGED, str(tmp_path / "run"), str(tmp_path / "gone_off")],
-        env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(files) and "Error" in done.stdout
     assert not (tmp_path / "gone_off").exists()

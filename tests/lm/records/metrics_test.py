@@ -163,9 +163,13 @@ def test_torch_is_not_imported(tmp_path):
     program = "import fp8jax.lm.records.metrics; print('imported metrics'); import torch"
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, check=True,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout.splitlines() == ["imported metrics", "imported torch"]
 
 

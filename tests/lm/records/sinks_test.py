@@ -30,8 +30,10 @@ def test_scalars_reach_the_sink(fake, tmp_path):
     (_, options), *others = fake
     assert options["project"] == "fp8" and options["config"] == {"seed": 1}
     assert others == [
-        ("log", {"loss": 2.5}, 1), ("log", {"telemetry/layers_0/x/amax": 3.0}, 1), ("finish",)
-    ]  # fmt: skip
+        ("log", {"loss": 2.5}, 1),
+        ("log", {"telemetry/layers_0/x/amax": 3.0}, 1),
+        ("finish",),
+    ]
 
 
 def test_a_resumed_run_is_the_same_run(fake, tmp_path):

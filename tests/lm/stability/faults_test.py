@@ -93,9 +93,11 @@ def test_bad_steps_are_skipped_and_counted(data, tmp_path):
     train(longer(data, tmp_path, **TWO), *SPIKES, "--config.recovery=skip:13", injected)
     skipped = events(tmp_path, "skip")
     assert [(e["step"], e["cause"]) for e in skipped] == [
-        (12, "non_finite"), (17, "non_finite"), (24, "spike"),
+        (12, "non_finite"),
+        (17, "non_finite"),
+        (24, "spike"),
         *((step, "spike") for step in range(28, 38)),
-    ]  # fmt: skip
+    ]
     assert skipped[-1]["spent"] == {"skip": 13} and len(events(tmp_path, "stop")) == 0
     losses = [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
     assert final(tmp_path) < losses[22] and losses[28] > losses[22] + 1
@@ -155,9 +157,7 @@ def test_faults_that_mean_nothing_are_refused(text, message):
 
 
 def test_rows_of_other_steps_are_left_alone():
-    rows = {
-        "targets": np.arange(12, dtype=np.int32).reshape(2, 6), "weights": np.ones((2, 6), "f")
-    }  # fmt: skip
+    rows = {"targets": np.arange(12, dtype=np.int32).reshape(2, 6), "weights": np.ones((2, 6), "f")}
     found = list(Faults.parse("nan_loss@5,spike@6").batches(iter([rows] * 3), 4))
     assert found[0] is rows and np.isnan(found[1]["weights"]).all()
     assert (found[2]["targets"] == 11 - rows["targets"]).all()

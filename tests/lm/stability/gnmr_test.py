@@ -60,9 +60,15 @@ def by_the_paper(config: Gnmr, norms, first_steps) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("changes", "first_steps"),
-    [({}, 0), (dict(most=1), 0), (dict(lock=3), 0), (dict(lock=0), 0),
-     (dict(alpha=(3.0, 1.1)), 20), (dict(window=2, beta=2.0), 0)],
-)  # fmt: skip
+    [
+        ({}, 0),
+        (dict(most=1), 0),
+        (dict(lock=3), 0),
+        (dict(lock=0), 0),
+        (dict(alpha=(3.0, 1.1)), 20),
+        (dict(window=2, beta=2.0), 0),
+    ],
+)
 def test_promotions_are_the_papers(changes, first_steps):
     norms = np.exp(np.random.default_rng(0).normal(0.0, 0.4, (80, 6)))
     norms[40:44, 2] *= 5

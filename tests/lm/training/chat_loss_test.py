@@ -56,9 +56,11 @@ def test_loss_by_hand(folder, rows):
     prompt, turn, rest = (
         template.backend.encode(text, add_special_tokens=False).ids
         for text in (
-            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Hello<|im_end|>", "\n"
+            "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+            "Hello<|im_end|>",
+            "\n",
         )
-    )  # fmt: skip
+    )
     ids = np.array(prompt + turn + rest)
     ones = jnp.ones((1, len(ids)), jnp.int32)
     transformer, variables = model()
@@ -72,9 +74,10 @@ def test_loss_by_hand(folder, rows):
         i for i in range(len(rows.examples)) if rows.examples[i][0].tolist() == ids.tolist()
     ]
     ((row, place),) = [
-        (row, rows.members(row).index(index)) for row in range(len(rows))
+        (row, rows.members(row).index(index))
+        for row in range(len(rows))
         if index in rows.members(row)
-    ]  # fmt: skip
+    ]
     assert len(rows.members(row)) > 1
     np.testing.assert_allclose(losses(rows[row])[place], by_hand, rtol=1e-6)
 
@@ -96,9 +99,7 @@ def test_packed_equals_alone(rows, policy, dtype):
         np.testing.assert_allclose(losses(rows[index], policy, dtype), singly, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"), [("bf16", jnp.float32), ("fp8_block", jnp.float32)]
-)  # fmt: skip
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16", jnp.float32), ("fp8_block", jnp.float32)])
 def test_an_example_changes_no_others_loss(rows, policy, dtype):
     """To the bit, with operands of single tokens too."""
     row = max(rows, key=lambda row: row["segments"].max())

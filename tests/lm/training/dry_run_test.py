@@ -147,9 +147,14 @@ def test_report_says_what_limits():
     assert "first step seeds the histories" in said and "This is a CPU" in said
     assert "fit" not in said and "add up to more" not in said
     small = dataclasses.replace(
-        made, capacity_bytes=made.total_bytes // 2, device_kind="NVIDIA H200", backends={},
-        first_step_bytes=None, activations_bytes=0, gradients_bytes=made.total_bytes,
-    ).text()  # fmt: skip
+        made,
+        capacity_bytes=made.total_bytes // 2,
+        device_kind="NVIDIA H200",
+        backends={},
+        first_step_bytes=None,
+        activations_bytes=0,
+        gradients_bytes=made.total_bytes,
+    ).text()
     assert "It does not fit: 200% of the" in small and "add up to more than the total" in small
     assert "any: nothing is quantized" in small
     assert "seeds" not in small and "This is a CPU" not in small
@@ -228,10 +233,17 @@ def test_profile_is_two_steps():
 def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
     overrides = [f"--config.model_overrides.{key}={value}" for key, value in SIZES.items()]
     code, said = command_line(
-        "--dry_run", "--show_params", f"--workdir={tmp_path}/run", "--config.mesh=fsdp",
-        "--config.batch_size=16", "--config.seq_len=64", "--config.num_steps=20",
-        "--config.warmup_steps=5", "--config.unroll=2", *overrides,
-    )  # fmt: skip
+        "--dry_run",
+        "--show_params",
+        f"--workdir={tmp_path}/run",
+        "--config.mesh=fsdp",
+        "--config.batch_size=16",
+        "--config.seq_len=64",
+        "--config.num_steps=20",
+        "--config.warmup_steps=5",
+        "--config.unroll=2",
+        *overrides,
+    )
     assert code == 0, said
     made, run = planned(8, precision="fp8_delayed")
     assert "num_steps: 20\n" in said and parameter_table.parameter_table(run) in said

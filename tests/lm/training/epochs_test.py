@@ -19,9 +19,16 @@ def chat_run(folder, **changes):
     config = one_layer((spec, str(folder / "cache")), model_overrides__vocab_size=384)
     config.tokenizer = f"bpe:{folder}/tokenizer.json"
     config.update(
-        seq_len=160, valid_fraction=0.1, num_epochs=4, num_steps=7, batch_size=16, warmup_steps=1,
-        valid_every=100, checkpoint_every=1, checkpoint_keep=99,
-    )  # fmt: skip
+        seq_len=160,
+        valid_fraction=0.1,
+        num_epochs=4,
+        num_steps=7,
+        batch_size=16,
+        warmup_steps=1,
+        valid_every=100,
+        checkpoint_every=1,
+        checkpoint_keep=99,
+    )
     config.update(changes)
     return config
 
@@ -52,7 +59,7 @@ def test_weights_have_no_epochs(tmp_path):
 
 @pytest.mark.parametrize(
     "key", ["data", "batch_size", "seed", "num_epochs", "(contents of the data)"]
-)  # fmt: skip
+)
 def test_what_decides_the_examples_must_not_change(key):
     require_same_epochs(["learning_rate: 0.1 -> 0.2"])
     with pytest.raises(ValueError, match="reads every example equally often"):

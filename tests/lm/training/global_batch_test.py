@@ -29,11 +29,12 @@ def masked_rows() -> dict[str, np.ndarray]:
     place = np.arange(LENGTH)
     positions = np.where(second, place - LENGTH // 2, place)
     return {
-        "tokens": tokens[:, :-1], "targets": tokens[:, 1:],
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
         "segments": np.tile(1 + second, (ROWS, 1)).astype(np.int32),
         "positions": np.tile(positions, (ROWS, 1)).astype(np.int32),
         "weights": (place >= LENGTH - np.array(SUPERVISED)[:, None]).astype(np.float32),
-    }  # fmt: skip
+    }
 
 
 @functools.cache

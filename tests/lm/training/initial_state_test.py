@@ -35,9 +35,16 @@ STABLE, DECAY = 5, 3  # steps
 def whole_run(data, **changes):
     """Warm-up and stable phase of 5 steps, and a decay of 3."""
     return one_layer(
-        data, schedule="wsd", num_steps=STABLE + DECAY, decay_fraction=DECAY / (STABLE + DECAY),
-        warmup_steps=2, checkpoint_every=STABLE, valid_every=4, valid_batches=1, **changes,
-    )  # fmt: skip
+        data,
+        schedule="wsd",
+        num_steps=STABLE + DECAY,
+        decay_fraction=DECAY / (STABLE + DECAY),
+        warmup_steps=2,
+        checkpoint_every=STABLE,
+        valid_every=4,
+        valid_batches=1,
+        **changes,
+    )
 
 
 def decay_of(config, state: str, **changes):
@@ -196,11 +203,16 @@ def test_another_tokenizer_is_refused(tokenized, tmp_path):
     assert "\n" not in str(said.value)
 
 
-@pytest.mark.parametrize("spec, what", [
-    ("none", "none is not a folder"), ("run@", "run@ is not a folder"),
-    ("run@x", "run@x is not a folder"), ("run", "run has no checkpoints"),
-    ("run@3", "run has no checkpoints"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, what",
+    [
+        ("none", "none is not a folder"),
+        ("run@", "run@ is not a folder"),
+        ("run@x", "run@x is not a folder"),
+        ("run", "run has no checkpoints"),
+        ("run@3", "run has no checkpoints"),
+    ],
+)
 def test_what_no_workdir_is(data, tmp_path, spec, what):
     (tmp_path / "run").mkdir()
     advice = "name the workdir of a run as WORKDIR, or as WORKDIR@STEP with a number"

@@ -40,9 +40,15 @@ GOLDEN = Path(__file__).parent / "golden_losses.json"
 # Programs take seconds to compile: whole steps are tested of one policy of each kind, and every
 # entry of the tables in dot_test.py and transformer_test.py.
 TRAINED = (
-    "bf16", "fp8_delayed", "fp8_current", "fp8_block", "fp8_block_ue8m0", "fp4_block", "fp4_mixed",
+    "bf16",
+    "fp8_delayed",
+    "fp8_current",
+    "fp8_block",
+    "fp8_block_ue8m0",
+    "fp4_block",
+    "fp4_mixed",
     "nvfp4_mixed",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -282,8 +288,10 @@ def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, t
     assert len(losses_of(tmp_path)) == 9
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 6 and resume["changes"] == [
-        "batch_size: 16 -> 8", "learning_rate: 0.003 -> 0.001", "num_steps: 6 -> 9"
-    ]  # fmt: skip
+        "batch_size: 16 -> 8",
+        "learning_rate: 0.003 -> 0.001",
+        "num_steps: 6 -> 9",
+    ]
     assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
     # The schedule is that of the new run at the steps it is at: the last has the final rate.
     np.testing.assert_allclose(last["learning_rate"], 1e-4, rtol=1e-6)
@@ -319,8 +327,10 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     profiled, found = happened(tmp_path)
     assert (profiled["kind"], profiled["step"]) == ("profiled", 4)
     assert (found["kind"], found["step"], found["valid_loss"]) == (
-        "best_checkpoint", best, valid[best]
-    )  # fmt: skip
+        "best_checkpoint",
+        best,
+        valid[best],
+    )
     with pytest.raises(ValueError, match="profile=3:4 does not lie within the steps 16 to 15"):
         train_and_evaluate(config, str(tmp_path), profile=(3, 4))
 

@@ -195,9 +195,11 @@ def test_every_program_is_compiled_once_when_a_stage_needs_it(whole):
         0,
     ]
     for field, counts in {
-        "step": [1, 1, 1, 1], "seed_step": [0, 1, 0, 0], "eval_step": [1, 1, 1, 1],
+        "step": [1, 1, 1, 1],
+        "seed_step": [0, 1, 0, 0],
+        "eval_step": [1, 1, 1, 1],
         "sample": [0, 1, 0, 0],
-    }.items():  # fmt: skip
+    }.items():
         programs_of = [getattr(stage.programs, field) for stage in whole.stages]
         assert [program._cache_size() for program in programs_of] == counts, field
     validated = [line["step"] for line in numbers(whole.workdir) if "valid_loss" in line]
@@ -366,8 +368,11 @@ def test_a_schedule_is_read_from_the_command_line_json_and_lists(text, monkeypat
         assert schedule.stages == ((0.0, as_policy("fp4_mixed")), (0.9, as_policy("bf16")))
         assert schedule.begins(150) == (0, 135)
         assert [schedule.policy_of(step, 150).name for step in (1, 135, 136, 150)] == [
-            "fp4_mixed", "fp4_mixed", "bf16", "bf16"
-        ]  # fmt: skip
+            "fp4_mixed",
+            "fp4_mixed",
+            "bf16",
+            "bf16",
+        ]
 
 
 def test_the_schedule_of_fp4_is_taken_away_by_a_flag(monkeypatch):

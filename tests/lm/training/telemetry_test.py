@@ -26,9 +26,13 @@ from fp8jax.telemetry.files import StepFiles
 from tests.support.runs import ONE_LINEAR, corpus, tiny
 
 SMALL = dict(
-    model_overrides__d_model=32, model_overrides__n_heads=2, model_overrides__n_kv_heads=2,
-    model_overrides__d_ff=64, batch_size=8, unroll=1,
-)  # fmt: skip
+    model_overrides__d_model=32,
+    model_overrides__n_heads=2,
+    model_overrides__n_kv_heads=2,
+    model_overrides__d_ff=64,
+    batch_size=8,
+    unroll=1,
+)
 
 
 def test_the_training_programs_stay_byte_identical(data, monkeypatch):
@@ -43,10 +47,17 @@ def test_the_training_programs_stay_byte_identical(data, monkeypatch):
 
 def test_a_run_is_sampled(data, tmp_path, monkeypatch):
     config = tiny(
-        data, precision="fp8_delayed:history=4", telemetry_every=2, num_steps=4, valid_every=4,
-        checkpoint_every=2, warmup_steps=0, model_overrides__n_layers=1,
-        model_overrides__mlp="gelu", **SMALL,
-    )  # fmt: skip
+        data,
+        precision="fp8_delayed:history=4",
+        telemetry_every=2,
+        num_steps=4,
+        valid_every=4,
+        checkpoint_every=2,
+        warmup_steps=0,
+        model_overrides__n_layers=1,
+        model_overrides__mlp="gelu",
+        **SMALL,
+    )
     # What a killed run without a checkpoint has left: this run begins at step 0.
     write(tmp_path / "telemetry" / "step_000000009.parquet", [])
     present, write_file, save = {}, StepFiles.write, Checkpointer.save
@@ -178,18 +189,28 @@ def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_number
     So the noise changes by 2e-5 of the signal, which is 10^(SQNR/20) times the noise."""
     step = build_module.telemetry_step
     monkeypatch.setattr(
-        build_module, "telemetry_step",
+        build_module,
+        "telemetry_step",
         lambda *arguments, model, **named: step(
             *arguments, model=model.clone(dtype=jnp.float32), **named
         ),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(POLICIES, "one_each_way", ONE_EACH_WAY)
     plain = sample(data, 1, precision="one_each_way", **HEADS)
     halves = sample(data, 1, precision="one_each_way", grad_accum=2, **HEADS)
     other = sample(
-        data, 4, precision="one_each_way", remat="full", grad_accum=2, moments="fp8",
-        optimizer="lion", gnmr_alpha=(1.5,), mesh_axes__data=2, mesh_axes__tensor=2, **HEADS,
-    )  # fmt: skip
+        data,
+        4,
+        precision="one_each_way",
+        remat="full",
+        grad_accum=2,
+        moments="fp8",
+        optimizer="lion",
+        gnmr_alpha=(1.5,),
+        mesh_axes__data=2,
+        mesh_axes__tensor=2,
+        **HEADS,
+    )
     assert len(plain) == len(halves) == len(other) == 2 * 7 * 6 + 2
     for whole, half in zip(plain, halves, strict=True):
         # Weights are measured in each microbatch.
@@ -208,8 +229,11 @@ def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_number
 
 def same_to_rounding(one, two):
     assert (one.layer, one.linear, one.cast, one.recipe) == (
-        two.layer, two.linear, two.cast, two.recipe
-    )  # fmt: skip
+        two.layer,
+        two.linear,
+        two.cast,
+        two.recipe,
+    )
     assert two.amax == pytest.approx(one.amax, rel=0 if one.operand == "w" else 1e-5)
     if one.sqnr_db is None:  # in BF16
         assert two.sqnr_db is None

@@ -17,9 +17,11 @@ def sums(state, batch):
     """In the place of eval_step: sums of small whole numbers, exact in float32 in any order."""
     weights = batch["weights"]
     return {
-        "nats": jnp.sum(batch["targets"] * weights), "tokens": jnp.sum(weights),
-        "bytes": jnp.sum(weights), "hidden": jnp.max(batch["targets"])[None] / 2,
-    }  # fmt: skip
+        "nats": jnp.sum(batch["targets"] * weights),
+        "tokens": jnp.sum(weights),
+        "bytes": jnp.sum(weights),
+        "hidden": jnp.max(batch["targets"])[None] / 2,
+    }
 
 
 @pytest.mark.parametrize("valid_batches", [1, 2, None])
