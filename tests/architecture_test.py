@@ -335,7 +335,7 @@ BAD = [
     (
         check_tops,
         "fp8jax/lm/training/a.py",
-        "from ...tests import a",
+        "from ....tests import a",
         "may not import tests",
     ),
     (check_tops, "configs/smoke.py", "import experiments.train", "may not import experiments"),

@@ -201,7 +201,7 @@ def replace_cache_keys() -> None:
 
     On other devices, this library's partitioned kernels are in the key without the addresses of
     Python objects, which another process does not have. The key stays safe: the program has a hash
-    of each kernel and of what decides its partitioning (kernels/partition.py). JAX's option does
+    of each kernel and of what decides its partitioning (kernels/mesh_call.py). JAX's option does
     the same for all partitioned functions. A program with a function of somebody else, which has no
     such hash, keeps its addresses.
     """

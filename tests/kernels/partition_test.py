@@ -31,6 +31,7 @@ from fp8jax.gemm.fused_mlp import fused_mlp
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels import (
     block_gemm,
+    mesh_call,
     partition,
     quantize,
     requirements,
@@ -473,15 +474,15 @@ def test_a_program_of_a_mesh_has_one_key_and_its_kernels_and_sources_change_it(
     assert cache_key(monkeypatch, kept[0], "cpu") is None
 
     def changed() -> str | None:
-        partition._sources.cache_clear()
+        mesh_call._sources.cache_clear()
         return cache_key(monkeypatch, lower_on_mesh(tiles(Fp32())))
 
     found = [*keys, cache_key(monkeypatch, lower_on_mesh(tiles(Pow2())))]
-    package = Path(partition.__file__).parents[1]
+    package = Path(mesh_call.__file__).parents[1]
     for folder in ("kernels", "numerics"):
         shutil.copytree(package / folder, tmp_path / folder)
     with monkeypatch.context() as patch:
-        patch.setattr(partition, "__file__", str(tmp_path / "kernels" / "partition.py"))
+        patch.setattr(mesh_call, "__file__", str(tmp_path / "kernels" / "mesh_call.py"))
         assert changed() == found[0]  # the same files elsewhere
         for name in ("kernels/quantize.py", "kernels/partition.py", "numerics/scales.py"):
             with open(tmp_path / name, "a") as file:
@@ -490,7 +491,7 @@ def test_a_program_of_a_mesh_has_one_key_and_its_kernels_and_sources_change_it(
         patch.setattr(jax, "__version__", "0.0.1")
         found.append(changed())
     with monkeypatch.context() as patch:
-        patch.setitem(partition._TILES, "m", 256)
+        patch.setitem(mesh_call.TILES, "m", 256)
         found.append(changed())
     assert len(set(found)) == len(found) and changed() == found[0]
 
@@ -523,9 +524,9 @@ def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
     monkeypatch.setattr(
         jax.export, "export", lambda f, **named: exported.append(f) or export(f, **named)
     )
-    asked, run = [], partition._run_lowered
+    asked, run = [], mesh_call._run_lowered
     monkeypatch.setattr(
-        partition, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
+        mesh_call, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
     )
 
     def f(x):
@@ -545,14 +546,14 @@ def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
 def test_a_lowered_kernel_is_kept_as_long_as_a_program_has_it(stand_ins):
     def lowered(scale: float, rows: int):
         cast = functools.partial(quantize.cast_transpose, scale=np.float32(scale), fmt=E4M3)
-        return partition._lowered_once(cast, [jax.ShapeDtypeStruct((rows, 128), jnp.float32)])
+        return mesh_call._lowered_once(cast, [jax.ShapeDtypeStruct((rows, 128), jnp.float32)])
 
-    before = len(partition._lowered)
+    before = len(mesh_call._lowered)
     kept = [lowered(0.375, 128), lowered(0.75, 128), lowered(0.375, 256), lowered(0.375, 128)]
-    assert kept[0] is kept[3] and len(partition._lowered) == before + 3
+    assert kept[0] is kept[3] and len(mesh_call._lowered) == before + 3
     del kept
     gc.collect()
-    assert len(partition._lowered) == before
+    assert len(mesh_call._lowered) == before
 
 
 def test_what_has_effects_is_not_lowered_for_others():
@@ -563,9 +564,9 @@ def test_what_has_effects_is_not_lowered_for_others():
         return x + 1
 
     given = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert partition._lowered_once(f, [given]) is None
+    assert mesh_call._lowered_once(f, [given]) is None
     known = {}
-    np.testing.assert_array_equal(partition._run_lowered(known, f, jnp.ones(2)), [2, 2])
+    np.testing.assert_array_equal(mesh_call._run_lowered(known, f, jnp.ones(2)), [2, 2])
     assert list(known.values()) == [None]
 
 

@@ -134,23 +134,32 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
     return killed, [*ended, *(name for name in killed if name not in ended)]
 
 
+def _without_broken(copy: Path, batch: list[Covering], killed: dict[str, str]) -> dict[str, str]:
+    """Those that a batch found dead, without tests that fail in such a batch without a fault."""
+    if not killed:
+        return {}
+    broken, _ = _run_batch(copy, batch, len(batch))
+    return {name: how for name, how in killed.items() if name not in broken}
+
+
 def run(
     copy: Path, mutant: Mutant, tests: list[Covering], outcome: Outcome, limit_s: float
 ) -> None:
     """Goes on with a mutant: runs the tests that have not been tried, and adds what they say."""
     begin, deadline = _children_s(), time.monotonic() + limit_s
     tried = set(outcome.tried)
-    with copies.fault(copy, mutant):
-        left = [test for test in tests if test.name not in tried]
-        while left and len(outcome.killed_by) < WANTED and time.monotonic() < deadline:
-            batch = _batches(left)[0]
-            killed, ended = _run_batch(copy, batch, WANTED - len(outcome.killed_by))
-            outcome.killed_by |= killed
-            # One that was not run at all is gone from the tree, or no longer of the tier.
-            done = set(ended) if len(outcome.killed_by) >= WANTED else {t.name for t in batch}
-            if any(how != "failed" for how in killed.values()):
-                done = set(ended)
-            outcome.tried += sorted(done - tried)
-            tried |= done
-            left = [test for test in left if test.name not in done]
+    left = [test for test in tests if test.name not in tried]
+    while left and len(outcome.killed_by) < WANTED and time.monotonic() < deadline:
+        batch = _batches(left)[0]
+        wanted = WANTED - len(outcome.killed_by)
+        with copies.fault(copy, mutant):
+            killed, ended = _run_batch(copy, batch, wanted)
+        outcome.killed_by |= _without_broken(copy, batch, killed)
+        # One that was not run at all is gone from the tree, or no longer of the tier.
+        done = set(ended) if len(killed) >= wanted else {t.name for t in batch}
+        if any(how != "failed" for how in killed.values()):
+            done = set(ended)
+        outcome.tried += sorted(done - tried)
+        tried |= done
+        left = [test for test in left if test.name not in done]
     outcome.seconds += _children_s() - begin

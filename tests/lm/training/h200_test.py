@@ -8,7 +8,7 @@ import pytest
 from fp8jax.analysis.gemms import find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import xla
-from fp8jax.kernels import kernel_text, partition
+from fp8jax.kernels import kernel_text, mesh_call
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.programs import lower_program
 from fp8jax.numerics.module_paths import MODULES
@@ -118,7 +118,7 @@ def test_four_gpus_lower_each_kernel_once_and_gather_codes_of_ragged_shards(
     """A weight of 768 rows is 192 on each GPU, no whole tiles. XLA asks for each call of a kernel,
     in each of the layers, and each is lowered anew unless it is kept."""
     asked, texts, serialized = [], [], kernel_text._serialized
-    run = partition._run_lowered
+    run = mesh_call._run_lowered
 
     def record(module, **options):
         found = serialized(module, **options)
@@ -128,7 +128,7 @@ def test_four_gpus_lower_each_kernel_once_and_gather_codes_of_ragged_shards(
     step = lowered(data, name, 4, width=768, unroll=LAYERS)
     monkeypatch.setattr(kernel_text, "_serialized", record)
     monkeypatch.setattr(
-        partition, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
+        mesh_call, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
     )
     with h200.default(4):
         text = step.compile().as_text()

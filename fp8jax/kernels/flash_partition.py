@@ -1,0 +1,93 @@
+"""The kernels of flash attention on a mesh: each device attends to its own rows and heads."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from fp8jax.kernels import flash_backward
+from fp8jax.kernels import flash_forward as forward
+from fp8jax.kernels.mesh_call import call_on_mesh, each_shard
+
+# Flash attention: b rows, t positions, k key heads, g query heads of each key head, h head size.
+# Only rows and key heads are sharded: a shard of any other dimension would have to be all of it.
+_QUERIES, _KEYS, _BY_QUERY, _BY_POSITION = "btkgh", "btkh", "bkgt", "bt"
+
+
+def _attention_on_mesh(
+    kernel: Callable[..., Any],
+    operands: tuple[jax.Array, ...],
+    letters: tuple[str, ...],
+    results: tuple[str, ...],
+) -> Any:
+    """Calls a kernel of flash attention, which takes and gives query heads as one dimension."""
+    _, length, _, group, head_dim = operands[0].shape
+    multiples = {"b": 1, "k": 1, "t": length, "g": group, "h": head_dim}
+
+    def merging(*given):
+        merged = []
+        for x, of in zip(given, letters, strict=True):
+            merged.append(_merge_heads(x, of))
+        split = []
+        for x, of in zip(kernel(*merged), results, strict=True):
+            split.append(_split_heads(x, of, group))
+        return tuple(split)
+
+    # The shardings of the first two operands decide: the queries' and the keys'.
+    return call_on_mesh(each_shard(merging), operands, letters, results, multiples, sources=2)
+
+
+def _merge_heads(x: jax.Array, letters: str) -> jax.Array:
+    if "g" not in letters:
+        return x
+    at = letters.index("k")
+    return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
+
+
+def _split_heads(x: jax.Array, letters: str, group: int) -> jax.Array:
+    if "g" not in letters:
+        return x
+    at = letters.index("k")
+    return x.reshape(*x.shape[:at], -1, group, *x.shape[at + 1 :])
+
+
+def flash_forward(
+    q_BTKGH: Float[Array, "B T K G H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    begin_BT: Int[Array, "B T"],
+    scale: float,
+) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
+    """`flash_forward.forward` on a mesh, with query heads as [K, G]."""
+    return _attention_on_mesh(
+        functools.partial(forward.forward, scale=scale),
+        (q_BTKGH, k_BTKH, v_BTKH, begin_BT),
+        (_QUERIES, _KEYS, _KEYS, _BY_POSITION),
+        (_QUERIES, _BY_QUERY),
+    )
+
+
+def flash_gradient_q(
+    q, k, v, y, dy, lse, begin_BT: Int[Array, "B T"], scale: float
+) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
+    """`flash_backward.gradient_q` on a mesh, with query heads as [K, G]."""
+    return _attention_on_mesh(
+        functools.partial(flash_backward.gradient_q, scale=scale),
+        (q, k, v, y, dy, lse, begin_BT),
+        (_QUERIES, _KEYS, _KEYS, _QUERIES, _QUERIES, _BY_QUERY, _BY_POSITION),
+        (_QUERIES, _BY_QUERY),
+    )
+
+
+def flash_gradient_kv(
+    q, k, v, dy, lse, delta, end_BT: Int[Array, "B T"], scale: float
+) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """`flash_backward.gradient_kv` on a mesh, with query heads as [K, G]."""
+    return _attention_on_mesh(
+        functools.partial(flash_backward.gradient_kv, scale=scale),
+        (q, k, v, dy, lse, delta, end_BT),
+        (_QUERIES, _KEYS, _KEYS, _QUERIES, _BY_QUERY, _BY_QUERY, _BY_POSITION),
+        (_KEYS, _KEYS),
+    )
