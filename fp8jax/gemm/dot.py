@@ -75,8 +75,8 @@ def dot_general(
         `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
-      seeded: whether no history is empty. By default an empty one seeds itself from the operand's
-        own amax, at the cost of a pass over the operand in every step.
+      seeded: promise that every history is filled. By default an empty one seeds itself from the
+        operand's own amax, at the cost of a pass over the operand in every step.
       probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
 
     Returns:

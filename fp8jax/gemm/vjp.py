@@ -1,4 +1,4 @@
-"""The only custom VJP of GEMMs.
+"""The custom VJP of the quantized GEMM (promotable.py and fused_mlp.py have theirs from its parts).
 
     forward    y  = Q(x) Q(w)
     backward   dx = Q(g) Q(w)^T

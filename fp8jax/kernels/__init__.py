@@ -1,1 +1,1 @@
-"""GEMM and quantization kernels: Pallas for Hopper, cuDNN's block-scaled GEMM for Blackwell."""
+"""GEMM, quantization and attention: Pallas for Hopper, cuDNN's block-scaled GEMM for Blackwell."""

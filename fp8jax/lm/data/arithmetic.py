@@ -28,7 +28,7 @@ from fp8jax.lookup import lookup
 TRAIN, TEST = "train", "test"
 
 _TEST_ONE_IN = 10  # calculations, of which one belongs to the test split
-_ATTEMPTS = 2000  # a tenth of all calculations is missed so often once in 10^91 times
+_ATTEMPTS = 2000  # the chance that all attempts miss a tenth of all calculations is 10^-91
 _MOST_FACTOR = 9
 _LEAST_LARGEST = 10  # below it there are hardly any calculations
 _MOST_LARGEST = 10**9  # far below the lengths that Python's ranges may have

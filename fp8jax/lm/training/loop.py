@@ -180,7 +180,7 @@ def _model_changes(run: Run, workdir: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Dispatched:
-    """A step whose results may still be computed.
+    """A dispatched step; its results may not be ready.
 
     Attributes:
       out: its metrics, on the device.
@@ -346,7 +346,8 @@ class _Loop:
         for step in range(self.start + 1, settings.num_steps + 1):
             batch = self._next_batch(step, pending)
             self.profile.start_if_due(step, self.position.state)
-            if self._compiles(step) and pending is not None:  # its time is none of compilation
+            if self._compiles(step) and pending is not None:
+                # Keep compilation out of its step time.
                 self._write(pending)
                 pending = None
             self._enter_stage(step)

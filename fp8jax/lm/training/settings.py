@@ -80,7 +80,7 @@ class Settings:
 
 
 def check_numbers(config: ConfigDict) -> None:
-    """Raises ValueError for numbers out of their range, and for keys that need another one."""
+    """Raises ValueError for numbers out of their range, and for keys that require another key."""
     names = (
         "num_steps",
         "num_epochs",
