@@ -14,7 +14,7 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
-from fp8jax.gemm.dot import dot_general, einsum
+from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels import blackwell
 from fp8jax.numerics.formats import FORMATS
@@ -603,8 +603,13 @@ def test_stochastic_casts_follow_the_key():
     recipe = Recipe(fwd_x=dataclasses.replace(plain, rounding="stochastic"), fwd_w=plain)
     x, w = (jnp.asarray(random_operands()[k]) for k in "xw")
     f = jax.jit(functools.partial(dot_general, x, w, MATMUL, recipe=recipe))
-    np.testing.assert_array_equal(f(key=jax.random.key(0)), f(key=jax.random.key(0)))
-    assert (f(key=jax.random.key(0)) != f(key=jax.random.key(1))).any()
+    keys = jax.random.key(0), jax.random.key(1)
+    np.testing.assert_array_equal(f(key=keys[0]), f(key=keys[0]))
+    assert (f(key=keys[0]) != f(key=keys[1])).any()
+    for y in dot_general_shared(
+        x, (w, w), MATMUL, recipe=recipe, states=(None, None), keys=keys, backend="emulated"
+    ):  # the first key rounds x for all
+        np.testing.assert_array_equal(y, f(key=keys[0]))
     with pytest.raises(ValueError, match="needs a key"):
         f()
 
