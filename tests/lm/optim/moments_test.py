@@ -135,7 +135,9 @@ def test_a_second_moment_is_zero_only_without_a_gradient():
     optimizer = adam("fp8")
     update = jax.jit(optimizer.update)
     _, state = update(grads, jax.jit(optimizer.init)(grads))
-    v = np.asarray(decode("fp8", state.inner.nu["kernel"]))[0]
+    kept = state.inner.mu, state.inner.nu
+    m, v = (np.asarray(decode("fp8", tree["kernel"]))[0] for tree in kept)
+    assert m[0] > 0 and not m[30:].any()
     exact = 0.05 * np.square(grads["kernel"][0])
     assert (v[:40] > 0).all() and not v[40:].any()
     assert (v[10:40] == v[39]).all() and v[0] / v[39] <= 448 * 2**9
