@@ -15,6 +15,7 @@ from fp8jax.device.mesh import (
     MESHES,
     RULES,
     MeshAxes,
+    batch_axes,
     check_batch,
     constrain,
     local_shape,
@@ -288,3 +289,12 @@ def test_the_batch_divides_into_microbatches_over_data_and_fsdp():
         message = rf"batch_size={batch_size} .*grad_accum={grad_accum} .* {devices} devices"
         with pytest.raises(ValueError, match=message):
             check_batch(batch_size, grad_accum, mesh(*sizes))
+
+
+def test_a_batch_is_sharded_where_its_devices_divide_it():
+    assert batch_axes(8) == ()  # no mesh
+    with jax.set_mesh(mesh(2, 4, 1)):
+        assert batch_axes(16) == ("data", "fsdp")
+        assert batch_axes(12) == ()
+    with jax.set_mesh(mesh(1, 1, 8)):
+        assert batch_axes(16) == ()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from fp8jax.device import xla
@@ -167,3 +168,10 @@ def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
         assert options["xla_gpu_enable_dynamic_slice_fusion"] is not layer_loop
     monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
     assert not xla.folds_scales()
+
+
+def test_bytes_of_a_program_count_a_donated_argument_once():
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    for donated, arrays in (((), 2), ((0,), 1)):
+        program = jax.jit(lambda x: x + 1, donate_argnums=donated).lower(x).compile()
+        assert xla.program_bytes(program) == arrays * 4096

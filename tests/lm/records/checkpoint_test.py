@@ -1,5 +1,6 @@
 """What was saved comes back bit for bit, on any mesh; any damage is noticed and survived."""
 
+import json
 import logging as python_logging
 import math
 import os
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.lm.records.checkpoint import Checkpointer, DamagedError
+from fp8jax.lm.records.checkpoint_files import HASHES, find_damage, hash_files, list_files
 from fp8jax.lm.records.differences import config_difference, listed
 
 
@@ -393,6 +395,19 @@ def test_a_pickle_in_a_checkpoint_is_never_loaded(tmp_path):
     assert len(done.stdout.splitlines()) == len(files) and "Error" in done.stdout
     assert not (tmp_path / "gone_off").exists()
     assert {path: path.read_bytes() for path in files} == before
+
+
+def test_only_the_named_part_is_compared(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    hashes = hash_files(tmp_path, list_files(tmp_path))
+    (tmp_path / HASHES).write_text(json.dumps(hashes))
+    (tmp_path / "b/file").write_text("x")
+    (tmp_path / "c/file").unlink()
+    assert find_damage(tmp_path, "a") is None
+    assert find_damage(tmp_path, ("a", "b")) == "changed since it was saved: b/file"
+    assert find_damage(tmp_path, ("a", "c")) == "missing: c/file"
 
 
 def test_a_spoilt_list_of_hashes_is_damage(tmp_path):
