@@ -25,7 +25,7 @@ class NothingToDraw(ValueError):
       >>> run = fp8jax.figures.RunFiles(path=Path("runs/a"), name="a")
       >>> fp8jax.figures.losses(run)
       Traceback (most recent call last):
-      fp8jax.figures.style.NothingToDraw: a: no loss in metrics.jsonl
+      fp8jax.lm.figures.style.NothingToDraw: a: no loss in metrics.jsonl
     """
 
 
