@@ -30,6 +30,36 @@ y = fp8jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe="fp8_current")
 assert y.shape == (16, 8) and (y == 16).all()
 """
 
+TRAIN = """
+import sys
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+import fp8jax
+
+x, optimizer = jnp.ones((8, 16)), optax.sgd(0.1)
+model = fp8jax.nn.Dense(4, recipe="fp8_delayed")
+variables = model.init(jax.random.key(0), x)
+state, losses = fp8jax.init_update(optimizer, variables), []
+for _ in range(2):
+    loss_of = lambda variables: jnp.mean((model.apply(variables, x) - 1) ** 2)
+    loss, gradients = jax.value_and_grad(loss_of)(variables)
+    variables, state, faults = fp8jax.update(optimizer, variables, state, gradients)
+    fp8jax.raise_if(faults)
+    losses.append(loss)
+model = fp8jax.nnx.Linear(16, 4, "fp8_delayed", rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+for _ in range(2):
+    loss_of = lambda model: jnp.mean((model(x) - 1) ** 2)
+    loss, gradients = fp8jax.nnx.value_and_grad(loss_of)(model)
+    fp8jax.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
+    losses.append(loss)
+assert losses[1] < losses[0] and losses[3] < losses[2], losses
+print(*[name for name in sys.modules if name.startswith("fp8jax.")])
+"""
+
 
 def run(program: str) -> str:
     """What a program prints, in a process without this one's imports and hooks."""
@@ -47,6 +77,12 @@ def test_none_of_the_heavy_modules_is_loaded():
     for loaded in map(str.split, said):
         assert "fp8jax.gemm.dot" in loaded
         assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_models_train_without_the_language_model_stack():
+    loaded = run(TRAIN).split()
+    assert {"fp8jax.gemm.dot", "fp8jax.nnx"} <= set(loaded)
+    assert not [name for name in loaded if name.startswith("fp8jax.lm")]
 
 
 @pytest.mark.parametrize(
