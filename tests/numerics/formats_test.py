@@ -229,7 +229,7 @@ def test_each_probability_is_rounded_to_16_bits():
     """Over all 2^16 draws, a number at p of the way to the next one moves up with the multiple of
     2^-16 nearest to p: unbiased to within 2^-17, and exact numbers stay."""
     every = (np.arange(2**16, dtype=np.float32) + 0.5) / 2**16
-    rounded = jax.jit(lambda x: formats.cast_unchecked(x, FORMATS["e2m1"], every))
+    rounded = jax.jit(lambda x: formats.cast_unchecked(x, FORMATS["e2m1"], jnp.asarray(every)))
     for p in (0.0, 2.0**-18, 2.0**-16, 0.1, 0.5, 0.7, 1 - 2.0**-18):
         up = np.asarray(rounded(np.full(2**16, 4 + 2 * p, np.float32))).astype(np.float32) == 6
         assert up.mean() == np.round(p * 2**16) / 2**16
