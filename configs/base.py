@@ -13,9 +13,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
     config.size_gate = False  # use BF16 for linears of sizes at which FP8 is slower on an H200
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
-    config.attention = placeholder(
-        str
-    )  # a key of ATTENTIONS (lm/model/attention.py); None: fastest
+    config.attention = placeholder(str)  # a key of ATTENTIONS; None: the fastest one that can run
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default
     config.remat = placeholder(str)  # what the backward recomputes: a key of REMAT; None: chosen
@@ -40,9 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.tie_embeddings = placeholder(bool)  # use the embedding as the head
     config.model_overrides.learned_positions = placeholder(int)  # rows of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
-    config.model_overrides.rope_scaling = placeholder(
-        str
-    )  # a key of ROPE_SCALINGS (lm/model/rope.py)
+    config.model_overrides.rope_scaling = placeholder(str)  # a key of ROPE_SCALINGS
     config.unroll = placeholder(int)  # layers in an iteration of their loop; None: chosen
 
     # Devices
@@ -53,9 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.mesh_axes.tensor = placeholder(int)  # devices that split heads and hidden units
 
     # Data
-    config.data = (
-        "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see fp8jax/lm/data/sources.py
-    )
+    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see lm/data/sources.py
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
@@ -63,7 +57,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.long_examples = "error"  # conversations longer than a row: error, skip or cut
     config.bad_examples = "error"  # conversations that nothing can be learned from: error or skip
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
-    config.cache_dir = "~/.cache/fp8jax/lm/data"  # folder of the tokenized text
+    config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text
 
     # Run
     config.seed = 0  # of initialization and data order
