@@ -175,12 +175,10 @@ def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
 
 
 def history_lengths(recipe: Recipe, histories: Any) -> dict[str, int]:
-    """Return operand -> length of its history, {} for None.
+    """Return operand -> length of its history.
 
     Raises TypeError for what is not a dict of float32 arrays with one axis.
     """
-    if histories is None:
-        return {}
     expected = f"the state of recipe {recipe.name!r} must be a dict of float32 arrays [length]"
     if not isinstance(histories, Mapping):
         raise TypeError(f"{expected}, as fp8jax.init_state returns, got {brief(histories)}")

@@ -26,11 +26,11 @@ from fp8jax.gemm.arguments import (
 )
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.histories.amax_history import SEED_ENTRIES, Histories
-from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
-from fp8jax.gemm.probe import Probe, combining
+from fp8jax.gemm.probe import Probe
 from fp8jax.gemm.sharding.explicit_axes import with_automatic_axes
 from fp8jax.gemm.sharding.manual_axes import check_manual, pooled_axes, varying
 from fp8jax.gemm.vjp import VjpContext, quantized_matmuls
+from fp8jax.gemm.weight import Weight, combining
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
 
@@ -108,30 +108,26 @@ def dot_general(
     """
     recipe = as_recipe(recipe)
     result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
+    weight = Weight(rhs, {} if state is None else state, key, probe)
+    options: Any = dict(preferred_element_type=result_dtype, out_sharding=out_sharding)
     return dot_general_shared(
-        lhs, (rhs,), dimension_numbers, recipe=recipe, states=(state,), keys=(key,),
-        backend=backend, preferred_element_type=result_dtype, seeded=seeded,
-        out_sharding=out_sharding, probes=(probe,),
-    )[0]  # fmt: skip
+        lhs, (weight,), dimension_numbers, recipe=recipe, backend=backend, seeded=seeded, **options
+    )[0]
 
 
 def dot_general_shared(
     lhs: Float[Array, "..."],
-    rhs: Sequence[Float[Array, "..."]],
+    weights: Sequence[Weight],
     dimension_numbers,
     *,
     recipe: str | Recipe,
-    states: Sequence[Histories | None],
-    keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
     preferred_element_type=None,
     out_sharding: Any = None,
-    scopes: Sequence[str] | None = None,
     seeded: bool = False,
     requantize: bool = False,
-    probes: Sequence[Probe | None] | None = None,
 ) -> tuple[Float[Array, "..."], ...]:
-    """`dot_general` of one lhs with each rhs; lhs is quantized once for all.
+    """`dot_general` of one lhs with each weight; lhs is quantized once for all.
 
     The results equal separate calls if the histories of lhs are equal, as they are for weights that
     have always shared lhs, and the recipe has no shared casts. Otherwise the scale of lhs comes
@@ -139,97 +135,85 @@ def dot_general_shared(
     the largest amax of all, and so does that of the gradients of the results.
 
     Args:
-      rhs, states, keys: one entry per weight. If the recipe rounds lhs stochastically, it uses the
-        first key.
-      probes: one entry per weight, or None for no probes.
-      scopes: the names of the weights' modules, for the compiled program.
+      weights: their values are rhs of `dot_general`. If the recipe rounds lhs stochastically, it
+        uses the key of the first.
       requantize: as in `fp8jax.nn.Dense`.
 
     Returns:
       One result per weight. Other arguments and errors are those of `dot_general`.
     """
-    for w in rhs:
+    values = [weight.value for weight in weights]
+    for w in values:
         check_operands(lhs, w, dimension_numbers, preferred_element_type)
-    check_out_sharding(out_sharding, lhs, rhs)
+    check_out_sharding(out_sharding, lhs, values)
     context = make_context(
-        recipe, states, keys, lhs.dtype, backend=backend,
-        whole=_is_whole(lhs, rhs, dimension_numbers),
-        preferred_element_type=preferred_element_type, scopes=scopes, seeded=seeded,
-    )  # fmt: skip
+        recipe,
+        weights,
+        lhs.dtype,
+        backend=backend,
+        whole=_is_whole(lhs, values, dimension_numbers),
+        preferred_element_type=preferred_element_type,
+        seeded=seeded,
+    )
     check_manual(context.recipe)
     context = dataclasses.replace(
-        context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, rhs)
-    )
-    probes = (None,) * len(rhs) if probes is None else tuple(map(combining, probes))
-    for leaf in jax.tree.leaves((states, probes)):
-        check_vmap(lhs, leaf)
-    all_histories = tuple(
-        {k: combining_by_max(v) for k, v in (histories or {}).items()} for histories in states
+        context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, values)
     )
 
-    def multiply(lhs, rhs, histories, keys, probes):
-        return _multiply(context, lhs, rhs, dimension_numbers, histories, keys, probes)
+    def multiply(lhs, weights):
+        return _multiply(context, lhs, weights, dimension_numbers)
 
-    multiply = with_automatic_axes(multiply, lhs, rhs, dimension_numbers, out_sharding)
-    return multiply(lhs, tuple(rhs), all_histories, tuple(keys), probes)
+    multiply = with_automatic_axes(multiply, lhs, values, dimension_numbers, out_sharding)
+    return multiply(lhs, tuple(combining(lhs, weight) for weight in weights))
 
 
 def _multiply(
-    context: VjpContext,
-    lhs,
-    rhs: tuple,
-    dimension_numbers,
-    histories: tuple[Histories, ...],
-    keys,
-    probes: tuple[Probe | None, ...],
+    context: VjpContext, lhs, weights: tuple[Weight, ...], dimension_numbers
 ) -> tuple[jax.Array, ...]:
     """Merge the operands' axes, multiply, and split the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
-    frees = [[a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)] for w in rhs]
     x = _merge_axes(lhs, lhs_batch, lhs_free, lhs_contract)
-    ws = tuple(
-        _merge_axes(w, rhs_batch, rhs_contract, free) for w, free in zip(rhs, frees, strict=True)
-    )
-    ys = quantized_matmuls(context, x, ws, histories, keys, probes)
+    ends, merged = [], []
+    for weight in weights:
+        w = weight.value
+        free = [a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)]
+        ends.append([w.shape[a] for a in free])
+        value = _merge_axes(w, rhs_batch, rhs_contract, free)
+        merged.append(dataclasses.replace(weight, value=value))
+    ys = quantized_matmuls(context, x, tuple(merged))
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
-    return tuple(
-        y.reshape(*rows, *(w.shape[a] for a in free))
-        for y, w, free in zip(ys, rhs, frees, strict=True)
-    )
+    return tuple(y.reshape(*rows, *end) for y, end in zip(ys, ends, strict=True))
 
 
 def make_context(
     recipe: str | Recipe,
-    states,
-    keys,
+    weights: Sequence[Weight],
     dtype,
     *,
     backend,
     whole: bool,
     preferred_element_type=None,
-    scopes=None,
     seeded: bool = True,
 ) -> VjpContext:
-    """Return the settings of GEMMs that share one x, after checking states and keys.
+    """Return the settings of GEMMs that share one x, after checking histories and keys.
 
     Raises as `dot_general` does.
     """
     recipe = as_recipe(recipe)
     out_dtype = dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     chosen = choose_backend(backend, recipe, whole=whole)
-    given = [history_lengths(recipe, histories) for histories in states]
+    given = [history_lengths(recipe, weight.histories) for weight in weights]
     if recipe.histories and all(one == _with_seed_entries(recipe).histories for one in given):
         recipe, seeded = _with_seed_entries(recipe), False
-    for lengths, key in zip(given, keys, strict=True):
+    for lengths, weight in zip(given, weights, strict=True):
         if lengths != recipe.histories:
             raise ValueError(
                 f"recipe {recipe.name!r} needs amax histories {recipe.histories} (operand: length),"
                 f" got {lengths}: fp8jax.init_state(recipe), or a module's init, creates them"
             )
-        check_rounding_key(recipe, key)
-    names = ("",) * len(states) if scopes is None else tuple(scopes)
-    return VjpContext(recipe, chosen, dtype, out_dtype, names, seeded)
+        check_rounding_key(recipe, weight.key)
+    return VjpContext(recipe, chosen, dtype, out_dtype, seeded)
 
 
 def _with_seed_entries(recipe: Recipe) -> Recipe:

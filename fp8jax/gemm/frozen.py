@@ -24,18 +24,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from fp8jax.device import hardware
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import QuantizedOperand
 from fp8jax.gemm.backends.weights_only import contracting_last, weights_only_matmul
 from fp8jax.gemm.dot import make_context
-from fp8jax.gemm.histories.amax_history import Histories, to_float32
-from fp8jax.gemm.probe import Probe, as_cotangent, combining, deposit
+from fp8jax.gemm.probe import as_cotangent, combining, deposit
 from fp8jax.gemm.sharding.explicit_axes import is_explicit
 from fp8jax.gemm.sharding.manual_axes import pooled_axes
 from fp8jax.gemm.vjp import VjpContext, forward, quantize_operand, shared_amax
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.recipe import Recipe
 
@@ -131,19 +131,18 @@ def layer_of(tree: Any, index: int) -> Any:
 
 
 def freeze_kernels(
-    kernels: Sequence[Float[Array, "K _"]],
+    weights: Sequence[Weight],
     recipe: Recipe,
-    states: Sequence[Histories],
     *,
     backend: str | None = None,
     seeded: bool = True,
 ) -> tuple[FrozenKernel, ...]:
-    """Quantize kernels that are multiplied with one x, as their forward does.
+    """Quantize the kernels of weights that are multiplied with one x, as their forward does.
 
     Args:
-      kernels: [K, N] each, in float32, or in the dtype of the master weights.
+      weights: [K, N] each, in float32, or in the dtype of the master weights. Their histories are
+        only read.
       recipe: has a cast `fwd_w`.
-      states: the amax histories of each linear, {} without delayed scaling; only read.
       backend, seeded: as in `dot_general`.
 
     Raises:
@@ -159,12 +158,12 @@ def freeze_kernels(
         )
     chosen = choose_backend(backend, recipe)
     dtype = jnp.dtype(jnp.float32)  # of x, which is not there
-    context = VjpContext(recipe, chosen, dtype, dtype, ("",) * len(kernels), seeded)
-    joint = shared_amax(context, ("fwd_w",), kernels)
+    context = VjpContext(recipe, chosen, dtype, dtype, seeded)
+    joint = shared_amax(context, ("fwd_w",), [weight.value for weight in weights])
     frozen = []
-    for kernel, histories in zip(kernels, states, strict=True):
-        in_float32 = to_float32(histories)
-        operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, in_float32, None, joint)
+    for weight in weights:
+        kernel = weight.value
+        operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, weight, joint)
         operand = operands["fwd_w"]
         assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
         if _weights_only_on_gpu(recipe):
@@ -182,19 +181,17 @@ def _weights_only_on_gpu(recipe: Recipe) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _frozen_matmuls(context: VjpContext, x, operands, histories, keys) -> tuple[jax.Array, ...]:
-    """Multiply x [M, K] by each operand [K, N]; quantize x once for all."""
-    in_float32 = tuple(map(to_float32, histories))
-    return forward(context, x, operands, in_float32, keys, {"fwd_x": -1})[0]
+def _frozen_matmuls(context: VjpContext, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
+    """Multiply x [M, K] by each frozen weight [K, N]; quantize x once for all."""
+    return forward(context, x, weights, {"fwd_x": -1})[0]
 
 
-def _measured_matmuls(
-    context: VjpContext, x, operands, histories, keys, probes: Sequence[Probe | None]
-) -> tuple[jax.Array, ...]:
+def _measured_matmuls(context: VjpContext, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
     """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
-    arguments = lax.stop_gradient((x, operands, tuple(map(to_float32, histories))))
-    ys, _, _, rows = forward(context, *arguments, keys, {"fwd_x": -1}, probes)
-    return deposit(x, ys, tuple(probes), tuple(map(as_cotangent, probes, rows)))
+    probes = tuple(combining(weight.probe) for weight in weights)
+    ys, _, observed = forward(context, *lax.stop_gradient((x, weights)), {"fwd_x": -1})
+    rows = [each.rows for each in observed]
+    return deposit(x, ys, probes, tuple(map(as_cotangent, probes, rows)))
 
 
 @_frozen_matmuls.defjvp
@@ -206,23 +203,19 @@ def _refuse_derivative(context: VjpContext, primals, tangents):
 
 def frozen_dot(
     x: Float[Array, "*rows K"],
-    kernels: Sequence[Any],
+    weights: Sequence[Weight],
     *,
     recipe: Recipe,
-    states: Sequence[Histories],
-    keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
     preferred_element_type: Any = None,
-    scopes: Sequence[str] | None = None,
     seeded: bool = False,
-    probes: Sequence[Probe | None] | None = None,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """Return x times each kernel, as `dot_general_shared` with the kernels that were frozen.
+    """Return x times each weight, as `dot_general_shared` with the kernels that were frozen.
 
     Other arguments are as there. Amax histories are read and not updated.
 
     Args:
-      kernels: `FrozenKernel`s, without an axis of layers.
+      weights: their values are `FrozenKernel`s, without an axis of layers.
 
     Raises:
       ValueError: a kernel was frozen by another cast or for another backend, only some of the
@@ -231,18 +224,16 @@ def frozen_dot(
     """
     context = make_context(
         recipe,
-        states,
-        keys,
+        weights,
         x.dtype,
         backend=backend,
         whole=bool(x.size),
         preferred_element_type=preferred_element_type,
-        scopes=scopes,
         seeded=seeded,
     )
-    for kernel in kernels:
-        _check_kernel(kernel, context)
-    operands = tuple(kernel.operand for kernel in kernels)
+    for weight in weights:
+        _check_kernel(weight.value, context)
+    operands = tuple(weight.value.operand for weight in weights)
     codes = [operand.q.values for operand in operands]
     if any(map(is_explicit, (x, *codes))):
         raise NotImplementedError(
@@ -253,11 +244,12 @@ def frozen_dot(
     if _weights_only_on_gpu(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
         multiplying = dataclasses.replace(context.backend, matmul=matmul)
         context = dataclasses.replace(context, backend=multiplying)
-    arguments = context, rows_MK, operands, tuple(states), tuple(keys)
-    if probes is not None and any(probes):
-        ys = _measured_matmuls(*arguments, tuple(map(combining, probes)))
-    else:
-        ys = _frozen_matmuls(*arguments)
+    frozen = tuple(
+        dataclasses.replace(weight, value=operand)
+        for weight, operand in zip(weights, operands, strict=True)
+    )
+    measured = any(weight.probe is not None for weight in weights)
+    ys = (_measured_matmuls if measured else _frozen_matmuls)(context, rows_MK, frozen)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 

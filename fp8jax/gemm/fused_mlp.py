@@ -22,13 +22,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import Operand
 from fp8jax.gemm.backends.refusals import can_fuse_swiglu
 from fp8jax.gemm.dot import make_context
-from fp8jax.gemm.histories.amax_history import Histories, as_cotangent, record, to_float32
+from fp8jax.gemm.histories.amax_history import record
 from fp8jax.gemm.vjp import (
     G_CASTS,
     QUANTIZED_INPUT,
@@ -42,6 +42,7 @@ from fp8jax.gemm.vjp import (
     sum_cotangents,
     weight_gradient,
 )
+from fp8jax.gemm.weight import Observed, Weight, cotangent
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD, Producer
 from fp8jax.numerics.recipe import Recipe
 
@@ -51,10 +52,8 @@ class _Residuals(NamedTuple):
 
     x: Operand  # as wgrad reads it
     factors: tuple[jax.Array, ...]  # results of gate and up, [M, F]
-    ws: tuple[jax.Array, ...]
-    histories: tuple[Histories, ...]
-    new_histories: tuple[Histories, ...]  # without g's
-    keys: tuple[jax.Array | None, ...]
+    weights: tuple[Weight, ...]
+    observed: tuple[Observed, ...]  # of x and w; the backward adds g
 
 
 def _quantize_results(
@@ -80,56 +79,55 @@ def _quantize_results(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(contexts: tuple[VjpContext, VjpContext], x, ws, histories, keys) -> jax.Array:
-    """Compute y [M, N] from x [M, K] and ws [K, F], [K, F], [F, N].
+def _mlp(contexts: tuple[VjpContext, VjpContext], x, weights: tuple[Weight, ...]) -> jax.Array:
+    """Compute y [M, N] from x [M, K] and weights [K, F], [K, F], [F, N].
 
     `contexts` are those of gate and up, and of down.
     """
-    return _run(contexts, x, ws, histories, keys, {"fwd_x": -1})[0]
+    return _run(contexts, x, weights, {"fwd_x": -1})[0]
 
 
-def _run(contexts: tuple[VjpContext, VjpContext], x, ws, histories, keys, x_casts: dict[str, int]):
-    """Return y, the operands of `x_casts`, the factors of h, and the new histories without g's."""
-    first, second = contexts
-    in_float32 = tuple(map(to_float32, histories))
-    factors, qx, new_histories, _ = forward(first, x, ws[:2], in_float32[:2], keys[:2], x_casts)
+def _run(contexts: tuple[VjpContext, VjpContext], x, weights, x_casts: dict[str, int]):
+    """Return y, the operands of `x_casts`, the factors of h, and what casts but g's observe."""
+    (first, second), (*gate_up, down) = contexts, weights
+    factors, qx, observed = forward(first, x, gate_up, x_casts)
     ((qh, amax),) = _quantize_results(
-        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, in_float32[2], keys[2])]
+        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, down.history_of("x"), down.key)]
     )
-    y, of_w, _ = forward_matmul(
-        second, qh["fwd_x"], ws[2], in_float32[2], keys[2], second.scopes[0], x.dtype
-    )
-    of_h = record(in_float32[2], "x", factors[0], amax)
-    return y, qx, factors, (*new_histories, of_h | of_w)
+    y, of_w = forward_matmul(second, qh["fwd_x"], down, x.dtype)
+    of_h = Observed(record(down.history_of("x"), "x", factors[0], amax), {})
+    return y, qx, factors, (*observed, of_h.also(of_w))
 
 
-def _mlp_fwd(contexts, x, ws, histories, keys):
-    y, qx, factors, new_histories = _run(contexts, x, ws, histories, keys, X_CASTS)
+def _mlp_fwd(contexts, x, weights):
+    y, qx, factors, observed = _run(contexts, x, weights, X_CASTS)
     x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
-    return y, _Residuals(x, factors, ws, histories, new_histories, keys)
+    return y, _Residuals(x, factors, weights, observed)
 
 
 def _mlp_bwd(contexts, saved: _Residuals, dy):
-    (first, second), keys = contexts, saved.keys
-    in_float32 = tuple(map(to_float32, saved.histories))
+    (first, second), (gate, up, down) = contexts, saved.weights
     dy = dy.astype(second.dtype)
-    qdy, amax_dy = quantize_operand(second, dy, G_CASTS, in_float32[2], keys[2])
-    dh, _ = input_gradient(second, second.scopes[0], saved.ws[2], saved.histories[2], keys[2], qdy)
-    casts = [(first.recipe, G_CASTS, in_float32[i], keys[i]) for i in range(2)]
-    casts.append((second.recipe, {"wgrad_x": -2}, in_float32[2], keys[2]))  # h, as in the forward
-    *of_factors, (qh, _) = _quantize_results(first, SWIGLU_GRAD, (dh, *saved.factors), casts)
-    dws = [weight_gradient(second, qh["wgrad_x"], second.scopes[0], saved.ws[2], qdy)]
-    dxs: list[jax.Array] = []
-    for i in (1, 0):  # up, then gate
-        scope, w, (qg, _) = first.scopes[i], saved.ws[i], of_factors[i]
-        dxs.insert(0, input_gradient(first, scope, w, saved.histories[i], keys[i], qg)[0])
-        dws.insert(0, weight_gradient(first, saved.x, scope, w, qg))
+    qdy, amax_dy = quantize_operand(second, dy, G_CASTS, down)
+    dh, _ = input_gradient(second, down, qdy)
+    casts = [(first.recipe, G_CASTS, each.history_of("g"), each.key) for each in (gate, up)]
+    # h, as in the forward
+    casts.append((second.recipe, {"wgrad_x": -2}, down.history_of("x"), down.key))
+    of_gate, of_up, (qh, _) = _quantize_results(first, SWIGLU_GRAD, (dh, *saved.factors), casts)
+    dw_down = weight_gradient(second, qh["wgrad_x"], down, qdy)
+    dx_up, dw_up = _gradients(first, saved.x, up, of_up[0])
+    dx_gate, dw_gate = _gradients(first, saved.x, gate, of_gate[0])
+    found = ((dw_gate, of_gate[1]), (dw_up, of_up[1]), (dw_down, amax_dy))
     cotangents = []
-    amaxes = [*(amax for _, amax in of_factors), amax_dy]
-    for i, amax in enumerate(amaxes):
-        of_g = record(in_float32[i], "g", dy, amax)
-        cotangents.append(as_cotangent(saved.histories[i], saved.new_histories[i] | of_g))
-    return sum_cotangents(dxs), tuple(dws), tuple(cotangents), None
+    for weight, observed, (dw, amax) in zip(saved.weights, saved.observed, found, strict=True):
+        of_g = Observed(record(weight.history_of("g"), "g", dy, amax), {})
+        cotangents.append(cotangent(weight, dw, observed.also(of_g), first.recipe))
+    return sum_cotangents([dx_gate, dx_up]), tuple(cotangents)
+
+
+def _gradients(context: VjpContext, x: Operand, weight: Weight, qg) -> tuple[jax.Array, jax.Array]:
+    """Return dx and dw of one weight from the quantized gradient of its result."""
+    return input_gradient(context, weight, qg)[0], weight_gradient(context, x, weight, qg)
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
@@ -154,24 +152,19 @@ def can_fuse_mlp(gate_up: Recipe, down: Recipe, backend: str | None, dtype) -> b
 
 def fused_mlp(
     x: Float[Array, "*rows K"],
-    ws: Sequence[Float[Array, "..."]],
+    weights: Sequence[Weight],
     *,
     recipes: tuple[Recipe, Recipe],
-    states: Sequence[Histories],
-    keys: Sequence[Shaped[Array, "..."] | None],
     backend: str | None = None,
-    scopes: Sequence[str] = ("", "", ""),
 ) -> Float[Array, "*rows N"]:
     """Return y = (silu(x Wg) * (x Wu)) Wd.
 
     Args:
       x: bfloat16.
-      ws: float32 kernels of gate [K, F], up [K, F] and down [F, N].
+      weights: gate [K, F], up [K, F] and down [F, N] in float32, without probes. No recipe with
+        these kernels rounds stochastically, so their keys are not used.
       recipes: the recipe of gate and up, and that of down, for which `can_fuse_mlp` is True.
-      states: the amax histories of the three. Their cotangent is their next value.
-      keys: unused PRNG keys; no recipe with these kernels rounds stochastically.
       backend: a key of `BACKENDS`, or None.
-      scopes: names of the three modules in the compiled program.
 
     Raises:
       ValueError: if `can_fuse_mlp` is False.
@@ -181,18 +174,10 @@ def fused_mlp(
             f"the fused MLP has no kernels for {recipes[0].name!r} and {recipes[1].name!r} with"
             f" {x.dtype} here: ask can_fuse_mlp first"
         )
-    contexts = [
-        make_context(
-            recipe,
-            states[part],
-            keys[part],
-            x.dtype,
-            backend=backend,
-            whole=True,
-            scopes=scopes[part],
-        )
-        for recipe, part in zip(recipes, (slice(0, 2), slice(2, 3)), strict=True)
-    ]
-    rows_MK = x.reshape(-1, x.shape[-1])
-    y_MN = _mlp((contexts[0], contexts[1]), rows_MK, tuple(ws), tuple(states), tuple(keys))
+    gate, up, down = weights
+    first, second = (
+        make_context(recipe, group, x.dtype, backend=backend, whole=True)
+        for recipe, group in zip(recipes, ((gate, up), (down,)), strict=True)
+    )
+    y_MN = _mlp((first, second), x.reshape(-1, x.shape[-1]), (gate, up, down))
     return y_MN.reshape(*x.shape[:-1], -1)

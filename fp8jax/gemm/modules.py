@@ -14,6 +14,7 @@ Recipes that round stochastically take a key: the argument `key`, else the RNG s
 `apply(..., rngs={RNG: key})`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ from jaxtyping import Array, Float, Shaped
 from fp8jax.gemm.arguments import check_sizes
 from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
 from fp8jax.gemm.frozen import FrozenKernel, frozen_dot
-from fp8jax.gemm.histories.amax_history import Histories, module_histories
+from fp8jax.gemm.histories.amax_history import module_histories
 from fp8jax.gemm.probe import module_probe
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
@@ -192,19 +194,24 @@ class Dense(nn.Module):
     requantize: bool = False
 
     @nn.compact
-    def variables_for(self, size: int) -> tuple[Any, Any, Histories]:
-        """Return the layer's kernel [size, N], bias [N] or None, and histories.
+    def variables_for(self, size: int, key: Any = None, scope: str = "") -> tuple[Weight, Any]:
+        """Return the layer's weight [size, N], and its bias [N] or None.
 
         Variables that do not exist yet are created.
+
+        Args:
+          key: the PRNG key of the weight.
+          scope: the layer's name in the compiled program; "" if this is in its own `__call__`.
         """
         check_sizes("features", (self.features,), self.features)
         init = _named(self.kernel_init, self.kernel_axes)
         kernel = _kernel(self, init, (size, self.features))
         histories = module_histories(self, as_recipe(self.recipe))
+        weight = Weight(kernel, histories, key, module_probe(self), scope)
         if not self.use_bias:
-            return kernel, None, histories
+            return weight, None
         init = _named(nn.initializers.zeros, self.kernel_axes[-1:])
-        return kernel, self.param("bias", init, (self.features,)), histories
+        return weight, self.param("bias", init, (self.features,))
 
     def __call__(
         self,
@@ -302,45 +309,31 @@ def apply_together(
     check_float("x", x)
     if x.ndim == 0:
         raise ValueError("x is a scalar: a Dense layer takes [..., features]")
-    kernels, biases, histories = zip(
-        *(layer.variables_for(x.shape[-1]) for layer in layers), strict=True
+    each = zip(layers, keys, scopes, strict=True)
+    weights, biases = zip(
+        *(layer.variables_for(x.shape[-1], key, scope) for layer, key, scope in each), strict=True
     )
-    probes = [module_probe(layer) for layer in layers]
-    if any(isinstance(kernel, FrozenKernel) for kernel in kernels):
+    settings: dict[str, Any] = dict(
+        recipe=as_recipe(first.recipe),
+        backend=first.backend,
+        preferred_element_type=first.preferred_element_type,
+        seeded=first.seeded,
+    )
+    if any(isinstance(weight.value, FrozenKernel) for weight in weights):
         if input_scale is not None:
             raise ValueError(
                 "an input scale multiplies the kernel in every call, and this kernel is frozen"
             )
-        ys = frozen_dot(
-            x,
-            kernels,
-            recipe=as_recipe(first.recipe),
-            states=histories,
-            keys=keys,
-            backend=first.backend,
-            preferred_element_type=first.preferred_element_type,
-            scopes=scopes,
-            seeded=first.seeded,
-            probes=probes,
-        )
+        ys = frozen_dot(x, weights, **settings)
         return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
     if input_scale is not None:
         x = x / input_scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-        kernels = tuple(kernel * input_scale[:, None] for kernel in kernels)
-    ys = dot_general_shared(
-        x,
-        kernels,
-        (((x.ndim - 1,), (0,)), ((), ())),
-        recipe=first.recipe,
-        states=histories,
-        keys=keys,
-        backend=first.backend,
-        preferred_element_type=first.preferred_element_type,
-        scopes=scopes,
-        seeded=first.seeded,
-        requantize=first.requantize,
-        probes=probes,
-    )
+        weights = tuple(
+            dataclasses.replace(weight, value=weight.value * input_scale[:, None])
+            for weight in weights
+        )
+    matmul = (((x.ndim - 1,), (0,)), ((), ()))
+    ys = dot_general_shared(x, weights, matmul, requantize=first.requantize, **settings)
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 
 

@@ -14,8 +14,8 @@ axis multiply the result, others multiply block by block. Saved for the backward
     w    the operand as given, in practice the float32 parameter, which exists anyway. The backward
          quantizes it again, so no gathered or cast weight is saved under any rematerialization
          policy.
-    the amax histories, with x and w already recorded (amax_history.py).
-    the statistics of the casts of x and w, where there are probes (probe.py).
+    what the casts of x and w have observed: the next amax histories, and statistics where there are
+    probes (weight.py).
 
 A rematerialization policy can save what has a name: GEMM_OUTPUT, the results of the forward GEMMs,
 and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` look for
@@ -50,23 +50,20 @@ from fp8jax.gemm.backends.operands import (
 )
 from fp8jax.gemm.histories.amax_history import (
     Histories,
-    as_cotangent,
     largest_of,
     record,
     self_seeded,
     stored_amax,
-    to_float32,
 )
-from fp8jax.gemm.probe import Probe, Rows, measure, repeated
-from fp8jax.gemm.probe import as_cotangent as probe_cotangent
+from fp8jax.gemm.probe import Rows, measure
 from fp8jax.gemm.sharding.manual_axes import (
     Axes,
     PooledAxes,
-    largest_like,
     largest_over,
     summed_like,
     varying,
 )
+from fp8jax.gemm.weight import Observed, Weight, cotangent, observe
 from fp8jax.numerics.formats import folded
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
@@ -91,7 +88,6 @@ class VjpContext:
       recipe, backend: how operands are quantized and multiplied.
       dtype: of x and dx.
       out_dtype: of y.
-      scopes: the name of each weight's module in the compiled program; "" adds no name.
       seeded: whether no history is empty; if False, empty ones seed themselves (amax_history.py).
       requantize: whether x is saved for the backward and quantized there, instead of its codes.
       x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
@@ -102,7 +98,6 @@ class VjpContext:
     backend: Backend
     dtype: jnp.dtype
     out_dtype: jnp.dtype
-    scopes: tuple[str, ...]
     seeded: bool
     requantize: bool = False
     x_axes: Axes = frozenset()
@@ -110,15 +105,11 @@ class VjpContext:
 
 
 class _Residuals(NamedTuple):
-    """What the forward saves for the backward. Tuples have one entry per weight."""
+    """What the forward saves for the backward."""
 
     x: Operand  # as wgrad reads it, or as `_wgrad_x` quantizes it
-    ws: tuple[jax.Array, ...]
-    histories: tuple[Histories, ...]
-    new_histories: tuple[Histories, ...]  # of x and w; the backward adds g's
-    keys: tuple[jax.Array | None, ...]
-    probes: tuple[Probe | None, ...]
-    rows: tuple[Rows, ...]  # of x and w; the backward adds the others
+    weights: tuple[Weight, ...]
+    observed: tuple[Observed, ...]  # of x and w; the backward adds g
 
 
 class JointAmax(NamedTuple):
@@ -138,7 +129,7 @@ def cast_requests(
 
     Args:
       cast_axes: name of the cast -> contracting axis of its operand.
-      histories: the layer's histories in float32, read by delayed casts.
+      histories: the operand's history in float32, read by delayed casts.
       key: a PRNG key, for casts that round stochastically.
     """
     requests: dict[str, CastRequest] = {}
@@ -159,20 +150,27 @@ def quantize_operand(
     context: VjpContext,
     x: jax.Array,
     cast_axes: dict[str, int],
-    histories: Histories,
-    key,
+    weight: Weight,
     joint: jax.Array | None = None,
 ) -> tuple[dict[str, Operand], jax.Array | None]:
     """Quantize `x` for each requested GEMM; also return max|x| where the kernel computed it.
 
-    Arguments as in `cast_requests`; `joint` is the amax for shared casts, None for x's own. The
-    operands are returned by the names of their casts; those without a cast are `PlainOperand`.
+    Args:
+      x: the operand x, w or g of a GEMM of the weight.
+      cast_axes: as in `cast_requests`.
+      weight: has the operand's history and the PRNG key.
+      joint: the amax for shared casts, None for x's own.
+
+    Returns:
+      The operands by the names of their casts, those without a cast as `PlainOperand`, and the amax
+      or None.
     """
     (operand,) = {name[-1] for name in cast_axes}
     pooled = getattr(context.pooled, operand) & varying(x)
+    histories = weight.history_of(operand)
     if histories and not context.seeded:
         histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
-    requests = cast_requests(context.recipe, cast_axes, histories, key)
+    requests = cast_requests(context.recipe, cast_axes, histories, weight.key)
     if pooled:
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
     if joint is not None:
@@ -242,91 +240,69 @@ def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_matmuls(
-    context: VjpContext,
-    x: jax.Array,
-    ws: tuple[jax.Array, ...],
-    histories: tuple[Histories, ...],
-    keys,
-    probes: tuple[Probe | None, ...],
+    context: VjpContext, x: jax.Array, weights: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [..., M, K] by each w [..., K, N] to [..., M, N]; quantize x once for all.
+    """Multiply x [..., M, K] by each weight [..., K, N] to [..., M, N]; quantize x once for all.
 
-    `histories`, `keys` and `probes` have one entry per weight. The cotangent of `histories` is
-    their next value, that of `probes` the statistics of the casts.
+    The cotangent of a weight is what weight.py says.
     """
-    in_float32 = tuple(map(to_float32, histories))
-    return forward(context, x, ws, in_float32, keys, {"fwd_x": -1})[0]
+    unmeasured = [dataclasses.replace(weight, probe=None) for weight in weights]
+    return forward(context, x, unmeasured, {"fwd_x": -1})[0]
 
 
 def forward(
-    context: VjpContext,
-    x: jax.Array,
-    ws: Sequence[jax.Array | QuantizedOperand],
-    histories: Sequence[Histories],
-    keys,
-    x_casts: dict[str, int],
-    probes: Sequence[Probe | None] | None = None,
-) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Histories, ...], tuple[Rows, ...]]:
+    context: VjpContext, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
+) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Observed, ...]]:
     """Compute the forward GEMMs of one x.
 
     Args:
-      ws: the weights, or what fwd_w has made of all of them (frozen.py).
-      histories: in float32, one entry per weight, like `ws` and `keys`.
+      weights: all of them, or none, are frozen.
       x_casts: the casts of x to compute, name -> contracting axis; contains fwd_x.
-      probes: one entry per weight; None measures nothing.
 
     Returns:
-      y for each weight, the operands of `x_casts`, the new histories of x and each w, and the
-      statistics of these casts, {} without a probe.
+      y for each weight, the operands of `x_casts`, and for each weight what the casts of x and w
+      have observed.
     """
-    qx, amax_x = quantize_operand(context, x, x_casts, _histories_of_x(histories), keys[0])
-    joint = shared_amax(context, ("fwd_w",), [w for w in ws if isinstance(w, jax.Array)])
-    ys, new_histories, rows = [], [], []
-    rows_x: dict[Any, Rows] = {}  # by what-if recipe
-    each = zip(ws, histories, keys, context.scopes, probes or (None,) * len(ws), strict=True)
-    for w, one, key, scope, probe in each:
-        y, of_w, rows_w = forward_matmul(
-            context, qx["fwd_x"], w, one, key, scope, x.dtype, joint, probe
-        )
+    qx, amax = quantize_operand(context, x, x_casts, _sharing(weights))
+    joint = shared_amax(
+        context, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
+    )
+    ys, observed = [], []
+    rows_x: dict[Any, Rows] = {}  # of one x: measured once for all probes with one what-if recipe
+    for weight in weights:
+        y, of_w = forward_matmul(context, qx["fwd_x"], weight, x.dtype, joint)
+        like = None if weight.probe is None else (weight.probe.what_if,)
+        if like not in rows_x:
+            rows_x[like] = measure(weight.probe, x, qx, x_casts, weight.key)
+        of_x = Observed(record(weight.history_of("x"), "x", x, amax), rows_x[like])
         ys.append(y)
-        new_histories.append(record(one, "x", x, amax_x) | of_w)
-        what_if = None if probe is None else probe.what_if
-        if what_if not in rows_x:
-            rows_x[what_if] = measure(probe, x, qx, x_casts, key)
-        rows.append(rows_x[what_if] | rows_w)
-    return tuple(ys), qx, tuple(new_histories), tuple(rows)
+        observed.append(of_x.also(of_w))
+    return tuple(ys), qx, tuple(observed)
 
 
-def _histories_of_x(histories: Sequence[Histories]) -> Histories:
-    """Return the history of x, if the recipe has one, from those of the weights that share it."""
-    return largest_of(tuple({k: v for k, v in one.items() if k == "x"} for one in histories))
+def _sharing(weights: Sequence[Weight]) -> Weight:
+    """Return what quantizes an x that weights share: the first, with the largest history of x."""
+    largest = largest_of(tuple(weight.history_of("x") for weight in weights))
+    return dataclasses.replace(weights[0], histories=largest)
 
 
 def forward_matmul(
-    context: VjpContext,
-    qx: Operand,
-    w,
-    histories: Histories,
-    key,
-    scope: str,
-    dtype,
-    joint: jax.Array | None = None,
-    probe: Probe | None = None,
-) -> tuple[jax.Array, Histories, Rows]:
-    """Compute one forward GEMM; return y, the new history of w, and the statistics of its cast.
+    context: VjpContext, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
+) -> tuple[jax.Array, Observed]:
+    """Compute one forward GEMM; return y, and what the cast of w has observed.
 
     Args:
-      w: the weight, or what fwd_w has made of it (frozen.py), which has neither of the two.
       dtype: of x.
       joint: the amax of all weights that share the scale.
     """
-    if isinstance(w, QuantizedOperand):
-        return named_matmul(context, "fwd", scope, qx, w, context.out_dtype), {}, {}
-    w, master, axes = in_compute_dtype(w, dtype, context.recipe.fwd_w), w, {"fwd_w": -2}
-    qw, amax = quantize_operand(context, w, axes, histories, key, joint)
-    y = named_matmul(context, "fwd", scope, qx, qw["fwd_w"], context.out_dtype)
-    rows = measure(probe, master, qw, axes, key)
-    return checkpoint_name(y, GEMM_OUTPUT), record(histories, "w", w, amax), rows
+    master, axes = weight.value, {"fwd_w": -2}
+    if isinstance(master, QuantizedOperand):
+        y = named_matmul(context, "fwd", weight.scope, qx, master, context.out_dtype)
+        return y, Observed({}, {})
+    w = in_compute_dtype(master, dtype, context.recipe.fwd_w)
+    qw, amax = quantize_operand(context, w, axes, weight, joint)
+    y = named_matmul(context, "fwd", weight.scope, qx, qw["fwd_w"], context.out_dtype)
+    return checkpoint_name(y, GEMM_OUTPUT), observe(weight, master, amax, qw, axes)
 
 
 @jax.custom_jvp
@@ -347,65 +323,55 @@ def _refuse_second_derivative(primals, tangents):
     )
 
 
-def _matmuls_fwd(context: VjpContext, x, ws, histories, keys, probes):
-    saved_ws = ws  # as given: a loop over layers stacks anything else a second time
+def _matmuls_fwd(context: VjpContext, x, weights: tuple[Weight, ...]):
+    given = weights  # saved as given: a loop over layers stacks anything else a second time
     if context.recipe.casts:  # whose derivatives are zero: they would hide a second derivative
-        x, ws = _first_derivative((x, ws))
-    in_float32 = tuple(map(to_float32, histories))
-    casts = {"fwd_x": -1} if _requantizes(context, probes) else X_CASTS
-    ys, qx, new_histories, rows = forward(context, x, ws, in_float32, keys, casts, probes)
-    if _requantizes(context, probes):
+        x, values = _first_derivative((x, [weight.value for weight in weights]))
+        weights = tuple(map(_with_value, weights, values))
+    casts = {"fwd_x": -1} if _requantizes(context, weights) else X_CASTS
+    ys, qx, observed = forward(context, x, weights, casts)
+    if _requantizes(context, weights):
         kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
     else:
         # The barrier keeps XLA from saving x itself and quantizing it in the backward.
         kept = checkpoint_name(lax.optimization_barrier(qx["wgrad_x"]), QUANTIZED_INPUT)
-    return ys, _Residuals(kept, saved_ws, histories, new_histories, keys, probes, rows)
+    return ys, _Residuals(kept, given, observed)
 
 
-def _requantizes(context: VjpContext, probes: Sequence[Probe | None]) -> bool:
+def _with_value(weight: Weight, value: Any) -> Weight:
+    return dataclasses.replace(weight, value=value)
+
+
+def _requantizes(context: VjpContext, weights: Sequence[Weight]) -> bool:
     """Whether the backward quantizes x. Probes measure both of its casts in the forward."""
-    return context.requantize and all(probe is None for probe in probes)
+    return context.requantize and all(weight.probe is None for weight in weights)
 
 
 def _wgrad_x(context: VjpContext, saved: _Residuals) -> Operand:
     """Return the operand x of wgrad, quantized now if the forward has saved x itself."""
-    if not _requantizes(context, saved.probes):
+    if not _requantizes(context, saved.weights):
         return saved.x
     assert isinstance(saved.x, PlainOperand)
-    histories = _histories_of_x(tuple(map(to_float32, saved.histories)))
     casts = {"wgrad_x": X_CASTS["wgrad_x"]}
-    return quantize_operand(context, saved.x.x, casts, histories, saved.keys[0])[0]["wgrad_x"]
+    return quantize_operand(context, saved.x.x, casts, _sharing(saved.weights))[0]["wgrad_x"]
 
 
 def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
     x = _wgrad_x(context, saved)
-    dxs, dws, histories, statistics = [], [], [], []
     joint = JointAmax(
-        w=shared_amax(context, ("dgrad_w",), saved.ws),
+        w=shared_amax(context, ("dgrad_w",), [weight.value for weight in saved.weights]),
         g=shared_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
     )
-    for scope, w, old, new, key, g, probe, rows in zip(
-        context.scopes,
-        saved.ws,
-        saved.histories,
-        saved.new_histories,
-        saved.keys,
-        gs,
-        saved.probes,
-        saved.rows,
-        strict=True,
-    ):
-        dx, dw, cotangent, measured = backward(
-            context, x, scope, w, old, new, key, g, joint, probe, rows
-        )
+    dxs, cotangents = [], []
+    for weight, observed, g in zip(saved.weights, saved.observed, gs, strict=True):
+        dx, of_weight = backward(context, x, weight, observed, g, joint)
         dxs.append(dx)
-        dws.append(dw)
-        histories.append(cotangent)
-        statistics.append(measured)
+        cotangents.append(of_weight)
     dx = summed_like(sum_cotangents(dxs), context.x_axes)
     if context.recipe.casts:
-        dx, dws = _first_derivative(dx), [_first_derivative(dw) for dw in dws]
-    return dx, tuple(dws), tuple(histories), None, tuple(statistics)
+        dx, dws = _first_derivative((dx, [weight.value for weight in cotangents]))
+        cotangents = list(map(_with_value, cotangents, dws))
+    return dx, tuple(cotangents)
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
@@ -414,69 +380,46 @@ quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
 def backward(
     context: VjpContext,
     x: Operand,
-    scope: str,
-    w: jax.Array,
-    histories: Histories,
-    new_histories: Histories,
-    key,
+    weight: Weight,
+    observed: Observed,
     g: jax.Array,
     joint: JointAmax,
-    probe: Probe | None,
-    rows: Rows,
-) -> tuple[jax.Array, jax.Array, Histories, Probe | None]:
+) -> tuple[jax.Array, Weight]:
     """Compute the backward GEMMs of one weight from the gradient g of its result.
 
     Args:
       x: the operand x of wgrad.
-      histories: as given to the forward, in their own dtype.
-      new_histories: those of x and w, from the forward.
+      observed: by the casts of x and w in the forward.
       joint: amaxes for shared casts.
-      rows: the statistics of the casts of the forward, {} without a probe.
 
     Returns:
-      dx, dw and the cotangents of `histories` and of `probe`.
+      dx and the cotangent of the weight.
     """
     g = g.astype(context.dtype)
-    qg, amax = quantize_operand(context, g, G_CASTS, to_float32(histories), key, joint.g)
-    dx, qw = input_gradient(context, scope, w, histories, key, qg, joint.w)
-    rows = rows | measure(probe, w, qw, W_CASTS, key) | measure(probe, g, qg, G_CASTS, key)
-    if probe is not None:  # XLA drops what was measured for nothing
-        rows |= repeated(context.recipe, probe.what_if, rows)
-    dw = weight_gradient(context, x, scope, w, qg)
-    of_g = record(to_float32(histories), "g", g, amax)
-    following = {
-        operand: largest_like(history, varying(histories[operand]))
-        for operand, history in (new_histories | of_g).items()
-    }
-    return (
-        dx,
-        summed_like(dw, varying(w)),
-        as_cotangent(histories, following),
-        probe_cotangent(probe, rows),
-    )
+    qg, amax = quantize_operand(context, g, G_CASTS, weight, joint.g)
+    dx, qw = input_gradient(context, weight, qg, joint.w)
+    again = measure(weight.probe, weight.value, qw, W_CASTS, weight.key)  # w has been recorded
+    observed = observed.also(Observed({}, again))
+    dw = weight_gradient(context, x, weight, qg)
+    observed = observed.also(observe(weight, g, amax, qg, G_CASTS))
+    return dx, cotangent(weight, dw, observed, context.recipe)
 
 
 def input_gradient(
-    context: VjpContext,
-    scope: str,
-    w,
-    histories: Histories,
-    key,
-    qg: dict[str, Operand],
-    joint_w: jax.Array | None = None,
+    context: VjpContext, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, Operand]]:
     """Compute the dgrad GEMM, dx = Q(g) Q(w)^T; also return the operand Q(w)."""
-    w = in_compute_dtype(w, context.dtype, context.recipe.dgrad_w)
-    qw, _ = quantize_operand(context, w, W_CASTS, to_float32(histories), key, joint_w)
-    dx = named_matmul(context, "dgrad", scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+    w = in_compute_dtype(weight.value, context.dtype, context.recipe.dgrad_w)
+    qw, _ = quantize_operand(context, w, W_CASTS, weight, joint_w)
+    dx = named_matmul(context, "dgrad", weight.scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
     return dx, qw
 
 
 def weight_gradient(
-    context: VjpContext, x: Operand, scope: str, w, qg: dict[str, Operand]
+    context: VjpContext, x: Operand, weight: Weight, qg: dict[str, Operand]
 ) -> jax.Array:
     """Compute the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
-    return named_matmul(context, "wgrad", scope, x, qg["wgrad_g"], w.dtype)
+    return named_matmul(context, "wgrad", weight.scope, x, qg["wgrad_g"], weight.value.dtype)
 
 
 def sum_cotangents(cotangents: Sequence[jax.Array]) -> jax.Array:

@@ -16,6 +16,7 @@ from fp8jax.device import hardware
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
 from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
 from fp8jax.gemm.histories.amax_history import init_state
+from fp8jax.gemm.weight import Weight
 from fp8jax.kernels import blackwell
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
@@ -607,7 +608,7 @@ def test_stochastic_casts_follow_the_key():
     np.testing.assert_array_equal(f(key=keys[0]), f(key=keys[0]))
     assert (f(key=keys[0]) != f(key=keys[1])).any()
     for y in dot_general_shared(
-        x, (w, w), MATMUL, recipe=recipe, states=(None, None), keys=keys, backend="emulated"
+        x, [Weight(w, key=key) for key in keys], MATMUL, recipe=recipe, backend="emulated"
     ):  # the first key rounds x for all
         np.testing.assert_array_equal(y, f(key=keys[0]))
     with pytest.raises(ValueError, match="needs a key"):

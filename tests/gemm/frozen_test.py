@@ -22,6 +22,7 @@ from fp8jax.gemm.frozen import (
 )
 from fp8jax.gemm.histories.amax_history import HISTORIES, init_state
 from fp8jax.gemm.modules import Dense, together
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipes import RECIPES
@@ -69,7 +70,7 @@ def outputs(recipe, backend=None):
 
     @jax.jit
     def freeze(kernel, states):
-        return freeze_kernels([kernel], recipe, [states], backend=backend)[0]
+        return freeze_kernels([Weight(kernel, states)], recipe, backend=backend)[0]
 
     frozen = freeze(kernel, states_of(variables))
     apply = jax.jit(lambda variables: dense.apply(variables, x_MK(), key))
@@ -109,18 +110,11 @@ def test_weights_alone_keep_the_dtype_of_x(name, dtype):
     terms is off by at most K 2^-24 of the sum of their sizes, and the scale and the result by two
     roundings more."""
     recipe = as_recipe(f"{name}:only=fwd_w")
-    (frozen,) = jax.jit(lambda kernel: freeze_kernels([kernel], recipe, [{}]))(*kernels(1))
+    (frozen,) = jax.jit(lambda kernel: freeze_kernels([Weight(kernel)], recipe))(*kernels(1))
     x = x_MK().astype(dtype)
 
     def multiply(x):
-        return frozen_dot(
-            x,
-            [frozen],
-            recipe=recipe,
-            states=[{}],
-            keys=[None],
-            preferred_element_type=jnp.float32,
-        )[0]
+        return frozen_dot(x, [Weight(frozen)], recipe=recipe, preferred_element_type=jnp.float32)[0]
 
     traced = str(jax.make_jaxpr(multiply)(x)).replace("f32", "float32").replace("bf16", "bfloat16")
     assert f"{dtype}[{K},{N}]" in traced and "dot_general" in traced
@@ -134,7 +128,7 @@ def test_weights_alone_keep_the_dtype_of_x(name, dtype):
 
 def test_dequantized():
     recipe, (kernel,) = RECIPES["fp8_block"], kernels(1)
-    (frozen,) = jax.jit(lambda kernel: freeze_kernels([kernel], recipe, [{}]))(kernel)
+    (frozen,) = jax.jit(lambda kernel: freeze_kernels([Weight(kernel)], recipe))(kernel)
     cast = recipe.fwd_w
     expected = jax.jit(lambda w: dequantize(quantize(w, cast.format, cast.tile, contract_axis=-2)))(
         kernel
@@ -159,7 +153,7 @@ def test_weights_that_share_a_scale():
     recipe, pair = as_recipe("fp8_current").sharing(), kernels(2)
     model, bias = Shared("fp8_current"), jnp.arange(N, dtype=jnp.float32)
     params = {k: {"kernel": w, "bias": bias} for k, w in zip("ab", pair, strict=True)}
-    made = freeze_kernels(pair, recipe, [{}, {}])
+    made = freeze_kernels([*map(Weight, pair)], recipe)
     frozen = {k: {"kernel": w, "bias": bias} for k, w in zip("ab", made, strict=True)}
     apply = jax.jit(lambda params: model.apply({"params": params}, x_MK()))
     for got, expected in zip(apply(frozen), apply(params), strict=True):
@@ -179,7 +173,7 @@ def test_stochastic_activations_take_the_key_of_the_call():
 
 def test_differentiation_raises():
     recipe, (kernel,) = RECIPES["fp8_block"], kernels(1)
-    (frozen,) = freeze_kernels([kernel], recipe, [{}])
+    (frozen,) = freeze_kernels([Weight(kernel)], recipe)
     dense = Dense(N, recipe)
 
     def loss(x):
@@ -205,16 +199,15 @@ def stochastic_weights():
 )
 def test_what_cannot_be_frozen(recipe, message):
     with pytest.raises(ValueError, match=message):
-        freeze_kernels(kernels(1), recipe, [{}])
+        freeze_kernels([*map(Weight, kernels(1))], recipe)
 
 
 def test_a_kernel_runs_only_as_it_was_frozen():
     recipe, (first, second) = RECIPES["fp8_block"], kernels(2)
-    (frozen,) = freeze_kernels([first], recipe, [{}])
+    (frozen,) = freeze_kernels([Weight(first)], recipe)
 
     def run(*given, recipe=recipe):
-        empty = [{} for _ in given]
-        return frozen_dot(x_MK(), given, recipe=recipe, states=empty, keys=[None] * len(given))
+        return frozen_dot(x_MK(), [*map(Weight, given)], recipe=recipe)
 
     with pytest.raises(ValueError, match="some of the kernels that share one input are frozen"):
         run(frozen, second)
@@ -230,7 +223,7 @@ def test_a_kernel_runs_only_as_it_was_frozen():
 
 
 def test_explicit_axes_are_refused():
-    (frozen,) = freeze_kernels(kernels(1), RECIPES["fp8_block"], [{}])
+    (frozen,) = freeze_kernels([*map(Weight, kernels(1))], RECIPES["fp8_block"])
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(x_MK(), NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(NotImplementedError, match="make the mesh with AxisType.Auto"):
@@ -241,7 +234,7 @@ def test_layers_of_a_stack():
     """A scan over stretches reads what a loop over layers reads."""
     recipe = RECIPES["fp8_rowwise"]
     stack = jnp.stack(kernels(3))
-    frozen = jax.lax.map(lambda w: freeze_kernels([w], recipe, [{}])[0], stack[1:])
+    frozen = jax.lax.map(lambda w: freeze_kernels([Weight(w)], recipe)[0], stack[1:])
     tree = {"kernel": StackedKernel((stack[:1], frozen), (0, 1, 3)), "scale": jnp.arange(3.0)}
     assert has_frozen(tree) and not has_frozen({"kernel": stack})
     first, rest = take_layers(tree, 0, 1), take_layers(tree, 1, 3)
@@ -266,6 +259,6 @@ def test_layers_of_a_stack():
 
 
 def test_the_backend_of_a_frozen_kernel_is_the_one_that_will_run_it():
-    (frozen,) = freeze_kernels(kernels(1), RECIPES["fp8_block"], [{}])
+    (frozen,) = freeze_kernels([*map(Weight, kernels(1))], RECIPES["fp8_block"])
     assert frozen.backend == choose_backend(None, RECIPES["fp8_block"]).name
     assert isinstance(frozen.operand, QuantizedOperand) and frozen.shape == (K, N)

@@ -11,6 +11,7 @@ from fp8jax.device import hardware
 from fp8jax.gemm.dot import dot_general_shared
 from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.gemm.histories.amax_history import init_state
+from fp8jax.gemm.weight import Weight
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipes import RECIPES
@@ -50,9 +51,8 @@ def apart(x, ws, states, *, recipe, backend):
 
 
 def whole(x, ws, states, *, recipe):
-    return fused_mlp(
-        x, ws, recipes=(recipe, recipe), states=states, keys=(None,) * 3, backend="pallas"
-    )
+    weights = tuple(map(Weight, ws, states))
+    return fused_mlp(x, weights, recipes=(recipe, recipe), backend="pallas")
 
 
 def mlp_arguments(m: int, k: int, f: int, recipe):

@@ -23,6 +23,7 @@ from fp8jax.gemm.probe import (
     watched,
 )
 from fp8jax.gemm.promotable import promotable_dot
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import CASTS
 from tests.support import h200, reference
@@ -266,12 +267,9 @@ def test_weights_that_share_x_have_the_statistics_of_separate_calls():
         def loss(probes):
             ys = dot_general_shared(
                 x,
-                both,
+                [Weight(w, probe=probe) for w, probe in zip(both, probes, strict=True)],
                 MATMUL,
                 recipe="fp8_block",
-                states=(None, None),
-                keys=(None, None),
-                probes=probes,
             )
             return sum(jnp.sum(y * g) for y in ys)
 
@@ -310,7 +308,7 @@ def test_a_promoted_linear_has_the_statistics_of_its_high_recipe(promoted):
 @functools.partial(jax.jit, static_argnames=("low", "high"))
 def promotable_statistics(x, w, g, flag, *, low, high):
     def loss(probe):
-        y = promotable_dot(x, w, flag, low=low, high=high, state={}, key=None, probe=probe)
+        y = promotable_dot(x, Weight(w, probe=probe), flag, low=low, high=high)
         return jnp.sum(y * g)
 
     return jax.grad(loss)(empty_probe())

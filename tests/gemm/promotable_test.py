@@ -11,6 +11,7 @@ import pytest
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.promotable import promotable_dot
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.recipes import RECIPES
 from tests.support.products import normal_operands
 
@@ -33,7 +34,7 @@ def arrays():
 def switched(x, w, state, g, key, promoted, *, low, high):
     y, back = jax.vjp(
         lambda x, w, state: promotable_dot(
-            x, w, promoted, low=RECIPES[low], high=RECIPES[high], state=state, key=key
+            x, Weight(w, state, key), promoted, low=RECIPES[low], high=RECIPES[high]
         ),
         x,
         w,
@@ -75,12 +76,10 @@ def test_what_is_kept_is_x_once():
     def f(x, w, promoted):
         return promotable_dot(
             x,
-            w,
+            Weight(w),
             promoted,
             low=RECIPES["fp4_naive"],
             high=RECIPES["fp8_current"],
-            state={},
-            key=None,
         )
 
     _, back = jax.eval_shape(functools.partial(jax.vjp, f), x, w, jnp.asarray(True))
@@ -93,10 +92,8 @@ def test_a_high_recipe_with_histories_is_refused():
     with pytest.raises(ValueError, match="'fp8_delayed' needs amax histories"):
         promotable_dot(
             x,
-            w,
+            Weight(w),
             jnp.asarray(True),
             low=RECIPES["fp4_naive"],
             high=RECIPES["fp8_delayed"],
-            state={},
-            key=None,
         )

@@ -12,6 +12,7 @@ import pytest
 from fp8jax.gemm.dot import dot_general_shared
 from fp8jax.gemm.histories.amax_history import HISTORIES, init_state
 from fp8jax.gemm.modules import Dense, together
+from fp8jax.gemm.weight import Weight
 from fp8jax.lm.model.attention import reference
 from fp8jax.numerics.recipes import RECIPES
 from tests.support.products import MATMUL, normal_operands
@@ -32,11 +33,9 @@ def product(name: str, requantize: bool, seeded: bool, x, ws, states):
     keys = [jax.random.key(7 + i) for i in range(len(ws))]
     return dot_general_shared(
         x,
-        ws,
+        tuple(map(Weight, ws, states, keys)),
         MATMUL,
         recipe=name,
-        states=states,
-        keys=keys,
         backend="emulated",
         seeded=seeded,
         requantize=requantize,

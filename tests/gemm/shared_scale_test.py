@@ -17,6 +17,7 @@ from fp8jax.gemm import vjp
 from fp8jax.gemm.dot import dot_general, dot_general_shared
 from fp8jax.gemm.modules import Dense, together
 from fp8jax.gemm.promotable import promotable_dot
+from fp8jax.gemm.weight import Weight
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.names import as_policy
@@ -58,7 +59,7 @@ def rounded(x: jax.Array, spacing: float) -> np.ndarray:
 def run_shared(x, ws, gs):
     def multiply(x, ws):
         return dot_general_shared(
-            x, ws, MATMUL, recipe=SHARED, states=({}, {}), keys=(None, None), backend="emulated"
+            x, tuple(map(Weight, ws)), MATMUL, recipe=SHARED, backend="emulated"
         )
 
     ys, back = jax.vjp(multiply, x, ws)
@@ -118,7 +119,7 @@ def test_layers_together_share_and_others_are_refused():
     with pytest.raises(ValueError, match="layers q, k cannot share scales: they need equal"):
         Pair((SHARED, ALONE)).apply(params, x)
     with pytest.raises(ValueError, match="shares scales between weights.*drop qkv=shared"):
-        promotable_dot(x, small, jnp.asarray(True), low=SHARED, high=ALONE, state={}, key=None)
+        promotable_dot(x, Weight(small), jnp.asarray(True), low=SHARED, high=ALONE)
 
 
 def test_a_model_shares_among_queries_keys_and_values_only():

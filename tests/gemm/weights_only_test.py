@@ -10,6 +10,7 @@ import pytest
 
 from fp8jax.device import hardware, xla
 from fp8jax.gemm.frozen import freeze_kernels, frozen_dot
+from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.names import as_recipe
 from tests.support import h200
 
@@ -37,14 +38,12 @@ def multiply(recipe, x, frozen):
 # The device is an argument so that they are traced anew for another one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _freeze(recipe, device, w):
-    return freeze_kernels([w], recipe, [{}])[0]
+    return freeze_kernels([Weight(w)], recipe)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply(recipe, device, x, frozen):
-    return frozen_dot(
-        x, [frozen], recipe=recipe, states=[{}], keys=[None], preferred_element_type=jnp.float32
-    )[0]
+    return frozen_dot(x, [Weight(frozen)], recipe=recipe, preferred_element_type=jnp.float32)[0]
 
 
 # Compiled whole: operation by operation, each one is compiled for each shape.

@@ -29,6 +29,7 @@ from fp8jax.gemm.backends import choice as backends
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.fused_mlp import fused_mlp
 from fp8jax.gemm.histories.amax_history import init_state
+from fp8jax.gemm.weight import Weight
 from fp8jax.kernels import (
     block_gemm,
     mesh_call,
@@ -711,8 +712,8 @@ def gated_mlp(x, ws, states, dy, *, recipe):
     """y, dx, dws and the new histories."""
 
     def mlp(x, ws, states):
-        keys = (None,) * 3
-        return fused_mlp(x, ws, recipes=(recipe,) * 2, states=states, keys=keys, backend="pallas")
+        weights = tuple(map(Weight, ws, states))
+        return fused_mlp(x, weights, recipes=(recipe,) * 2, backend="pallas")
 
     y, vjp = jax.vjp(mlp, x, ws, states)
     return y, *vjp(dy)

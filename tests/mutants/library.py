@@ -47,10 +47,10 @@ LINEAR = (
     ),
     M("contracting_last", "axis", "tile=q.tile[::-1]", "tile=q.tile"),
     M(
-        "vjp:forward",
+        "vjp:_sharing",
         "key",
-        "_histories_of_x(histories), keys[0])",
-        "_histories_of_x(histories), keys[-1])",
+        "replace(weights[0], histories",
+        "replace(weights[-1], histories",
     ),
     M(
         "_reason_against",
@@ -64,7 +64,7 @@ LINEAR = (
     M("self_seeded", "comparison", "jnp.any(history > 0)", "jnp.all(history > 0)"),
     M("_what_if", "key", "len(CASTS) + CASTS.index(name)", "CASTS.index(name)"),
     M("sum_cotangents", "swapped arguments", "cotangents[::-1]", "cotangents"),
-    M("vjp:backward", "dropped call", "summed_like(dw, varying(w))", "dw"),
+    M("weight:cotangent", "dropped call", "summed_like(dw, varying(weight.value))", "dw"),
     M("shared_amax", "off by one", "len(arrays) < 2", "len(arrays) < 3"),
     M(
         "merge_history",

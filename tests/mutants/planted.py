@@ -60,6 +60,9 @@ PLANTED = (
         "missed resume field: the data's position",
     ),
     _planted(
-        "vjp:weight_gradient", "w.dtype)", "jnp.bfloat16)", "wrong dtype: dw rounded to bfloat16"
+        "vjp:weight_gradient",
+        "value.dtype)",
+        "jnp.bfloat16)",
+        "wrong dtype: dw rounded to bfloat16",
     ),
 )

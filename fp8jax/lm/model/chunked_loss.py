@@ -161,7 +161,7 @@ chunked_loss.defvjp(_forward, _backward)
 def _context(recipe: Recipe, dtype: Any) -> VjpContext:
     if recipe.casts:
         raise ValueError(f"chunked_loss quantizes nothing, and recipe {recipe.name!r} does")
-    return make_context(recipe, (None,), (None,), dtype, backend=None, whole=True)
+    return make_context(recipe, (), dtype, backend=None, whole=True)
 
 
 def _multiply(recipe: Recipe, role: str, a: PlainOperand, b: PlainOperand, dtype) -> Array:

@@ -21,6 +21,7 @@ from jax import lax
 
 from fp8jax.gemm.frozen import FrozenKernel, StackedKernel, freeze_kernels, has_frozen
 from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.gemm.weight import Weight
 from fp8jax.lm.model.config import MLPS
 from fp8jax.lm.model.stretches import Stretch, stretches
 from fp8jax.lm.model.transformer import Transformer
@@ -84,7 +85,7 @@ def _frozen_head(model: Transformer, policy: Policy, params: Any, histories: Any
 
     @jax.jit
     def frozen(kernel, state):
-        return freeze_kernels((kernel,), recipe, (state,), backend=model.backend)[0]
+        return freeze_kernels((Weight(kernel, state),), recipe, backend=model.backend)[0]
 
     return frozen(kernel, state)
 
@@ -133,12 +134,8 @@ def _frozen_group(
         kernels, states = arguments
         frozen: dict[str, FrozenKernel] = {}
         for names in (cast,) if shared else [(name,) for name in cast]:
-            made = freeze_kernels(
-                [kernels[name] for name in names],
-                recipes[names[0]],
-                [states[name] for name in names],
-                backend=model.backend,
-            )
+            weights = [Weight(kernels[name], states[name]) for name in names]
+            made = freeze_kernels(weights, recipes[names[0]], backend=model.backend)
             frozen |= zip(names, made, strict=True)
         return frozen
 

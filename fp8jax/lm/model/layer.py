@@ -19,7 +19,7 @@ from fp8jax.device.mesh import constrain
 from fp8jax.gemm.frozen import FrozenKernel, has_frozen
 from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.gemm.modules import Dense, add_bias, together
-from fp8jax.gemm.probe import TELEMETRY, module_probe, watched
+from fp8jax.gemm.probe import TELEMETRY, watched
 from fp8jax.gemm.promotable import promotable_dot
 from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
@@ -129,21 +129,17 @@ class Linears:
     def _promotable(self, layer: Dense, x, high: Policy) -> Array:
         """Applies the linear in its own recipe, or in that of `high` if the layer is promoted."""
         name = str(layer.name)
-        kernel, bias, histories = layer.variables_for(x.shape[-1])
-        if isinstance(kernel, FrozenKernel):
-            raise ValueError(f"layers with frozen kernels cannot be promoted: {name!r} is frozen")
         (key,) = self.keys([name])
+        weight, bias = layer.variables_for(x.shape[-1], key, name)
+        if isinstance(weight.value, FrozenKernel):
+            raise ValueError(f"layers with frozen kernels cannot be promoted: {name!r} is frozen")
         y = promotable_dot(
             x,
-            kernel,
+            weight,
             self.promoted,
             low=as_recipe(layer.recipe),
             high=high.recipe(self._path_of(name)),
-            state=histories,
-            key=key,
             backend=self.backend,
-            scope=name,
-            probe=module_probe(layer),
         )
         return add_bias(y, bias)
 
@@ -165,23 +161,18 @@ class Linears:
     def gated(self, x, gate: LinearSpec, up: LinearSpec, down: LinearSpec) -> Array:
         """Returns down(silu(gate(x)) * up(x)), computed by `fused_mlp`; only where `fuses(x)`."""
         x = self.masked(x)
-        linears = (gate, up, down)
-        layers = [self.layer(linear) for linear in linears]
-        input_sizes = (x.shape[-1], x.shape[-1], up.features)
-        kernels, states = [], []
-        for layer, size in zip(layers, input_sizes, strict=True):
-            kernel, _, histories = layer.variables_for(size)
-            kernels.append(kernel)
-            states.append(histories)
-        names = [linear.name for linear in linears]
+
+        def weight(linear: LinearSpec, size: int):
+            (key,) = self.keys([linear.name])
+            return self.layer(linear).variables_for(size, key, linear.name)[0]
+
+        sizes = ((gate, x.shape[-1]), (up, x.shape[-1]), (down, up.features))
+        recipes = [self.policy.recipe(self._path_of(linear.name)) for linear in (gate, down)]
         return fused_mlp(
             x,
-            tuple(kernels),
-            recipes=(as_recipe(layers[0].recipe), as_recipe(layers[2].recipe)),
-            states=tuple(states),
-            keys=self.keys(names),
+            [weight(linear, size) for linear, size in sizes],
+            recipes=(recipes[0], recipes[1]),
             backend=self.backend,
-            scopes=names,
         )
 
 

@@ -202,7 +202,9 @@ class Transformer(nn.Module):
     def _head_weight(self, policy: Policy, table_VD) -> Float[Array, "D V"]:
         if self.config.tie_embeddings:
             return table_VD.T
-        return self._untied_head(policy.recipe("lm_head")).variables_for(self.config.d_model)[0]
+        return (
+            self._untied_head(policy.recipe("lm_head")).variables_for(self.config.d_model)[0].value
+        )
 
     def _untied_head(self, recipe: Recipe) -> Dense:
         return Dense(

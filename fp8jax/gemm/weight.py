@@ -1,0 +1,124 @@
+"""A weight with what belongs to it, and what the casts of a GEMM observe.
+
+A `Weight` is what a module hands to a GEMM. Its cotangent is a `Weight`, too:
+
+    value      the gradient
+    histories  their next value (histories/amax_history.py)
+    probe      the statistics of the casts (probe.py)
+    key        None
+
+Casts make operands for the GEMMs, and an `Observed` beside them: the next histories of their arrays
+and the rows of a probe. The forward observes x and w, the backward w again and g, and `cotangent`
+makes the cotangent of the weight from it, combined over the devices of a `shard_map`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from fp8jax.gemm.backends.operands import Operand
+from fp8jax.gemm.histories import amax_history
+from fp8jax.gemm.histories.amax_history import Histories, record, to_float32
+from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
+from fp8jax.gemm.probe import Probe, Rows, measure, repeated
+from fp8jax.gemm.probe import as_cotangent as probe_cotangent
+from fp8jax.gemm.probe import combining as combining_probe
+from fp8jax.gemm.sharding.manual_axes import largest_like, summed_like, varying
+from fp8jax.numerics.recipe import Recipe
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("value", "histories", "key", "probe"),
+    meta_fields=("scope",),
+)
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One of the weights that are multiplied with one x.
+
+    Attributes:
+      value: [..., K, N]; or what the cast fwd_w has made of it (frozen.py).
+      histories: the amax histories of its linear, operand -> [H]; inside a model they may have the
+        max-combining dtype.
+      key: a PRNG key, for casts that round stochastically, else None.
+      probe: where the statistics of the casts go; None measures nothing.
+      scope: name of its module in the compiled program; "" adds none.
+    """
+
+    value: Any
+    histories: Histories = dataclasses.field(default_factory=dict)
+    key: Any = None
+    probe: Probe | None = None
+    scope: str = ""
+
+    def history_of(self, operand: str) -> Histories:
+        """Return {operand: its history in float32}, {} if it has none."""
+        return to_float32({k: v for k, v in self.histories.items() if k == operand})
+
+
+class Observed(NamedTuple):
+    """What the casts of some arrays leave behind.
+
+    Attributes:
+      histories: operand -> its next history, of those that have one.
+      rows: statistics by the names of casts, {} without a probe.
+    """
+
+    histories: Histories
+    rows: Rows
+
+    def also(self, other: "Observed") -> "Observed":
+        """Return both."""
+        return Observed(self.histories | other.histories, self.rows | other.rows)
+
+
+def observe(
+    weight: Weight,
+    x: jax.Array,
+    amax: jax.Array | None,
+    operands: Mapping[str, Operand],
+    casts: dict[str, int],
+) -> Observed:
+    """Return what the casts of one array leave behind for one weight.
+
+    Args:
+      x: the array [..., rows, columns], which is x, w or g.
+      amax: max|x| where a kernel computed it, or None to compute it here.
+      operands: what the casts have made of x, by their names.
+      casts: name of the cast -> contracting axis, all of one operand.
+    """
+    (operand,) = {name[-1] for name in casts}
+    following = record(weight.history_of(operand), operand, x, amax)
+    return Observed(following, measure(weight.probe, x, operands, casts, weight.key))
+
+
+def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe) -> Weight:
+    """Return the cotangent of a weight from its gradient and what was observed of x, w and g."""
+    histories = {
+        operand: largest_like(observed.histories[operand], varying(history))
+        for operand, history in weight.histories.items()
+    }
+    rows = observed.rows
+    if weight.probe is not None:  # XLA drops what was measured for nothing
+        rows = rows | repeated(recipe, weight.probe.what_if, rows)
+    return dataclasses.replace(
+        weight,
+        value=summed_like(dw, varying(weight.value)),
+        histories=amax_history.as_cotangent(weight.histories, histories),
+        probe=probe_cotangent(weight.probe, rows),
+        key=None,
+    )
+
+
+def combining(x: jax.Array, weight: Weight) -> Weight:
+    """Return a weight whose cotangents combine over several uses as their kind does.
+
+    Raises ValueError where `jax.vmap` maps x and not the histories (shared_leaf.py).
+    """
+    for leaf in jax.tree.leaves((weight.histories, weight.probe)):
+        check_vmap(x, leaf)
+    histories = {k: combining_by_max(v) for k, v in weight.histories.items()}
+    return dataclasses.replace(weight, histories=histories, probe=combining_probe(weight.probe))
