@@ -115,7 +115,7 @@ def _seeded(model: Transformer, params: Any, batch: Batch) -> TrainState:
         step=jnp.int32(0), params=params, histories=histories, opt_state=(), key=jax.random.key(1)
     )
     if histories:
-        seeding = model.clone(policy=as_policy(model.policy).seeding(), unroll=1)
+        seeding = model.clone(seeded=False, unroll=1)
         program = jax.jit(
             lambda state, batch: accumulate(seeding, state, batch, 1)[2],
             compiler_options=xla.compiler_options(),

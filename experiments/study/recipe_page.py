@@ -160,7 +160,7 @@ def sqnr(recipe: Recipe, seed: int = 0) -> dict[str, float]:
         )
     )
     # A delayed recipe takes the tensors' own amaxes: a history of such tensors holds about these.
-    recipe = recipe.seeding()
+    recipe = recipe.current()
     dot = functools.partial(
         dot_general,
         dimension_numbers=(((1,), (0,)), ((), ())),

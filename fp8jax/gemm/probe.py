@@ -14,7 +14,7 @@ Both therefore stay right under loops over layers, rematerialization, accumulati
 
 Each array has one row for each cast, in the order of `row_names`: the six casts of the recipe, then
 those of a `what_if` recipe, which quantizes the same operands beside the run. What-if casts take
-the amax of the operand itself: delayed ones as in their seeding step, shared ones each alone.
+the amax of the operand itself, delayed and shared ones too.
 
 A count is two floats, `high` * 4096 + `low`: exact up to 2^36 elements, in at most 4096 parts that
 are smaller than 2^32 each. Energies are sums of squares in float32, of numbers below 2^60 and not
@@ -200,7 +200,7 @@ def _what_if(
         if cast is None:
             operands[f"what_if.{name}"] = PlainOperand(x, axis)
             continue
-        cast = dataclasses.replace(cast.seeding(), shared=False)
+        cast = dataclasses.replace(cast.current(), shared=False)
         cast_key = None
         if cast.rounding == "stochastic":
             cast_key = folded(key, len(CASTS) + CASTS.index(name))

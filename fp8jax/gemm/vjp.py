@@ -192,7 +192,7 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
     """
 
     def takes(cast: Cast) -> bool:
-        return cast.tile == TENSOR and cast.timing in ("current", "seeding") and cast.hadamard == 1
+        return cast.tile == TENSOR and cast.timing == "current" and cast.hadamard == 1
 
     return {
         name: request._replace(amax=amax) if takes(request.cast) else request

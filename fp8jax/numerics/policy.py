@@ -135,9 +135,9 @@ class Policy:
         """Whether any module needs a key."""
         return any(recipe.stochastic for _, recipe in self.rules)
 
-    def seeding(self) -> "Policy":
-        """Return the policy of the first step after initialization or a switch to this policy."""
-        rules = tuple((pattern, recipe.seeding()) for pattern, recipe in self.rules)
+    def current(self) -> "Policy":
+        """Return the policy whose delayed casts take current scales: it has no histories."""
+        rules = tuple((pattern, recipe.current()) for pattern, recipe in self.rules)
         return dataclasses.replace(self, rules=rules)
 
     def without_exemptions(self) -> "Policy":

@@ -16,13 +16,12 @@ comes from:
     current   the tensor itself
     delayed   a history of the tensor's amaxes in the last `history` steps: their maximum, or the
               newest one
-    seeding   the tensor itself, but its amax is also written to the history; `seeding()` turns
-              delayed casts into these
     constant  no amax: the scale is a given number
 
-The first step of a delayed recipe runs with `seeding()`. An empty history says nothing about the
-tensors, and a scale of 1 flushes most gradients of a language model to zero. Seeding is a second
-compiled program, not a condition in the first one, so later steps pay nothing for it.
+An empty history says nothing about the tensors, and a scale of 1 flushes most gradients of a
+language model to zero: so GEMMs read an empty history as if it were full of the tensor's own amax,
+unless they are promised that none is empty (histories/amax_history.py). `current()` turns delayed
+casts into current ones, for tensors of which there is no history at all.
 
 A recipe also says how each FP8 GEMM adds up its products (accumulation.py).
 
@@ -43,7 +42,7 @@ from fp8jax.numerics.hadamard import check_hadamard
 from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule, as_scale_rule
 from fp8jax.numerics.tiles import TENSOR, Tile, as_tile
 
-TIMINGS = ("current", "delayed", "seeding", "constant")
+TIMINGS = ("current", "delayed", "constant")
 AMAXES = ("max", "newest")
 CASTS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")  # fields of a Recipe
 
@@ -150,7 +149,7 @@ class Cast:
     @property
     def delayed(self) -> bool:
         """Whether the cast writes an amax history."""
-        return self.timing in ("delayed", "seeding")
+        return self.timing == "delayed"
 
     @property
     def separable(self) -> bool:
@@ -191,9 +190,11 @@ class Cast:
         """Whether the codes are the same, whichever axis is the contracting one."""
         return self.tile == TENSOR and self.rounding == "nearest" and self.hadamard == 1
 
-    def seeding(self) -> "Cast":
-        """Return the cast with timing "seeding" if it is delayed, else unchanged."""
-        return dataclasses.replace(self, timing="seeding") if self.delayed else self
+    def current(self) -> "Cast":
+        """Return the cast with the scale of the tensor itself if it is delayed, else unchanged."""
+        if not self.delayed:
+            return self
+        return dataclasses.replace(self, timing="current", history=0, amax="max")
 
 
 class GemmCasts(NamedTuple):
@@ -365,9 +366,9 @@ class Recipe:
         }
         return dataclasses.replace(self, **changed)
 
-    def seeding(self) -> "Recipe":
-        """Return the recipe whose delayed casts use the current amax and still write histories."""
-        return self.map(lambda _, cast: cast.seeding())
+    def current(self) -> "Recipe":
+        """Return the recipe whose delayed casts take current scales: it has no histories."""
+        return self.map(lambda _, cast: cast.current())
 
     def sharing(self) -> "Recipe":
         """Return the recipe whose casts of w and g with one current scale per tensor are shared."""

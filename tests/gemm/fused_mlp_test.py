@@ -127,7 +127,7 @@ def test_which_recipes_fuse(monkeypatch):
     assert can_fuse_mlp(blocks, blocks, None, BF16) == (TOO_OLD is None)
     assert not can_fuse_mlp(block, block, None, F32)
     assert not can_fuse_mlp(block, RECIPES["bf16"], None, BF16)
-    assert not can_fuse_mlp(delayed.seeding(), delayed.seeding(), None, BF16)
+    assert not can_fuse_mlp(delayed.current(), delayed.current(), None, BF16)
     assert not can_fuse_mlp(block, delayed, None, BF16)
     assert not can_fuse_mlp(block, RECIPES["fp8_block_ue8m0"], None, BF16)
     assert not can_fuse_mlp(delayed, delayed, "xla", BF16)

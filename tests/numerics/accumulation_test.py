@@ -43,7 +43,7 @@ def test_recipes_are_fast_and_split_where_there_is_a_choice(name):
         recipe = as_recipe(spec)
         assert splits(recipe) == has and recipe != RECIPES[name] and recipe.name == spec
         assert recipe.by_name() == RECIPES[name].by_name()
-        assert splits(recipe.seeding()) == has
+        assert splits(recipe.current()) == has
         assert as_recipe(f"{name}:{option}=fast") == RECIPES[name]
 
 

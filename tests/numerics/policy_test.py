@@ -83,16 +83,16 @@ def test_policies_are_equal_by_rules_and_exemptions():
     assert exempt.without_exemptions().name == policy.name == "fp8_block"
 
 
-def test_seeding_of_a_policy():
+def test_current_of_a_policy():
     rules = (("layers/mlp/*", RECIPES["fp8_block"]), ("layers/*", RECIPES["fp8_delayed"]))
     policy = Policy(rules, 1, 2, name="mine")
-    seeding = policy.seeding()
-    assert seeding.rules == (rules[0], ("layers/*", RECIPES["fp8_delayed"].seeding()))
-    assert (seeding.bf16_first, seeding.bf16_last, seeding.name) == (1, 2, "mine")
-    assert seeding.seeding() == seeding != policy
-    assert policy.delayed and seeding.delayed
+    current = policy.current()
+    assert current.rules == (rules[0], ("layers/*", RECIPES["fp8_delayed"].current()))
+    assert (current.bf16_first, current.bf16_last, current.name) == (1, 2, "mine")
+    assert current.current() == current != policy
+    assert policy.delayed and not current.delayed
     for name, other in POLICIES.items():
-        assert other.delayed == (name == "fp8_delayed") == (other.seeding() != other)
+        assert other.delayed == (name == "fp8_delayed") == (other.current() != other)
 
 
 def test_a_policy_is_stochastic_if_one_of_its_casts_is():

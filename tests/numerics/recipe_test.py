@@ -35,15 +35,13 @@ CURRENT = Cast(format=E4M3)
         (dict(format=E4M3, history=-1), ["timing='current'", "history=-1"]),
         (dict(format=E4M3, timing="delayed"), ["timing='delayed'", "history=0"]),
         (dict(format=E4M3, timing="delayed", history=-1), ["timing='delayed'", "history=-1"]),
-        (dict(format=E4M3, timing="seeding"), ["timing='seeding'", "history=0"]),
         (dict(format=E4M3, timing="constant", scale=Constant(2.0), history=1), ["history=1"]),
         # One amax a history.
         *[
             (
-                dict(format=E4M3, timing=timing, history=4, tile=tile),
+                dict(format=E4M3, timing="delayed", history=4, tile=tile),
                 ["delayed scaling", str(tile)],
             )
-            for timing in ("delayed", "seeding")
             for tile in (ROW, TILE128, BLOCK128, MX32)
         ],
         (
@@ -264,23 +262,23 @@ def test_every_field_of_every_cast_is_part_of_a_recipes_identity(operand, change
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_seeding_changes_the_timing_of_delayed_casts_only(name):
-    seeding = RECIPES[name].seeding()
+def test_current_changes_the_timing_of_delayed_casts_only(name):
+    current = RECIPES[name].current()
     for operand in OPERANDS:
-        cast, seeded = getattr(RECIPES[name], operand), getattr(seeding, operand)
+        cast, changed = getattr(RECIPES[name], operand), getattr(current, operand)
         if cast is not None and cast.timing == "delayed":
-            assert seeded == dataclasses.replace(cast, timing="seeding") and seeded.delayed
+            assert changed == dataclasses.replace(cast, timing="current", history=0)
         else:
-            assert seeded == cast
-    assert seeding.seeding() == seeding and seeding.name == name
-    assert seeding.histories == RECIPES[name].histories  # the same variables
-    assert (seeding == RECIPES[name]) == (name != "fp8_delayed")
+            assert changed == cast
+    assert current.current() == current and current.name == name and not current.histories
+    assert (current == RECIPES[name]) == (name != "fp8_delayed")
 
 
-def test_seeding_of_a_recipe_with_one_delayed_cast():
-    recipe = Recipe(fwd_x=DELAYED, fwd_w=CURRENT)
-    assert recipe.seeding() == Recipe(
-        fwd_x=dataclasses.replace(DELAYED, timing="seeding"), fwd_w=CURRENT
+def test_current_of_a_recipe_with_one_delayed_cast():
+    newest = dataclasses.replace(DELAYED, amax="newest")
+    recipe = Recipe(fwd_x=newest, fwd_w=CURRENT)
+    assert recipe.current() == Recipe(
+        fwd_x=dataclasses.replace(DELAYED, timing="current", history=0), fwd_w=CURRENT
     )
 
 

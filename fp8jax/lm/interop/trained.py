@@ -52,8 +52,8 @@ class TrainedModel:
 
     Attributes:
       model: with the policy that was asked for, or the one that trained the weights. A delayed
-        policy without histories of its own in the checkpoint is in its seeding form: its casts take
-        current amaxes.
+        policy without histories of its own in the checkpoint takes current scales instead, and has
+        no histories.
       variables: {"params": …}, float32, and `HISTORIES` if the policy has delayed scaling.
       tokenizer: None if the folder has none.
       name: the workdir or folder, for people.
@@ -124,7 +124,7 @@ def _load_folder(
     if dropped := dropped_tensors(files, shape):
         logging.info("%s: tensors that are computed, not read: %s", folder, grouped(dropped))
     params = read_tree(files, shape, prefix, shardings["params"], np.float32)
-    variables = {"params": params, **_empty_histories(model, shardings)}
+    variables = {"params": params}
     return TrainedModel(
         model=model,
         variables=variables,
@@ -163,8 +163,6 @@ def _load_workdir(
     variables = {"params": to_float32(restored.arrays[PARAMS])}
     if _HISTORIES in items:
         variables[HISTORIES] = restored.arrays[_HISTORIES]
-    else:
-        variables |= _empty_histories(model, shardings)
     return TrainedModel(
         model=model,
         variables=variables,
@@ -269,7 +267,7 @@ def _model(
     shape: ModelConfig, policy: Policy, own: bool, mesh: Mesh | None, backend: Any, attention: Any
 ) -> tuple[Transformer, Any, Any]:
     """Returns the model, the shardings of its variables, and their boxed abstract arrays."""
-    model = Transformer(shape, policy if own else policy.seeding(), backend, attention)
+    model = Transformer(shape, policy if own else policy.current(), backend, attention)
     boxed = abstract_variables(model)
     if mesh is not None:
         return model, tree_shardings(boxed, mesh), boxed
@@ -283,16 +281,3 @@ def _abstract(boxed: Any, shardings: Any, dtype: Any) -> Any:
         nn.meta.unbox(boxed),
         shardings,
     )
-
-
-def _empty_histories(model: Transformer, shardings: Any) -> dict[str, Any]:
-    """Returns the collection of histories, all zeros; {} for a policy without any."""
-    if HISTORIES not in shardings:
-        return {}
-    shapes = abstract_variables(model)[HISTORIES]
-    zeros = jax.tree.map(
-        lambda leaf, sharding: jax.device_put(np.zeros(leaf.shape, np.float32), sharding),
-        nn.meta.unbox(shapes),
-        shardings[HISTORIES],
-    )
-    return {HISTORIES: zeros}

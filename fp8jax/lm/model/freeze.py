@@ -85,7 +85,8 @@ def _frozen_head(model: Transformer, policy: Policy, params: Any, histories: Any
 
     @jax.jit
     def frozen(kernel, state):
-        return freeze_kernels((Weight(kernel, state),), recipe, backend=model.backend)[0]
+        weights = (Weight(kernel, state),)
+        return freeze_kernels(weights, recipe, backend=model.backend, seeded=model.seeded)[0]
 
     return frozen(kernel, state)
 
@@ -135,7 +136,9 @@ def _frozen_group(
         frozen: dict[str, FrozenKernel] = {}
         for names in (cast,) if shared else [(name,) for name in cast]:
             weights = [Weight(kernels[name], states[name]) for name in names]
-            made = freeze_kernels(weights, recipes[names[0]], backend=model.backend)
+            made = freeze_kernels(
+                weights, recipes[names[0]], backend=model.backend, seeded=model.seeded
+            )
             frozen |= zip(names, made, strict=True)
         return frozen
 

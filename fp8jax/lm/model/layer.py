@@ -66,6 +66,7 @@ class Linears:
       high: policy of promoted layers, or None.
       promoted: bool [], whether this layer is promoted; None where no layer ever is.
       real_BL: bool [B, L], False for positions that carry zeros into every linear; None for none.
+      seeded: as in `Transformer`.
     """
 
     config: ModelConfig
@@ -76,6 +77,7 @@ class Linears:
     high: Policy | None = None
     promoted: Any = None
     real_BL: Any = None
+    seeded: bool = True
 
     def __call__(self, x, *linears: LinearSpec, input_scale=None) -> tuple[Array, ...]:
         """Applies each linear to x [..., K]; returns one array [..., features] for each.
@@ -114,7 +116,7 @@ class Linears:
             path in BIASES[self.config.biases],
             kernel_init=nn.initializers.normal(0.02 / shrink),
             kernel_axes=linear.axes,
-            seeded=True,
+            seeded=self.seeded,
             requantize=linear.requantize,
             name=linear.name,
         )
@@ -146,9 +148,10 @@ class Linears:
     def fuses(self, x) -> bool:
         """Whether gate, up and down can run as one `fused_mlp`.
 
-        Its kernels have no biases and no promotions, and gate and up share a recipe.
+        Its kernels have no biases and no promotions, and gate and up share a recipe. They take the
+        scales of arrays that are never whole, so no history may be empty.
         """
-        if self.promoted is not None:
+        if self.promoted is not None or not self.seeded:
             return False
         gate, up, down = (self._path_of(name) for name in ("gate", "up", "down"))
         recipe = self.policy.recipe(gate)
@@ -282,7 +285,7 @@ class Block(nn.Module):
       policy: decides the recipes of the layer's linears by their paths.
       backend, attention: as in `Transformer`.
       high: policy of the layer while it is promoted, or None.
-      zero_padding: as in `Transformer`.
+      zero_padding, seeded: as in `Transformer`.
     """
 
     config: ModelConfig
@@ -291,6 +294,7 @@ class Block(nn.Module):
     attention: str | Implementation | None
     high: Policy | None = None
     zero_padding: bool = False
+    seeded: bool = True
 
     @nn.compact
     def __call__(
@@ -307,7 +311,17 @@ class Block(nn.Module):
 
         def linears(part: str) -> Linears:
             path = f"layers/{part}"
-            return Linears(c, self.policy, self.backend, path, key, self.high, promoted, real_BL)
+            return Linears(
+                c,
+                self.policy,
+                self.backend,
+                path,
+                key,
+                self.high,
+                promoted,
+                real_BL,
+                self.seeded,
+            )
 
         y = norm_layer(c, "attention_norm")(x_BLD)
         attention = Attention(c, linears("attention"), self.attention, name="attention")

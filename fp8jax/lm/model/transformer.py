@@ -66,8 +66,7 @@ class Transformer(nn.Module):
 
     Attributes:
       config: shape of the model.
-      policy: a key of `POLICIES` or a `Policy`. With delayed scaling, the first step runs with
-        `policy.seeding()`, since the histories are empty.
+      policy: a key of `POLICIES` or a `Policy`.
       backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
       attention: a key of `ATTENTIONS`, an `Implementation`, or None for the fastest here.
       remat: a key of `REMAT`: what the backward recomputes.
@@ -78,6 +77,8 @@ class Transformer(nn.Module):
         where no layer is ever promoted.
       zero_padding: whether positions of segment 0 carry zeros into every linear, so that they raise
         no amax. Training packs its rows and has next to no padding.
+      seeded: promise that no amax history is empty, as after a first step. With False, empty ones
+        seed themselves, as in `fp8jax.nn.Dense`; a first step of delayed scaling needs that.
 
     `apply(..., mutable=[AMAXES])` also returns the amax of every output inside every layer. An
     output that contains a NaN has the amax NaN.
@@ -103,6 +104,7 @@ class Transformer(nn.Module):
     dtype: Any = jnp.bfloat16
     high: str | Policy | None = None
     zero_padding: bool = False
+    seeded: bool = True
 
     @property
     def has_layer_loop(self) -> bool:
@@ -189,7 +191,7 @@ class Transformer(nn.Module):
         recipe = policy.recipe("lm_head")
         frozen = has_frozen(self.get_variable("params", "lm_head"))
         if self.config.tie_embeddings and not frozen:
-            head = Fp8DotGeneral(recipe, self.backend, seeded=True, name="lm_head")
+            head = Fp8DotGeneral(recipe, self.backend, seeded=self.seeded, name="lm_head")
             return head(
                 x_BLD,
                 table_VD,
@@ -214,7 +216,7 @@ class Transformer(nn.Module):
             kernel_init=nn.initializers.normal(0.02),
             kernel_axes=("embed", "vocab"),
             preferred_element_type=jnp.float32,
-            seeded=True,
+            seeded=self.seeded,
             name="lm_head",
         )
 
@@ -338,6 +340,7 @@ def _run_stretch(
         model.attention,
         high,
         model.zero_padding,
+        model.seeded,
         parent=None,
     )
 
@@ -406,6 +409,7 @@ def _run_cached(
         model.backend,
         model.attention,
         zero_padding=model.zero_padding,
+        seeded=model.seeded,
         parent=None,
     )
 

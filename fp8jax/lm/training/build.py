@@ -1,7 +1,7 @@
 """From a config to a `Run`: every name is resolved here, and the config goes no further.
 
-The first step of a delayed policy runs a program of its own, compiled with `policy.seeding()`: its
-casts take current amaxes and fill the histories, so that the steady step holds no conditional.
+The first step of a delayed policy runs a program of its own, in which empty histories seed
+themselves (`seeded=False`), so that the steady step pays nothing for it.
 """
 
 import dataclasses
@@ -279,9 +279,7 @@ def _programs(
     bytes_V = np.zeros(model.config.vocab_size, np.float32)
     bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
     # It runs once: what counts is its compile time, which a loop over the layers shortens.
-    seeding = model.clone(
-        policy=as_policy(model.policy).seeding(), unroll=min(model.unroll, _SEEDING_UNROLL)
-    )
+    seeding = model.clone(seeded=False, unroll=min(model.unroll, _SEEDING_UNROLL))
     repeating = model.clone(policy=config.recovery_precision, high=None)
     # They run seldom. A loop compiles fastest, and computes the same.
     measured, measured_seeding = model.clone(unroll=1), seeding.clone(unroll=1)

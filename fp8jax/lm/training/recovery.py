@@ -106,8 +106,7 @@ class Recovery:
     def _first_bad(self, position: Position, batch: Batch) -> str:
         """The first tensor of the step that is not finite, from computing the step once more."""
         stage = position.stage
-        seeding = position.seeding
-        model = stage.model.clone(policy=stage.policy.seeding()) if seeding else stage.model
+        model = stage.model.clone(seeded=not position.seeding)
         parts = self.run.settings.grad_accum
         find = jax.jit(lambda s, b: find_bad(model, s, b, parts, inject=inject_gradient))
         flags = jax.device_get(find(position.state, batch))

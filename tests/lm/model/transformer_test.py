@@ -232,15 +232,10 @@ def test_initial_values_have_the_documented_spread_and_layers_differ():
 # The same program, otherwise compiled -------------------------------------------------------------
 
 
-def seeding(name: str):
-    policy = POLICIES[name].seeding()
-    return policy, histories_of(policy)
-
-
 @functools.cache
 def gradients_under(name: str, remat: str):
-    policy, histories = seeding(name)
-    return gradients(Transformer(CONFIG, policy, remat=remat), enlarged(), histories, batch())
+    model = Transformer(CONFIG, name, remat=remat)
+    return gradients(model, enlarged(), histories_of(name), batch())
 
 
 @pytest.mark.optimized_too
@@ -266,8 +261,7 @@ def test_rematerialization_changes_no_bit(name, remat):
 def test_what_a_rematerialization_policy_keeps(remat, products, codes):
     """Of each layer: results of its linears in bfloat16 but of the last, which nothing needs, and
     four quantized inputs; all of them are [tokens, features]."""
-    policy, histories = seeding("fp8_delayed")
-    model = Transformer(CONFIG, policy, remat=remat)
+    model, histories = Transformer(CONFIG, "fp8_delayed", remat=remat), histories_of("fp8_delayed")
     mean_loss = functools.partial(_mean_loss, model=model, batch=batch(), key=None)
     _, vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: mean_loss(p, histories), p), enlarged())
     kept = [x for x in jax.tree.leaves(vjp) if getattr(x, "shape", ())[:2] == (LAYERS, B * L)]
@@ -295,8 +289,10 @@ def test_unrolling_changes_nothing_but_the_loop():
     that it fuses, and a loop's end is where it cannot.)"""
 
     def traced(unroll):
-        policy, histories = seeding("fp8_delayed")
-        model = Transformer(CONFIG, policy, unroll=unroll)
+        model, histories = (
+            Transformer(CONFIG, "fp8_delayed", unroll=unroll),
+            histories_of("fp8_delayed"),
+        )
         f = functools.partial(_mean_loss, model=model, batch=batch())
         program = jax.make_jaxpr(jax.value_and_grad(f, argnums=(0, 1)))(enlarged(), histories)
         text = str(program)
@@ -336,7 +332,6 @@ def by_layer(tree):
 def test_separate_layers_compute_the_same(policy, remat):
     """In float32; `test_unrolled_layers_compute_the_same` derives the bound. A code that such an
     error moves to its neighbor would be 2^-4 of a number: no code of this batch does."""
-    policy = as_policy(policy).seeding()
     model = Transformer(CONFIG, policy, dtype=jnp.float32, unroll=LAYERS, remat=remat)
     loss, stacked = gradients(model, enlarged(), histories := histories_of(policy), batch())
     again, separate = gradients(model, by_layer(enlarged()), by_layer(histories), batch())
@@ -534,7 +529,7 @@ def test_histories_hold_the_amaxes_of_what_each_linear_got():
     In float32, where the loop and the scan differ by reordered sums only, 320 * 2^-24 as for
     unrolling. Such a difference can turn a cast to the neighboring code, 2^-4 of one of at least
     32 terms of a sum, which moves an amax by a thousandth or less; weights not at all."""
-    policy, histories = EVERYWHERE.seeding(), histories_of(EVERYWHERE)
+    policy, histories = EVERYWHERE, histories_of(EVERYWHERE)
     model = Transformer(CONFIG, policy, dtype=jnp.float32)
     loss, (_, new) = gradients(model, enlarged(), histories, batch())
     zeros, f = by_hand(enlarged(), histories, [policy] * LAYERS, batch(), jnp.float32)
@@ -562,7 +557,7 @@ def test_an_exempt_layer_runs_in_bf16_and_keeps_its_histories():
     """The first of three is exempt: the loop by hand, its first layer alone in bf16, has the same
     loss (bound as above), and with other layers exempt it has another. Over two microbatches; the
     histories of the exempt layer come out as they went in."""
-    policy = exempt("fp8_delayed", 1, 0).seeding()
+    policy = exempt("fp8_delayed", 1, 0)
     histories = histories_of(policy)
     model = Transformer(CONFIG, policy, dtype=jnp.float32)
     state = step.TrainState(
@@ -606,13 +601,13 @@ def test_all_layers_exempt_are_the_bf16_policy(ends):
 
 
 def test_the_first_step_of_delayed_scaling_has_the_gradients_of_bf16():
-    """At initialization, with empty histories: `seeding` flushes nothing. The design asks for a
-    cosine of 0.99; no leaf of any layer may hide below 0.97 in it."""
+    """At initialization, with empty histories that seed themselves: nothing is flushed. The design
+    asks for a cosine of 0.99; no leaf of any layer may hide below 0.97 in it."""
     params = initial("fp8_delayed")["params"]
     empty = histories_of("fp8_delayed", np.zeros(16, np.float32))
     exact = gradients(Transformer(CONFIG), params, {}, batch())[1][0]
-    policy = POLICIES["fp8_delayed"].seeding()
-    seeded = gradients(Transformer(CONFIG, policy), params, empty, batch())[1][0]
+    model = Transformer(CONFIG, "fp8_delayed", seeded=False)
+    seeded = gradients(model, params, empty, batch())[1][0]
 
     def cosine(a, b):
         a, b = np.ravel(np.asarray(a, np.float64)), np.ravel(np.asarray(b, np.float64))

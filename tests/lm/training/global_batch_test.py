@@ -46,8 +46,7 @@ def loss_and_gradients(data, precision, grad_accum, devices, axis="data"):
     with jax.set_mesh(run.mesh):
         state = stage.programs.initialize()
         batch = to_devices(masked_rows(), run.batch_sharding)
-        # Current scales: what a first step has, and a delayed recipe's seeding step.
-        model = stage.model.clone(policy=stage.policy.seeding())
+        model = stage.model.clone(seeded=False)  # it is the first step
         both = jax.jit(functools.partial(accumulate, model, grad_accum=grad_accum))
         loss, grads, _ = both(state, batch)
     return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
