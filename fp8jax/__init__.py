@@ -26,7 +26,7 @@ from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import Constant, Pow2
+from fp8jax.numerics.scales import Constant, Delayed, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
 
@@ -50,6 +50,7 @@ __all__ = [
     "BLOCK128",
     "Cast",
     "Constant",
+    "Delayed",
     "FORMATS",
     "MODELS",
     "MX32",

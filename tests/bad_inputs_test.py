@@ -37,7 +37,7 @@ from fp8jax import (
 )
 from fp8jax.gemm.histories.updates import UpdateState
 from fp8jax.numerics.names import as_policy, as_recipe
-from fp8jax.numerics.scales import SCALES, Fp32
+from fp8jax.numerics.scales import SCALES, Delayed, Fp32
 from fp8jax.numerics.tiles import TILES
 from tests.support.annotations import unchecked_annotations  # noqa: F401
 
@@ -278,7 +278,11 @@ TILES_AND_SCALES = [
     ("Fp32 float", call(Fp32, 0.5), TypeError, r"Fp32\(margin\) takes an int .* got 0.5"),
 ]
 
-delayed = functools.partial(Cast, format=E4M3, timing="delayed")
+
+def delayed(history: int) -> Cast:
+    return Cast(format=E4M3, scale=Delayed(history))
+
+
 CASTS_AND_RECIPES = [
     ("Cast format", call(Cast, format="fp8"), ValueError, "unknown format 'fp8'.*e4m3, e5m2"),
     ("Cast no format", call(Cast, format=None), TypeError, r"\(e4m3, e5m2, .*e8m0\), got None"),
@@ -288,30 +292,26 @@ CASTS_AND_RECIPES = [
         ValueError,
         "e8m0 holds scales, not values: use a sig",
     ),
-    ("Cast timing", call(Cast, format=E4M3, timing="now"), ValueError, "unknown timing 'now'.*cur"),
-    ("Cast history", call(delayed), ValueError, "history=0: a delayed cast needs history >= 1"),
-    ("Cast history text", call(delayed, history="4"), TypeError, "history must be an int, got '4'"),
+    ("Cast scale", call(Cast, format=E4M3, scale="now"), ValueError, "unknown scale rule 'now'"),
+    ("Cast scale number", call(Cast, format=E4M3, scale=2.0), TypeError, "is Constant.value"),
+    ("Delayed history", call(Delayed, 0), ValueError, "history=0: delayed scaling needs at least"),
+    ("Delayed history text", call(Delayed, "4"), TypeError, "history must be an int, got '4'"),
+    ("Delayed history float", call(Delayed, 4.5), TypeError, "history must be an int, got 4.5"),
+    ("Delayed rule", call(Delayed, 4, rule="fp"), ValueError, "unknown scale rule 'fp'"),
+    ("Delayed constant", call(Delayed, 4, rule=Constant(1.0)), ValueError, "Constant.* of delayed"),
+    ("Delayed amax", call(Delayed, 4, "mean"), ValueError, "unknown amax .*'mean'.* newest"),
     (
-        "Cast history float",
-        call(delayed, history=4.5),
+        "Cast delayed tile",
+        call(Cast, format=E4M3, scale=Delayed(4), tile="row"),
+        ValueError,
+        "use tile=TENSOR",
+    ),
+    (
+        "quantize delayed",
+        call(fp8jax.quantize, jnp.ones(4), "e4m3", "tensor", scale=Delayed(4)),
         TypeError,
-        "history must be an int, got 4.5",
+        "only a Cast has amax histories",
     ),
-    ("Cast needless history", call(Cast, format=E4M3, history=4), ValueError, "'current' contra"),
-    ("Cast delayed tile", call(delayed, history=4, tile="row"), ValueError, "use tile=TENSOR"),
-    (
-        "Cast delayed constant",
-        call(delayed, history=4, scale=Constant(1.0)),
-        ValueError,
-        "delayed scaling contradicts .*Constant",
-    ),
-    (
-        "Cast amax",
-        call(delayed, history=4, amax="mean"),
-        ValueError,
-        "unknown amax .*'mean'.* newest",
-    ),
-    ("Cast constant", call(Cast, format=E4M3, timing="constant"), ValueError, "needs a Constant"),
     ("Cast hadamard", call(Cast, format=E4M3, hadamard=3), ValueError, "power of two .* got 3"),
     ("Cast nvfp4", call(Cast, format=E4M3, scale="nvfp4"), ValueError, "nvfp4 needs format e2m1"),
     (
@@ -383,7 +383,7 @@ OPTIONS = [
         ("fp8_delayed:", "'fp8_delayed:' has a colon and no option"),
         ("fp8_delayed:history", "expected history=VALUE, got 'history'"),
         ("fp8_delayed:history=", "history=: expected an int, got ''"),
-        ("fp8_delayed:history=0", "history=0: a delayed cast needs history >= 1"),
+        ("fp8_delayed:history=0", "history=0: delayed scaling needs at least one amax"),
         ("fp8_delayed:history=x", "history=x: expected an int, got 'x'"),
         ("fp8_delayed:history=4.5", "history=4.5: expected an int, got '4.5'"),
         ("fp8_delayed:history=4,history=5", "sets history twice"),

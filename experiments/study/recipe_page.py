@@ -28,7 +28,7 @@ from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import SCALES, Constant
+from fp8jax.numerics.scales import SCALES, Constant, Delayed
 from fp8jax.numerics.tiles import ROW, TENSOR
 
 # recipe -> arXiv number of the paper that it follows most closely. The page lists the titles.
@@ -124,13 +124,13 @@ def _format_cell(cast: Cast | None) -> str:
 def _scale_cell(cast: Cast) -> str:
     if isinstance(cast.scale, Constant):
         return f"2^{math.log2(cast.scale.value):g}"
-    named = (f"`{name}`" for name, rule in SCALES.items() if rule == cast.scale)
-    return next(named, repr(cast.scale))
+    named = (f"`{name}`" for name, rule in SCALES.items() if rule == cast.rule)
+    return next(named, repr(cast.rule))
 
 
 def _amax_cell(cast: Cast) -> str:
-    if cast.delayed:
-        return f"{cast.amax} of {cast.history} steps"
+    if isinstance(cast.scale, Delayed):
+        return f"{cast.scale.amax} of {cast.scale.history} steps"
     return {"current": "its own", "constant": "–"}[cast.timing]
 
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from fp8jax.lookup import lookup
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import E5M2, HISTORY, RECIPES
-from fp8jax.numerics.scales import E8M0, SCALES, Fp32, Pow2
+from fp8jax.numerics.scales import E8M0, SCALES, Delayed, Fp32, Pow2
 
 COLUMNS = ("recipe kind", "m", "k", "n", "bf16_us", "us")
 
@@ -59,10 +59,10 @@ def _timed(operand: str, cast: Cast) -> Cast:
     These settings are the rule of a float32 scale, which entries of an amax history count, and the
     FP8 format of a gradient where the GEMMs take either format.
     """
-    if isinstance(cast.scale, Fp32 | Pow2) or cast.scale == E8M0():
-        cast = dataclasses.replace(cast, scale=SCALES["fp32"])
     if cast.delayed:
-        cast = dataclasses.replace(cast, history=HISTORY, amax="max")
+        cast = dataclasses.replace(cast, scale=Delayed(HISTORY))
+    elif isinstance(cast.rule, Fp32 | Pow2) or cast.rule == E8M0():
+        cast = dataclasses.replace(cast, scale=SCALES["fp32"])
     if operand.endswith("_g") and cast.format.bits == 8 and cast.tile.contract is None:
         cast = dataclasses.replace(cast, format=E5M2)
     return cast

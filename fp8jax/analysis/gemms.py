@@ -131,7 +131,7 @@ def _rounded_scale(gemm: Gemm, recipe: Recipe) -> str | None:
     if gemm.role is None or gemm.scaled is not False or gemm.result == "f32":
         return None
     casts = [cast for cast in recipe.gemms[gemm.role] if cast is not None]
-    if any(cast.tile != TENSOR for cast in casts) or all(c.scale.power_of_two for c in casts):
+    if any(cast.tile != TENSOR for cast in casts) or all(c.rule.power_of_two for c in casts):
         return None
     return (
         f"scale: XLA did not fold it into the GEMM and rounds it to {gemm.result}; GEMMs that it "

@@ -33,6 +33,7 @@ from fp8jax.gemm.vjp import VjpContext, quantized_matmuls
 from fp8jax.gemm.weight import Weight, combining
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.scales import Delayed
 
 
 def dot_general(
@@ -220,8 +221,10 @@ def _with_seed_entries(recipe: Recipe) -> Recipe:
     """Return the recipe with the longer histories by which `seed` asks for self-seeding."""
 
     def longer(_, cast: Cast) -> Cast:
-        history = cast.history + SEED_ENTRIES if cast.delayed else 0
-        return dataclasses.replace(cast, history=history)
+        if not isinstance(cast.scale, Delayed):
+            return cast
+        scale = dataclasses.replace(cast.scale, history=cast.history + SEED_ENTRIES)
+        return dataclasses.replace(cast, scale=scale)
 
     return recipe.map(longer)
 

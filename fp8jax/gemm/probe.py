@@ -234,7 +234,7 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
     if not scales:
         only = tiles.reshape(())
         largest = [only, 1.0 / only]
-    current = [_float(cast.scale(amax, cast.format)[0])] if cast.timing == "delayed" else []
+    current = [_float(cast.rule(amax, cast.format)[0])] if cast.delayed else []
     return _as_row(x, (amax, *largest, *current), counts, energies)
 
 

@@ -66,6 +66,7 @@ from fp8jax.gemm.sharding.manual_axes import (
 from fp8jax.gemm.weight import Observed, Weight, cotangent, observe
 from fp8jax.numerics.formats import folded
 from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.scales import Delayed
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 
 # Names for jax.checkpoint_policies.save_only_these_names.
@@ -138,8 +139,8 @@ def cast_requests(
         if cast is None:
             continue
         amax = cast_key = None
-        if cast.timing == "delayed":
-            amax = stored_amax(histories[name[-1]], cast)
+        if isinstance(cast.scale, Delayed):
+            amax = stored_amax(histories[name[-1]], cast.scale)
         if cast.rounding == "stochastic":
             cast_key = folded(key, KEY_ORDER.index(name))
         requests[name] = CastRequest(cast, axis, amax, cast_key)

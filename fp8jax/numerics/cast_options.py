@@ -21,7 +21,7 @@ from typing import Any
 from fp8jax.lookup import lookup, unknown
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.scales import Constant, Fp32, NvFp4, Pow2, as_scale_rule
+from fp8jax.numerics.scales import Constant, Delayed, Fp32, NvFp4, Pow2, ScaleRule, as_scale_rule
 from fp8jax.numerics.tiles import TILES, TOKEN, Tile
 
 
@@ -114,7 +114,7 @@ def _is_delayed(name: str, cast: Cast) -> bool:
 
 
 def _has_margin(name: str, cast: Cast) -> bool:
-    return isinstance(cast.scale, Fp32 | Pow2)
+    return isinstance(cast.rule, Fp32 | Pow2)
 
 
 def _is_constant(name: str, cast: Cast) -> bool:
@@ -123,7 +123,7 @@ def _is_constant(name: str, cast: Cast) -> bool:
 
 def _has_free_scale_rule(name: str, cast: Cast) -> bool:
     """Whether timing, format and tile leave the scale rule open."""
-    return not isinstance(cast.scale, Constant | NvFp4)
+    return not isinstance(cast.rule, Constant | NvFp4)
 
 
 def _is_fp8_gradient(name: str, cast: Cast) -> bool:
@@ -178,8 +178,22 @@ def _set_formats(name: str, cast: Cast, formats: dict[Format, Format]) -> Cast:
 
 
 def _set_margin(name: str, cast: Cast, margin: int) -> Cast:
-    assert isinstance(cast.scale, Fp32 | Pow2)  # `_has_margin`
-    return dataclasses.replace(cast, scale=dataclasses.replace(cast.scale, margin=margin))
+    assert isinstance(cast.rule, Fp32 | Pow2)  # `_has_margin`
+    return _set_rule(name, cast, dataclasses.replace(cast.rule, margin=margin))
+
+
+def _set_rule(name: str, cast: Cast, rule: ScaleRule) -> Cast:
+    return (
+        _set_delayed("rule")(name, cast, rule) if cast.delayed else _set("scale")(name, cast, rule)
+    )
+
+
+def _set_delayed(field: str) -> Callable[[str, Cast, Any], Cast]:
+    def change(name: str, cast: Cast, value: Any) -> Cast:
+        assert isinstance(cast.scale, Delayed)  # `_is_delayed`
+        return dataclasses.replace(cast, scale=dataclasses.replace(cast.scale, **{field: value}))
+
+    return change
 
 
 def _set_bias(name: str, cast: Cast, bias: int) -> Cast:
@@ -214,19 +228,19 @@ OPTIONS: dict[str, Option] = {
     "history": Option(
         parse=_parse_int,
         applies=_is_delayed,
-        change=_set("history"),
+        change=_set_delayed("history"),
         help="number of amaxes in the history of a delayed cast",
     ),
     "amax": Option(
         parse=str,
         applies=_is_delayed,
-        change=_set("amax"),
+        change=_set_delayed("amax"),
         help="which amax of the history sets the scale: `max` or `newest`",
     ),
     "scale": Option(
         parse=as_scale_rule,
         applies=_has_free_scale_rule,
-        change=_set("scale"),
+        change=_set_rule,
         help="`fp32`, `pow2`, `e8m0`, or `e8m0_floor` as in OCP Microscaling",
     ),
     "margin": Option(

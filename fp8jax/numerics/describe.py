@@ -16,7 +16,7 @@ def scale_name(rule: ScaleRule) -> str:
 
 def timing_name(cast: Any) -> str:
     """Return a cast's timing, with its history: "delayed, max of 16"."""
-    return f"{cast.timing}, {cast.amax} of {cast.history}" if cast.delayed else cast.timing
+    return f"delayed, {cast.scale.amax} of {cast.history}" if cast.delayed else cast.timing
 
 
 def tile_name(cast: Any) -> str:
@@ -26,7 +26,7 @@ def tile_name(cast: Any) -> str:
 
 def cast_words(cast: Any) -> str:
     """Return a cast in a few words: "e4m3 tile128 fp32 current"."""
-    words = [cast.format.name, tile_name(cast), scale_name(cast.scale), timing_name(cast)]
+    words = [cast.format.name, tile_name(cast), scale_name(cast.rule), timing_name(cast)]
     if cast.rounding != "nearest":
         words.append(cast.rounding)
     if cast.hadamard > 1:
@@ -68,7 +68,7 @@ def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple
                 name,
                 cast.format.name,
                 tile_name(cast),
-                scale_name(cast.scale),
+                scale_name(cast.rule),
                 timing_name(cast),
                 cast.rounding,
                 "-" if cast.hadamard == 1 else str(cast.hadamard),

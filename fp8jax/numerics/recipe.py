@@ -10,13 +10,11 @@ A `Recipe` holds these six casts. None leaves an operand in high precision. Each
 operands from the high-precision source. The two GEMMs that read an operand share its quantized
 values only where both casts give the same ones (one scale for the whole tensor).
 
-A `Cast` states the format, the tile, the scale rule and the *timing*, which says where the amax
-comes from:
+A `Cast` states the format, the tile and the scale, which also says where the amax comes from:
 
-    current   the tensor itself
-    delayed   a history of the tensor's amaxes in the last `history` steps: their maximum, or the
-              newest one
-    constant  no amax: the scale is a given number
+    a rule          the tensor itself: current scaling
+    Delayed(...)    a history of the tensor's amaxes in the last steps: their maximum, or the newest
+    Constant(s)     no amax: the scale is a given number
 
 An empty history says nothing about the tensors, and a scale of 1 flushes most gradients of a
 language model to zero: so GEMMs read an empty history as if it were full of the tensor's own amax,
@@ -39,11 +37,9 @@ from fp8jax.numerics.accumulation import ACCUMULATIONS, Accumulation
 from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, table
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
-from fp8jax.numerics.scales import SCALES, Constant, NvFp4, ScaleRule, as_scale_rule
+from fp8jax.numerics.scales import SCALES, Constant, Delayed, NvFp4, ScaleRule, as_scale_rule
 from fp8jax.numerics.tiles import TENSOR, Tile, as_tile
 
-TIMINGS = ("current", "delayed", "constant")
-AMAXES = ("max", "newest")
 CASTS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")  # fields of a Recipe
 
 
@@ -54,10 +50,8 @@ class Cast:
     Attributes:
       format: a value of `FORMATS`, or its key.
       tile: which elements share a scale: a `Tile`, a key of `TILES`, or (free, contract).
-      scale: a value of `SCALES` or its key, `Pow2(margin)` or `Constant(value)`.
-      timing: where the amax comes from, one of `TIMINGS`.
-      history: the length of a delayed cast's amax history; 0 for other casts.
-      amax: which amax of the history sets the scale: "max" or "newest".
+      scale: a value of `SCALES` or its key, or `Pow2(margin)`, of the tensor's own amax;
+        `Delayed(history)` for past ones, `Constant(value)` for none.
       rounding: "nearest" or "stochastic".
       hadamard: how many elements along the contracting axis a random Hadamard transform mixes
         before the cast (hadamard.py); 1 for no transform. The two operands of a GEMM must agree.
@@ -71,74 +65,50 @@ class Cast:
 
     Example:
       >>> e5m2 = fp8jax.FORMATS["e5m2"]
-      >>> fp8jax.Cast(format=e5m2, timing="delayed", history=16)
+      >>> fp8jax.Cast(format=e5m2, scale=fp8jax.Delayed(history=16))
       Cast(e5m2 tensor fp32 delayed, max of 16)
-      >>> fp8jax.Cast(format=e5m2, tile=fp8jax.ROW, timing="delayed", history=16)
+      >>> fp8jax.Cast(format=e5m2, tile=fp8jax.ROW, scale=fp8jax.Delayed(history=16))
       Traceback (most recent call last):
           ...
-      ValueError: delayed scaling contradicts tile=row, scale=Fp32(margin=0): its history holds one
-      amax for the whole tensor; use tile=TENSOR and a rule such as Fp32
+      ValueError: delayed scaling contradicts tile=row: a history holds one amax for the whole
+      tensor; use tile=TENSOR
     """
 
     format: Format
     tile: Tile = TENSOR
-    scale: ScaleRule = SCALES["fp32"]
-    timing: str = "current"
-    history: int = 0
-    amax: str = "max"
+    scale: ScaleRule | Delayed = SCALES["fp32"]
     rounding: str = "nearest"
     hadamard: int = 1
     shared: bool = False
 
     def __post_init__(self):
-        for field, resolve in (("format", as_format), ("tile", as_tile), ("scale", as_scale_rule)):
+        for field, resolve in (("format", as_format), ("tile", as_tile), ("scale", _as_scale)):
             object.__setattr__(self, field, resolve(getattr(self, field)))
-        if self.timing not in TIMINGS:
-            raise unknown("timing", self.timing, TIMINGS)
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", self.rounding, ROUNDINGS)
-        if self.amax not in AMAXES:
-            raise unknown("amax of a history", self.amax, AMAXES)
-        if type(self.history) is not int:
-            raise TypeError(f"history must be an int, got {brief(self.history)}")
         check_hadamard(self.hadamard)
         if not self.format.signed:
             raise ValueError(f"{self.format.name} holds scales, not values: use a signed format")
-        if self.history < 0 or self.delayed != (self.history > 0):
+        if self.timing == "delayed" and self.tile != TENSOR:
             raise ValueError(
-                f"timing={self.timing!r} contradicts history={self.history}: a delayed cast needs"
-                " history >= 1, any other cast history=0"
-            )
-        if self.delayed and (self.tile != TENSOR or isinstance(self.scale, Constant | NvFp4)):
-            raise ValueError(
-                f"delayed scaling contradicts tile={self.tile}, scale={self.scale}: its history"
-                " holds one amax for the whole tensor; use tile=TENSOR and a rule such as Fp32"
-            )
-        if self.amax != "max" and not self.delayed:
-            raise ValueError(
-                f"amax={self.amax!r} contradicts timing={self.timing!r}: only a delayed cast has an"
-                " amax history"
-            )
-        if self.hadamard > 1 and self.timing != "current":
-            raise ValueError(
-                f"hadamard={self.hadamard} contradicts timing={self.timing!r}: only"
-                " timing='current' computes the amax of the transformed tensor"
-            )
-        if self.shared and (self.timing, self.tile, self.hadamard) != ("current", TENSOR, 1):
-            raise ValueError(
-                f"shared=True contradicts timing={self.timing!r}, tile={self.tile},"
-                f" hadamard={self.hadamard}: weights share one current scale for the whole tensor;"
-                " use timing='current', tile=TENSOR, hadamard=1"
-            )
-        if (self.timing == "constant") != isinstance(self.scale, Constant):
-            raise ValueError(
-                f"timing={self.timing!r} contradicts scale={self.scale}: timing='constant' needs a"
-                " Constant scale, any other timing a rule that uses the amax"
+                f"delayed scaling contradicts tile={self.tile}: a history holds one amax for the"
+                " whole tensor; use tile=TENSOR"
             )
         if self.timing == "constant" and self.tile != TENSOR:
             raise ValueError(
-                f"timing='constant' contradicts tile={self.tile}: the constant scales the whole"
+                f"scale={self.scale} contradicts tile={self.tile}: the constant scales the whole"
                 " tensor; use tile=TENSOR"
+            )
+        if self.hadamard > 1 and self.timing != "current":
+            raise ValueError(
+                f"hadamard={self.hadamard} contradicts scale={self.scale}: only current scaling"
+                " takes the amax of the transformed tensor; use a rule such as Fp32"
+            )
+        if self.shared and (self.timing, self.tile, self.hadamard) != ("current", TENSOR, 1):
+            raise ValueError(
+                f"shared=True contradicts scale={self.scale}, tile={self.tile},"
+                f" hadamard={self.hadamard}: weights share one current scale for the whole tensor;"
+                " use a rule such as Fp32, tile=TENSOR, hadamard=1"
             )
         if isinstance(self.scale, NvFp4) and self.format is not FORMATS["e2m1"]:
             raise ValueError(f"scale rule nvfp4 needs format e2m1, got format={self.format.name}")
@@ -147,9 +117,26 @@ class Cast:
         return f"Cast({cast_words(self)})"
 
     @property
+    def rule(self) -> ScaleRule:
+        """The rule that turns an amax into the scale."""
+        return self.scale.rule if isinstance(self.scale, Delayed) else self.scale
+
+    @property
+    def timing(self) -> str:
+        """Where the amax comes from: "current", "delayed" or "constant"."""
+        if isinstance(self.scale, Delayed):
+            return "delayed"
+        return "constant" if isinstance(self.scale, Constant) else "current"
+
+    @property
     def delayed(self) -> bool:
         """Whether the cast writes an amax history."""
-        return self.timing == "delayed"
+        return isinstance(self.scale, Delayed)
+
+    @property
+    def history(self) -> int:
+        """The length of the cast's amax history; 0 without one."""
+        return self.scale.history if isinstance(self.scale, Delayed) else 0
 
     @property
     def separable(self) -> bool:
@@ -179,7 +166,7 @@ class Cast:
             bits += e4m3.mantissa + 1
             smallest, largest = smallest * e4m3.tiny, largest * e4m3.max
         elif not self.separable:
-            if not self.scale.power_of_two or info.minexp > jnp.finfo(jnp.float32).minexp:
+            if not self.rule.power_of_two or info.minexp > jnp.finfo(jnp.float32).minexp:
                 return False
             smallest = largest = 1.0
         fits = info.smallest_subnormal <= smallest and largest <= info.max
@@ -192,9 +179,12 @@ class Cast:
 
     def current(self) -> "Cast":
         """Return the cast with the scale of the tensor itself if it is delayed, else unchanged."""
-        if not self.delayed:
-            return self
-        return dataclasses.replace(self, timing="current", history=0, amax="max")
+        return dataclasses.replace(self, scale=self.rule)
+
+
+def _as_scale(scale: Any) -> ScaleRule | Delayed:
+    """Return a cast's scale, or the rule of that name; raises as `as_scale_rule` does."""
+    return scale if isinstance(scale, Delayed) else as_scale_rule(scale)
 
 
 class GemmCasts(NamedTuple):

@@ -41,7 +41,7 @@ import dataclasses
 from fp8jax.lookup import Table
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.scales import SCALES, Constant, Pow2, ScaleRule
+from fp8jax.numerics.scales import SCALES, Constant, Delayed, Pow2, ScaleRule
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TILE128, NV16x16, Tile
 
 HISTORY = 16  # amaxes, one per step, in fp8_delayed
@@ -88,10 +88,10 @@ def _all_recipes() -> tuple[Recipe, ...]:
     constant = Constant(2.0**-CSCALE_BIAS)
     return (
         Recipe(name="bf16"),
-        _per_tensor("fp8_delayed", timing="delayed", history=HISTORY),
+        _per_tensor("fp8_delayed", scale=Delayed(HISTORY)),
         _per_tensor("fp8_current"),
         _per_tensor("fp8_amax", scale=Pow2()),
-        _per_tensor("fp8_cscale", timing="constant", scale=constant),
+        _per_tensor("fp8_cscale", scale=constant),
         row,
         dataclasses.replace(
             row,

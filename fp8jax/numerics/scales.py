@@ -18,6 +18,8 @@ With M the largest number of the format, the rules are
     nvfp4       an e4m3 scale per tile, times a float32 scale for the tensor
     Constant    a given number
 
+and `Delayed` says that a rule gets past amaxes of the tensor in the place of its own.
+
 An amax of zero gives the scale 1. Powers of two are computed from the bits of the float32: log2 and
 exp2 are off by one binade at exact powers of two on some backends.
 """
@@ -181,6 +183,52 @@ class Constant:
 
 ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
 
+AMAXES = ("max", "newest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """Delayed scaling: the scale that a rule gives the amaxes of the last steps.
+
+    Attributes:
+      history: how many steps the amax history holds.
+      amax: which of its amaxes sets the scale: "max" or "newest".
+      rule: `Fp32(margin)`, `Pow2(margin)` or `E8M0()`, or its key in `SCALES`.
+
+    Raises:
+      TypeError: for fields of another type.
+      ValueError: for a history without steps, an unknown name, and a rule that needs the tensor
+        itself or no amax.
+
+    Example:
+      >>> e5m2 = fp8jax.FORMATS["e5m2"]
+      >>> fp8jax.Cast(format=e5m2, scale=fp8jax.Delayed(history=4, amax="newest"))
+      Cast(e5m2 tensor fp32 delayed, newest of 4)
+      >>> fp8jax.Delayed(history=4, rule=fp8jax.Constant(2.0))
+      Traceback (most recent call last):
+          ...
+      ValueError: rule=Constant(value=2.0) of delayed scaling: take one of the tensor's amax alone,
+      such as Fp32
+    """
+
+    history: int
+    amax: str = "max"
+    rule: ScaleRule = Fp32()
+
+    def __post_init__(self):
+        object.__setattr__(self, "rule", as_scale_rule(self.rule))
+        if type(self.history) is not int:
+            raise TypeError(f"history must be an int, got {brief(self.history)}")
+        if self.history < 1:
+            raise ValueError(f"history={self.history}: delayed scaling needs at least one amax")
+        if self.amax not in AMAXES:
+            raise unknown("amax of a history", self.amax, AMAXES)
+        if isinstance(self.rule, Constant | NvFp4):
+            raise ValueError(
+                f"rule={self.rule} of delayed scaling: take one of the tensor's amax alone, such as"
+                " Fp32"
+            )
+
 
 _ALL: dict[str, ScaleRule] = {
     "fp32": Fp32(),
@@ -199,6 +247,8 @@ def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
     """
     if isinstance(rule, ScaleRule):
         return rule
+    if isinstance(rule, Delayed):
+        raise TypeError(f"expected a scale rule, got {rule}: only a Cast has amax histories")
     if not isinstance(rule, str):
         raise TypeError(
             f"expected a scale rule or its name ({', '.join(SCALES)}), got {brief(rule)}: a fixed"

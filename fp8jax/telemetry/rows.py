@@ -209,7 +209,7 @@ def _numbers(peaks: np.ndarray, sums: np.ndarray, recipe: Recipe, name: str) -> 
         "saturation": counts["saturated"] / counts["elements"],
         "sqnr_db": _decibels(signal, noise),
     }
-    if cast.timing == "delayed":
+    if cast.delayed:
         numbers["delay"] = _log2_ratio(peak["scale"], peak["current_scale"])
     return numbers
 

@@ -62,7 +62,7 @@ def expected(x, cast, name, amax=None, key=None) -> dict:
     x = reference.rotated(x, cast, AXES[name])
     draws = None if key is None else reference.uniform(key, name, x.shape)
     values, spread, scales = reference.quantize(
-        x, cast.format.name, cast.tile, AXES[name], cast.scale, amax, draws=draws
+        x, cast.format.name, cast.tile, AXES[name], cast.rule, amax, draws=draws
     )
     codes, wide = values.astype(np.float64), x.astype(np.float64)
     scaled = np.abs(x * (np.float32(1) / spread))

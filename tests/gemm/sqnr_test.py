@@ -110,7 +110,7 @@ def squared_error(z: np.ndarray, fmt: str, rounding: str) -> np.ndarray:
 
 def scale_of(cast: Cast, amax: np.ndarray, tensor_amax: np.ndarray) -> np.ndarray:
     """The scale that a tile's amax gives, in real arithmetic."""
-    rule, largest = cast.scale, numbers(cast.format.name)[-1]
+    rule, largest = cast.rule, numbers(cast.format.name)[-1]
     if isinstance(rule, Constant):
         return np.full_like(amax, rule.value)
     if isinstance(rule, Fp32):
@@ -136,7 +136,7 @@ def noise(cast: Cast | None, sigma: float, n: int, size: int) -> float:
         return (squared_error(sigma * z, "bf16", "nearest") * density(z)).sum() / (
             sigma**2 * (z**2 * density(z)).sum()
         )
-    one_level = not isinstance(cast.scale, NvFp4)
+    one_level = not isinstance(cast.rule, NvFp4)
     total = []
     for top in amax_quantiles(size, 1 if one_level else 5):
         a = np.minimum(amax_quantiles(n, 60), top if n < size else np.inf)[:, None]

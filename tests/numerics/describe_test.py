@@ -7,7 +7,7 @@ from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import Pow2
+from fp8jax.numerics.scales import Delayed, Pow2
 from fp8jax.numerics.tiles import Tile
 
 
@@ -36,7 +36,7 @@ def test_the_table_by_hand():
     recipe = Recipe(
         name="mine",
         fwd_x=Cast(format=FORMATS["e4m3"], tile=Tile(2, 64), scale=Pow2(3), rounding="stochastic"),
-        fwd_w=Cast(format=FORMATS["e5m2"], timing="delayed", history=4),
+        fwd_w=Cast(format=FORMATS["e5m2"], scale=Delayed(4)),
         wgrad_g=Cast(format=FORMATS["e5m2"], shared=True),
     )
     words = [line.split("  ") for line in recipe.table().splitlines()]

@@ -12,7 +12,7 @@ from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
-from fp8jax.numerics.scales import Constant, Fp32, Pow2
+from fp8jax.numerics.scales import Constant, Delayed, Fp32, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
 from fp8jax.numerics.tiles import BLOCK128, MX32, ROW, TOKEN
 
@@ -167,9 +167,9 @@ def casts_of(spec: str, module: str = "layers/mlp/up") -> dict[str, Cast]:
 @pytest.mark.parametrize(
     ("spec", "field", "value", "names"),
     [
-        ("fp8_delayed:history=1024", "history", 1024, "all"),
-        ("fp8_delayed:amax=newest", "amax", "newest", "all"),
-        ("fp8_delayed:margin=1", "scale", Fp32(1), "all"),
+        ("fp8_delayed:history=1024", "scale", Delayed(1024), "all"),
+        ("fp8_delayed:amax=newest", "scale", Delayed(16, "newest"), "all"),
+        ("fp8_delayed:margin=1", "scale", Delayed(16, rule=Fp32(1)), "all"),
         ("fp8_amax:margin=3", "scale", Pow2(3), "all"),
         ("fp8_cscale:bias=-2", "scale", Constant(4.0), "all"),
         ("fp8_rowwise:scale=pow2", "scale", Pow2(), "all"),
@@ -225,7 +225,7 @@ def test_the_order_of_options_does_not_matter():
     assert as_policy("fp8_delayed:margin=1,scale=pow2") == as_policy(
         "fp8_delayed:scale=pow2,margin=1"
     )
-    assert casts_of("fp8_delayed:margin=1,scale=pow2")["fwd_x"].scale == Pow2(1)
+    assert casts_of("fp8_delayed:margin=1,scale=pow2")["fwd_x"].rule == Pow2(1)
     for options in ("gradients=e5m2,formats=fnuz", "formats=fnuz,gradients=e5m2"):
         casts = casts_of(f"fp8_block:{options}")
         formats = {name: cast.format.name for name, cast in casts.items()}
@@ -264,8 +264,8 @@ def test_queries_keys_and_values_share_the_scales_of_one_fused_weight():
         ("fp8_delayed:histry=4", "unknown option 'histry'; did you mean 'history'"),
         ("fp8_delayed:history", "expected history=VALUE, got 'history'"),
         ("fp8_delayed:history=x", "history=x: expected an int, got .x."),
-        ("fp8_delayed:history=0", "history=0: a delayed cast needs history >= 1"),
-        ("fp8_delayed:scale=nvfp4", "delayed scaling contradicts.*NvFp4"),
+        ("fp8_delayed:history=0", "history=0: delayed scaling needs at least one amax"),
+        ("fp8_delayed:scale=nvfp4", "NvFp4.* of delayed scaling"),
         ("fp8_rowwise:scale=pow", "scale=pow: unknown scale rule.*pow2"),
         ("fp8_cscale:bias=200", "between 2.-126 and 2.126"),
         ("fp8_block:gradients=e5m3", "gradients=e5m3: unknown format"),

@@ -11,13 +11,13 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import CSCALE_BIAS, HIGH_PRECISION, HISTORY, RECIPES
-from fp8jax.numerics.scales import SCALES, Constant, Pow2
+from fp8jax.numerics.scales import SCALES, Constant, Delayed, Pow2
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, TOKEN, NV16x16
 from tests.support import ROOT
 
 E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 OPERANDS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
-DELAYED = Cast(format=E4M3, timing="delayed", history=4)
+DELAYED = Cast(format=E4M3, scale=Delayed(4))
 CURRENT = Cast(format=E4M3)
 
 
@@ -27,57 +27,35 @@ CURRENT = Cast(format=E4M3)
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [
-        (dict(format=E4M3, timing="delay"), ["unknown timing 'delay'", "'delayed'"]),
         (dict(format=E4M3, rounding="stochastc"), ["unknown rounding", "'stochastic'"]),
         (dict(format=FORMATS["e8m0"]), ["e8m0 holds scales"]),
-        # A history without delay, delay without a history.
-        (dict(format=E4M3, history=4), ["timing='current'", "history=4"]),
-        (dict(format=E4M3, history=-1), ["timing='current'", "history=-1"]),
-        (dict(format=E4M3, timing="delayed"), ["timing='delayed'", "history=0"]),
-        (dict(format=E4M3, timing="delayed", history=-1), ["timing='delayed'", "history=-1"]),
-        (dict(format=E4M3, timing="constant", scale=Constant(2.0), history=1), ["history=1"]),
         # One amax a history.
         *[
             (
-                dict(format=E4M3, timing="delayed", history=4, tile=tile),
+                dict(format=E4M3, scale=Delayed(4), tile=tile),
                 ["delayed scaling", str(tile)],
             )
             for tile in (ROW, TILE128, BLOCK128, MX32)
         ],
         (
-            dict(format=E4M3, timing="delayed", history=4, scale=Constant(2.0)),
-            ["delayed scaling", "Constant(value=2.0)"],
-        ),
-        (
-            dict(format=E2M1, timing="delayed", history=4, scale=SCALES["nvfp4"]),
-            ["delayed scaling", "NvFp4()"],
-        ),
-        # A constant that is none, and the other way round.
-        (dict(format=E4M3, timing="constant"), ["timing='constant'", "Fp32(margin=0)"]),
-        (dict(format=E4M3, timing="constant", scale=Pow2(3)), ["'constant'", "Pow2(margin=3)"]),
-        (dict(format=E4M3, scale=Constant(2.0)), ["timing='current'", "Constant(value=2.0)"]),
-        (
-            dict(format=E4M3, timing="constant", scale=Constant(2.0), tile=TILE128),
-            ["constant", str(TILE128)],
+            dict(format=E4M3, scale=Constant(2.0), tile=TILE128),
+            ["Constant(value=2.0)", str(TILE128)],
         ),
         (dict(format=E4M3, tile=NV16, scale=SCALES["nvfp4"]), ["nvfp4", "e2m1", "format=e4m3"]),
-        # What is of a history, and what is not.
-        (dict(format=E4M3, amax="newest"), ["amax='newest'", "timing='current'"]),
-        (dict(format=E4M3, amax="mean"), ["unknown amax", "'mean'", "newest"]),
         (dict(format=E2M1, hadamard=12), ["Hadamard", "got 12"]),
         (
-            dict(format=E4M3, timing="delayed", history=4, hadamard=2),
-            ["hadamard=2", "timing='delayed'"],
+            dict(format=E4M3, scale=Delayed(4), hadamard=2),
+            ["hadamard=2", "Delayed(history=4"],
         ),
         (
-            dict(format=E4M3, timing="constant", scale=Constant(2.0), hadamard=16),
-            ["hadamard=16", "timing='constant'"],
+            dict(format=E4M3, scale=Constant(2.0), hadamard=16),
+            ["hadamard=16", "Constant(value=2.0)"],
         ),
         (dict(format=E4M3, tile=ROW, shared=True), ["shared=True", "tile=row"]),
         (dict(format=E4M3, shared=True, hadamard=16), ["shared=True", "hadamard=16"]),
         (
-            dict(format=E4M3, timing="delayed", history=4, shared=True),
-            ["shared=True", "timing='delayed'"],
+            dict(format=E4M3, scale=Delayed(4), shared=True),
+            ["shared=True", "Delayed(history=4"],
         ),
     ],
 )
@@ -89,14 +67,41 @@ def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
 
 
 @pytest.mark.parametrize(
+    ("kwargs", "named"),
+    [
+        (dict(history=0), ["history=0", "at least one"]),
+        (dict(history=-1), ["history=-1", "at least one"]),
+        (dict(history=4, amax="mean"), ["unknown amax", "'mean'", "newest"]),
+        (dict(history=4, rule=Constant(2.0)), ["Constant(value=2.0)", "delayed scaling"]),
+        (dict(history=4, rule="nvfp4"), ["NvFp4()", "delayed scaling"]),
+    ],
+)
+def test_delayed_scaling_needs_a_history_and_a_rule_of_an_amax(kwargs, named):
+    with pytest.raises(ValueError) as error:
+        Delayed(**kwargs)
+    for part in named:
+        assert part in str(error.value)
+
+
+def test_a_scale_says_where_its_amax_comes_from():
+    newest = Cast(format=E5M2, scale=Delayed(3, "newest", Pow2(1)))
+    constant = Cast(format=E5M2, scale=Constant(2.0))
+    assert (newest.timing, newest.history, newest.rule) == ("delayed", 3, Pow2(1))
+    assert (constant.timing, constant.history, constant.rule) == ("constant", 0, Constant(2.0))
+    assert (CURRENT.timing, CURRENT.history, CURRENT.rule) == ("current", 0, FP32)
+    assert newest.current() == Cast(format=E5M2, scale=Pow2(1))
+    assert constant.current() == constant and CURRENT.current() == CURRENT
+
+
+@pytest.mark.parametrize(
     "kwargs",
     [
         dict(format=E4M3),
         dict(format=E4M3, tile=MX32, scale=SCALES["e8m0"]),
         dict(format=E2M1, tile=NV16, scale=SCALES["nvfp4"], rounding="stochastic"),
-        dict(format=E5M2, timing="delayed", history=1, scale=Pow2(1), amax="newest"),
+        dict(format=E5M2, scale=Delayed(1, "newest", Pow2(1))),
         dict(format=E2M1, tile=MX32, scale=SCALES["e8m0_floor"], hadamard=128),
-        dict(format=E5M2, timing="constant", scale=Constant(2.0**-8)),
+        dict(format=E5M2, scale=Constant(2.0**-8)),
     ],
 )
 def test_what_does_not_contradict_itself_is_a_cast(kwargs):
@@ -126,7 +131,7 @@ def test_weights_do_not_share_x():
     [("x", "fwd_x", "wgrad_x"), ("w", "fwd_w", "dgrad_w"), ("g", "dgrad_g", "wgrad_g")],
 )
 def test_an_operand_has_one_history(operand, one, other):
-    longer = dataclasses.replace(DELAYED, history=7)
+    longer = dataclasses.replace(DELAYED, scale=Delayed(7))
     with pytest.raises(ValueError, match=f"{operand} has one history.*(4, 7|7, 4)"):
         Recipe(**{one: DELAYED, other: longer})
     assert Recipe(**{one: DELAYED, other: DELAYED}).histories == {operand: 4}
@@ -135,7 +140,7 @@ def test_an_operand_has_one_history(operand, one, other):
 
 
 def test_operands_may_have_histories_of_unlike_lengths():
-    longer = dataclasses.replace(DELAYED, history=7)
+    longer = dataclasses.replace(DELAYED, scale=Delayed(7))
     recipe = Recipe(fwd_x=DELAYED, fwd_w=longer, wgrad_g=CURRENT)
     assert recipe.histories == {"x": 4, "w": 7}
     assert recipe.casts == (DELAYED, longer, CURRENT)
@@ -162,16 +167,16 @@ def six(x: Cast, w: Cast, g: Cast, **others: Cast | None) -> dict[str, Cast | No
     return both | others
 
 
-def fp8(fmt=E4M3, tile=TENSOR, scale=FP32, timing="current", history=0) -> Cast:
-    return Cast(format=fmt, tile=tile, scale=scale, timing=timing, history=history)
+def fp8(fmt=E4M3, tile=TENSOR, scale=FP32) -> Cast:
+    return Cast(format=fmt, tile=tile, scale=scale)
 
 
 def fp4(tile, scale=FP32, rounding="nearest", hadamard=1) -> Cast:
     return Cast(format=E2M1, tile=tile, scale=scale, rounding=rounding, hadamard=hadamard)
 
 
-_DELAYED = dict(timing="delayed", history=16)
-_CONSTANT = dict(timing="constant", scale=Constant(2.0**-CSCALE_BIAS))
+_DELAYED = dict(scale=Delayed(16))
+_CONSTANT = dict(scale=Constant(2.0**-CSCALE_BIAS))
 _ROW, _BLOCK = fp8(tile=ROW), fp8(tile=TILE128)
 _NV, _MX = SCALES["nvfp4"], MX32
 DOCUMENTED = {
@@ -221,10 +226,7 @@ def test_the_table_of_recipes(name):
 
 
 def test_products_pair_the_operands():
-    casts = {
-        n: Cast(format=E4M3, timing="constant", scale=Constant(2.0**i))
-        for i, n in enumerate(OPERANDS)
-    }
+    casts = {n: Cast(format=E4M3, scale=Constant(2.0**i)) for i, n in enumerate(OPERANDS)}
     assert Recipe(**casts).gemms == {
         "fwd": (casts["fwd_x"], casts["fwd_w"]),
         "dgrad": (casts["dgrad_g"], casts["dgrad_w"]),
@@ -249,7 +251,7 @@ def test_recipes_are_equal_by_their_casts_not_by_name_or_identity(name):
         dict(scale=Pow2()),
         dict(scale=Pow2(1)),
         dict(rounding="stochastic"),
-        dict(timing="delayed", history=4),
+        dict(scale=Delayed(4)),
     ],
 )
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -258,7 +260,7 @@ def test_every_field_of_every_cast_is_part_of_a_recipes_identity(operand, change
     other = Recipe(**{operand: dataclasses.replace(CURRENT, **change)})
     assert one != other and one != Recipe()
     assert other.stochastic == ("rounding" in change)
-    assert bool(other.histories) == ("history" in change)
+    assert bool(other.histories) == (change == dict(scale=Delayed(4)))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -267,7 +269,7 @@ def test_current_changes_the_timing_of_delayed_casts_only(name):
     for operand in OPERANDS:
         cast, changed = getattr(RECIPES[name], operand), getattr(current, operand)
         if cast is not None and cast.timing == "delayed":
-            assert changed == dataclasses.replace(cast, timing="current", history=0)
+            assert changed == dataclasses.replace(cast, scale=FP32)
         else:
             assert changed == cast
     assert current.current() == current and current.name == name and not current.histories
@@ -275,11 +277,7 @@ def test_current_changes_the_timing_of_delayed_casts_only(name):
 
 
 def test_current_of_a_recipe_with_one_delayed_cast():
-    newest = dataclasses.replace(DELAYED, amax="newest")
-    recipe = Recipe(fwd_x=newest, fwd_w=CURRENT)
-    assert recipe.current() == Recipe(
-        fwd_x=dataclasses.replace(DELAYED, timing="current", history=0), fwd_w=CURRENT
-    )
+    assert Recipe(fwd_x=DELAYED, fwd_w=CURRENT).current() == Recipe(fwd_x=CURRENT, fwd_w=CURRENT)
 
 
 @pytest.mark.parametrize("name", RECIPES)

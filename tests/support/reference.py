@@ -255,7 +255,7 @@ def apply_cast(
         return np.asarray(x, np.float64)
     x = rotated(x, cast, contract_axis)
     draws = uniform(key, name, x.shape) if cast.rounding == "stochastic" else None
-    q = quantize_parts(x, cast.format.name, cast.tile, contract_axis, cast.scale, amax, draws=draws)
+    q = quantize_parts(x, cast.format.name, cast.tile, contract_axis, cast.rule, amax, draws=draws)
     return q.values.astype(np.float64) * q.of_tiles.astype(np.float64) * float(q.tensor)
 
 
@@ -267,8 +267,8 @@ def unit(cast: Cast | None) -> float:
     """What the `pinned` operand is a multiple of as the product sees it (rotated, if it is)."""
     if cast is None:
         return 1.0
-    if isinstance(cast.scale, Constant):
-        return _STEP[cast.format.name] * cast.scale.value
+    if isinstance(cast.rule, Constant):
+        return _STEP[cast.format.name] * cast.rule.value
     return _STEP[cast.format.name] / 2
 
 
@@ -284,14 +284,14 @@ def pinned(rng, shape, cast: Cast | None, contract_axis: int) -> np.ndarray:
         return rng.integers(-3, 4, shape).astype(np.float32)
     if cast.hadamard > 1:
         return _pinned_and_rotated(rng, shape, cast, contract_axis)
-    constant = isinstance(cast.scale, Constant)
-    top = MAX[cast.format.name] * 2.0 ** -getattr(cast.scale, "margin", 0)
+    constant = isinstance(cast.rule, Constant)
+    top = MAX[cast.format.name] * 2.0 ** -getattr(cast.rule, "margin", 0)
     x = rng.integers(-3, 4, shape).astype(np.float32) * np.float32(_STEP[cast.format.name])
     assert np.abs(x).max(initial=0) <= top and top in finite_values(cast.format.name)
     # Exponents differ between tiles where there are several; a delayed amax is for the tensor.
     where_all = [where for _, where in tiles(shape, cast.tile, contract_axis)]
-    scales = [cast.scale.value if constant else 2.0 ** rng.integers(-1, 2) for _ in where_all]
-    if isinstance(cast.scale, NvFp4):
+    scales = [cast.rule.value if constant else 2.0 ** rng.integers(-1, 2) for _ in where_all]
+    if isinstance(cast.rule, NvFp4):
         scales[rng.integers(len(scales))] = 3.5
     for where, scale in zip(where_all, scales, strict=True):
         block = x[where]
@@ -307,7 +307,7 @@ def _pinned_and_rotated(rng, shape, cast: Cast, contract_axis: int) -> np.ndarra
     contract_axis %= len(shape)
     length = shape[contract_axis]
     blocks = length // size
-    plain = Cast(format=cast.format, tile=cast.tile, scale=cast.scale)
+    plain = Cast(format=cast.format, tile=cast.tile, scale=cast.rule)
     whole = [blocks * size if a == contract_axis else n for a, n in enumerate(shape)]
     x = np.moveaxis(pinned(rng, whole, plain, contract_axis), contract_axis, -1)
     x = x.reshape(*x.shape[:-1], blocks, size)

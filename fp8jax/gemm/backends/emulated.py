@@ -76,7 +76,7 @@ def quantize_one(
         cast.format,
         cast.tile,
         contract_axis=request.axis,
-        scale=cast.scale,
+        scale=cast.rule,
         amax=request.amax,
         key=request.key,
         hadamard=cast.hadamard,

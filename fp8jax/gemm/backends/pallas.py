@@ -151,7 +151,7 @@ def _quantize_tensor(
 ) -> _Fused:
     """Quantize with one scale, from the given amax or else from max|x|."""
     source = tensor_amax(x) if amax is None else amax.astype(jnp.float32)
-    scale, _ = cast.scale(source, cast.format)
+    scale, _ = cast.rule(source, cast.format)
     values, transposed, own_amax = cast_transpose(
         padded, scale, cast.format, values=rows, transposed=columns
     )
@@ -177,7 +177,7 @@ def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> 
     if columns:
         axes.append(-2)
     amaxes = [tile_amax(padded, cast.tile.per_axis(2, axis)).reshape(-1) for axis in axes]
-    scales = [cast.scale(amax, cast.format)[0].astype(jnp.float32) for amax in amaxes]
+    scales = [cast.rule(amax, cast.format)[0].astype(jnp.float32) for amax in amaxes]
     row_scale = scales[0] if rows else None
     column_scale = scales[-1] if columns else None
     row_values, column_values = cast_rows_columns(padded, row_scale, column_scale, cast.format)
@@ -196,9 +196,7 @@ def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> 
 
 def _quantize_tiles(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
     """Quantize in tiles of 128 elements along the contracting axis."""
-    of_rows, of_columns = quantize_tiles(
-        padded, cast.format, cast.scale, rows=rows, columns=columns
-    )
+    of_rows, of_columns = quantize_tiles(padded, cast.format, cast.rule, rows=rows, columns=columns)
     return _Fused(
         rows=None if of_rows is None else _Codes(of_rows.values, of_rows.scale.T),
         columns=None if of_columns is None else _Codes(of_columns.values, of_columns.scale.T),
@@ -210,10 +208,10 @@ def _quantize_blocks(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -
     """Quantize in blocks of 128x128; codes of rows and of columns have the same scales."""
     of_rows = of_columns = None
     if rows:
-        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=False)
+        codes = quantize_blocks(padded, cast.format, cast.rule, transposed=False)
         of_rows = _Codes(codes.values, codes.scale)
     if columns:
-        codes = quantize_blocks(padded, cast.format, cast.scale, transposed=True)
+        codes = quantize_blocks(padded, cast.format, cast.rule, transposed=True)
         of_columns = _Codes(codes.values, codes.scale.T)
     return _Fused(rows=of_rows, columns=of_columns, amax=None)
 
@@ -249,7 +247,7 @@ def _swiglu_tiles(
     cast = each[0][0].cast
     blocks = [i for i, requests in enumerate(each) if requests[-1].cast.tile == BLOCK128]
     results = tiles_produced(
-        producer, padded, cast.format, cast.scale, _requested_axes(each), frozenset(blocks)
+        producer, padded, cast.format, cast.rule, _requested_axes(each), frozenset(blocks)
     )
     fused = []
     for by_axis in results:
@@ -266,7 +264,7 @@ def _swiglu_tensors(
     for requests in each:
         assert requests[0].amax is not None  # `can_fuse_swiglu` requires delayed scaling
         amaxes.append(requests[0].amax.astype(jnp.float32))
-    scales = tuple(c.scale(amax, c.format)[0] for c, amax in zip(casts, amaxes, strict=True))
+    scales = tuple(c.rule(amax, c.format)[0] for c, amax in zip(casts, amaxes, strict=True))
     formats = tuple(cast.format for cast in casts)
     results = cast_produced(producer, padded, scales, formats, _requested_axes(each))
     fused = []

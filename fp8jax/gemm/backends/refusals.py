@@ -43,15 +43,15 @@ def can_fuse_swiglu(gate_up: Recipe, down: Recipe) -> bool:
     if g != wgrad_g:
         return False
     if x.tile == g.tile == TENSOR:
-        return x.timing == g.timing == "delayed"
+        return x.delayed and g.delayed
     return x.tile == TILE128 and (x.tile, x.format, x.scale) == (g.tile, g.format, g.scale)
 
 
 def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
     """Whether both operands are MXFP8 or both are NVFP4, which Blackwell multiplies natively."""
     casts = (lhs, rhs)
-    mxfp8 = all(c.tile.contract == 32 and isinstance(c.scale, E8M0) for c in casts)
-    nvfp4 = all(c.tile.contract == 16 and isinstance(c.scale, NvFp4) for c in casts)
+    mxfp8 = all(c.tile.contract == 32 and isinstance(c.rule, E8M0) for c in casts)
+    nvfp4 = all(c.tile.contract == 16 and isinstance(c.rule, NvFp4) for c in casts)
     return nvfp4 or (mxfp8 and all(c.format.name in _NATIVE_FP8 for c in casts))
 
 
@@ -143,6 +143,6 @@ def kernels_refuse(lhs: Cast, rhs: Cast, accumulation: str) -> str | None:
         return f"multiplies {lhs.tile} by {rhs.tile}: there is no kernel for these tiles"
     if any(c.format.name not in ("e4m3", "e2m1") for c in both):
         return "has one scale per tile: that kernel multiplies e4m3 and e2m1 only"
-    if not all(isinstance(c.scale, Fp32 | Pow2) or c.scale == E8M0() for c in both):
-        return f"uses scale rules that the kernel does not have: {[c.scale for c in both]}"
+    if not all(isinstance(c.rule, Fp32 | Pow2) or c.rule == E8M0() for c in both):
+        return f"uses scale rules that the kernel does not have: {[c.rule for c in both]}"
     return None

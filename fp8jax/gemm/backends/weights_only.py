@@ -43,7 +43,7 @@ def weights_only_matmul(x: jax.Array, ws: Sequence[QuantizedOperand]) -> Matmul 
         return None
     if all(_sums_pay(x, w.q.tile[-1]) for w in ws):
         return matmul_codes
-    return None if all(w.cast.scale.power_of_two for w in ws) else matmul_parts
+    return None if all(w.cast.rule.power_of_two for w in ws) else matmul_parts
 
 
 def _sums_pay(x: jax.Array, tile: int | None) -> bool:

@@ -41,7 +41,8 @@ from jaxtyping import Array, Float
 
 from fp8jax.gemm.histories.shared_leaf import is_eager
 from fp8jax.numerics.names import as_recipe
-from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.scales import Delayed
 from fp8jax.numerics.tiles import tensor_amax
 
 Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
@@ -121,9 +122,9 @@ def to_float32(histories: Histories) -> Histories:
     return {k: lax.convert_element_type(v, jnp.float32) for k, v in histories.items()}
 
 
-def stored_amax(history: Float[Array, " H"], cast: Cast) -> Float[Array, ""]:
+def stored_amax(history: Float[Array, " H"], scale: Delayed) -> Float[Array, ""]:
     """Return the amax that sets the scale of a delayed cast: the history's maximum or newest."""
-    return largest_amax(history) if cast.amax == "max" else history[0]
+    return largest_amax(history) if scale.amax == "max" else history[0]
 
 
 def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> Histories:

@@ -196,7 +196,7 @@ def _casts_of_training(model: ModelConfig, policy: Policy) -> dict[Module, Cast 
 def _export_cast(own: Cast | None, fmt: Fp8Format, scales: str | None) -> tuple[Cast, bool]:
     """Returns the cast of an export, and whether its codes are those of training."""
     grid = Cast(format=E4M3, tile=fmt.tile, scale=SCALE_RULES["power_of_two"])
-    follows = own is not None and dataclasses.replace(grid, scale=own.scale) == own
+    follows = own is not None and dataclasses.replace(grid, scale=own.rule) == own
     if scales is not None:
         cast = dataclasses.replace(grid, scale=SCALE_RULES[scales])
         return cast, cast == own
@@ -287,7 +287,7 @@ def _notes(
     following: Mapping[Module, bool],
     scales: str | None,
 ) -> tuple[str, ...]:
-    rules = {cast.scale.power_of_two for cast in casts.values()}
+    rules = {cast.rule.power_of_two for cast in casts.values()}
     names = {True: "powers of two", False: "float32"}
     notes = [f"scales: {' and '.join(names[rule] for rule in sorted(rules))}"]
     if all(following.values()):
@@ -320,7 +320,7 @@ def _notes(
 @functools.partial(jax.jit, static_argnames="cast")
 def _quantize(weight: jax.Array, cast: Cast) -> tuple[jax.Array, jax.Array]:
     """Returns codes and float32 scales of a weight [out, in]."""
-    q = quantize_unchecked(weight, cast.format, cast.tile, contract_axis=-1, scale=cast.scale)
+    q = quantize_unchecked(weight, cast.format, cast.tile, contract_axis=-1, scale=cast.rule)
     return q.values, q.float_scale()
 
 
