@@ -13,6 +13,7 @@ from pathlib import Path
 MODULES = {
     "fp8jax": "fp8jax",
     "fp8jax.nn": "fp8jax.nn",
+    "fp8jax.histories": "fp8jax.histories",
     "fp8jax.nnx": "fp8jax.nnx",
     "fp8jax.telemetry": "fp8jax.telemetry",
     "fp8jax.figures": "fp8jax.lm.figures",

@@ -5,21 +5,11 @@ XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with t
 (Orbax, Grain, TensorBoard), are imported on first use.
 """
 
-from fp8jax import nn
+from fp8jax import histories, nn
 from fp8jax.device import xla
 from fp8jax.gemm.dot import dot_general, einsum
 from fp8jax.gemm.histories.amax_history import init_state
-from fp8jax.gemm.histories.updates import (
-    init_update,
-    join,
-    merge,
-    merge_devices,
-    merge_stacked,
-    raise_if,
-    seed,
-    split,
-    update,
-)
+from fp8jax.gemm.histories.updates import init_update, update
 from fp8jax.numerics.accumulation import Accumulation
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.policy import POLICIES, Policy
@@ -77,19 +67,13 @@ __all__ = [
     "figures",
     "gemm_table",
     "gemms",
+    "histories",
     "init_state",
     "init_update",
-    "join",
     "measure_forward",
-    "merge",
-    "merge_devices",
-    "merge_stacked",
     "nn",
     "nnx",
     "quantize",
-    "raise_if",
-    "seed",
-    "split",
     "telemetry",
     "train_and_evaluate",
     "update",
@@ -111,6 +95,8 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in histories.__all__:
+        raise AttributeError(f"fp8jax.{name} is fp8jax.histories.{name} now")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
     module = importlib.import_module(_ON_FIRST_USE[name])

@@ -25,7 +25,7 @@ A complete program::
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     for x, y in batches:
         loss, faults = step(model, optimizer, x, y)
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
 
 Flax's own modules take an instance: `nnx.Linear(64, 256, dot_general=Fp8DotGeneral("fp8_delayed"),
 promote_dtype=keep_master, rngs=rngs)`. One instance has one set of histories. So give each layer
@@ -475,7 +475,7 @@ def update(
       options: what else `optimizer.update` takes.
 
     Returns:
-      What is wrong with the histories, for `fp8jax.raise_if`.
+      What is wrong with the histories, for `fp8jax.histories.raise_if`.
 
     Raises:
       ValueError: the gradients have no histories, or others than the model; the optimizer has
@@ -485,7 +485,7 @@ def update(
       >>> model = fp8jax.nnx.Linear(8, 4, "fp8_delayed:history=2", rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
       >>> gradients = fp8jax.nnx.grad(lambda model: model(jnp.ones((2, 8))).mean())(model)
-      >>> fp8jax.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
+      >>> fp8jax.histories.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
       >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
       (Array([1., 0.], dtype=float32), 1)
     """
@@ -588,7 +588,7 @@ def statistics(f: Callable[..., Any], model: nnx.Module, *args: Any) -> dict[str
 def seed(loss: Callable[..., Any], model: nnx.Module, *args: Any, has_aux: bool = False) -> None:
     """Give a model new histories, which hold the amaxes of one evaluation of the loss.
 
-    See `fp8jax.seed`. Nothing else of the model changes.
+    See `fp8jax.histories.seed`. Nothing else of the model changes.
 
     Args:
       loss: (model, ...) -> a scalar, or (scalar, anything) with `has_aux`.

@@ -120,7 +120,7 @@ def check_histories(model, x, variables=None, g=True, steps=4):
     for _ in range(steps):
         gradients, amaxes = gradients_of(variables, x)
         variables, state, faults = update(variables, state, gradients)
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
         seen.insert(0, amaxes)
     flat = [jax.tree.leaves(tree) for tree in seen]
     paths = jax.tree.leaves_with_path(variables[HISTORIES])
@@ -252,7 +252,7 @@ def trained(model, x, y, seeds, steps=40):
     for seed in seeds:
         variables = variables_of(model, x, seed=seed)
         values, faults = program((variables, fp8jax.init_update(optimizer, variables)))
-        fp8jax.raise_if(faults)  # of all steps
+        fp8jax.histories.raise_if(faults)  # of all steps
         losses.append(float(jnp.mean(values[-10:])))
     return losses
 
@@ -275,9 +275,9 @@ def test_faults_that_a_scan_has_stacked_are_read_at_once():
         with pytest.warns(match="still empty") if warns else contextlib.nullcontext():
             if late is filled:  # the fourth step repeats an entry without a shift
                 with pytest.raises(ValueError, match="was changed between gradient and update"):
-                    fp8jax.raise_if(faults)
+                    fp8jax.histories.raise_if(faults)
                 faults = jax.tree.map(lambda leaf: leaf[:3], faults)
-            fp8jax.raise_if(faults)
+            fp8jax.histories.raise_if(faults)
 
 
 def test_a_mixer_trains_as_near_to_bf16_as_another_seed():
@@ -354,7 +354,7 @@ def test_a_cell_in_an_rnn_records_the_largest_amax_of_all_times():
         gradients, amax = gradients_of(variables)
         seen.insert(0, amax)
         variables, state, faults = update(variables, state, gradients)
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
     of_x = {
         name: variables[HISTORIES]["cell"][name]["Fp8DotGeneral_0"]["x_amax_history"]
         for name in "hi"
@@ -460,7 +460,7 @@ def test_a_train_state_steps_as_update_does(every):
         before = ours["params"]
         theirs = their_update(theirs, grads=gradients_of(theirs.params))
         ours, state, faults = update(ours, state, gradients_of(ours))
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), theirs.params, ours)
         moved = relative_error(ours["params"], before) > 0
         assert moved == (every is None or step % 2 == 1)
@@ -487,7 +487,7 @@ def test_a_branch_not_taken_keeps_its_histories_with_update_but_not_in_a_train_s
     update = jax.jit(sgd_update)
     for branch in (0, 1, 0):
         ours, state, faults = update(ours, state, gradients_of(ours, branch))
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
         theirs = theirs.apply_gradients(grads=gradients_of(theirs.params, branch))
     amax = jnp.abs(x).max()
     for name, calls in (("d0", 2), ("d1", 1)):
@@ -542,7 +542,7 @@ def test_gradients_by_example_merge_to_the_histories_of_the_batch():
     gradients = by_example(variables, x)
     of_x = gradients[HISTORIES]["Fp8DotGeneral_0"]["x_amax_history"]
     np.testing.assert_array_equal(of_x[:, 0], jnp.abs(x).max((1, 2)))
-    merged = fp8jax.merge_stacked(gradients)
+    merged = fp8jax.histories.merge_stacked(gradients)
     whole = jax.jit(jax.grad(loss_of(model, x)))(variables)
     for operand in "xw":
         np.testing.assert_array_equal(
@@ -600,7 +600,7 @@ def test_shared_weights_under_remat_need_max_combining():
     gradients_of, update = jax.jit(jax.grad(loss_of(wrapped, x))), jax.jit(sgd_update)
     for _ in range(3):
         after, state, faults = update(after, state, gradients_of(after))
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
     (of_x,) = [
         leaf
         for path, leaf in jax.tree.leaves_with_path(after[HISTORIES])
@@ -609,7 +609,7 @@ def test_shared_weights_under_remat_need_max_combining():
     np.testing.assert_allclose(of_x[-1], max(amax), rtol=1e-6)
     gradients = jax.jit(jax.grad(loss_of(Loop(share=True), x)))(after)
     with pytest.raises(ValueError, match="was added up by JAX.*max_combining"):
-        fp8jax.raise_if(update(after, state, gradients)[2])
+        fp8jax.histories.raise_if(update(after, state, gradients)[2])
 
 
 class While(nn.Module):
@@ -723,7 +723,7 @@ def test_donated_variables_give_the_same_steps():
         given, program = variables, jax.jit(step, donate_argnums=donate)
         for _ in range(3):
             variables, state, faults = program(variables, state)
-            fp8jax.raise_if(faults)
+            fp8jax.histories.raise_if(faults)
         assert all(leaf.is_deleted() == bool(donate) for leaf in jax.tree.leaves(given))
         results.append(variables)
     jax.tree.map(np.testing.assert_array_equal, *results)
@@ -842,8 +842,8 @@ def test_pmap_merges_gradients_of_devices():
     variables = variables_of(model, x)
     by_device = jax.jit(jax.vmap(jax.grad(lambda v, x: loss_of(model, x)(v)), (None, 0)))
     gradients = by_device(variables, x)
-    merged = jax.pmap(lambda g: fp8jax.merge_devices(g, "d"), axis_name="d")(gradients)
-    expected = fp8jax.merge_stacked(gradients)
+    merged = jax.pmap(lambda g: fp8jax.histories.merge_devices(g, "d"), axis_name="d")(gradients)
+    expected = fp8jax.histories.merge_stacked(gradients)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
     jax.tree.map(lambda a, b: close(a[3], b), merged, expected)
 
@@ -886,7 +886,7 @@ def test_batch_statistics_and_dropout_next_to_histories():
     y = jax.jit(dense(16).apply)(first, x)
     for i in range(4):
         variables, state, faults, statistics = step(variables, statistics, state, jax.random.key(i))
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
         if i == 0:
             mean = statistics["BatchNorm_0"]["mean"]
             np.testing.assert_allclose(mean, 0.1 * y.mean(0), rtol=1e-3, atol=1e-5)

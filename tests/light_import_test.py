@@ -47,14 +47,14 @@ for _ in range(2):
     loss_of = lambda variables: jnp.mean((model.apply(variables, x) - 1) ** 2)
     loss, gradients = jax.value_and_grad(loss_of)(variables)
     variables, state, faults = fp8jax.update(optimizer, variables, state, gradients)
-    fp8jax.raise_if(faults)
+    fp8jax.histories.raise_if(faults)
     losses.append(loss)
 model = fp8jax.nnx.Linear(16, 4, "fp8_delayed", rngs=nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 for _ in range(2):
     loss_of = lambda model: jnp.mean((model(x) - 1) ** 2)
     loss, gradients = fp8jax.nnx.value_and_grad(loss_of)(model)
-    fp8jax.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
+    fp8jax.histories.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
     losses.append(loss)
 assert losses[1] < losses[0] and losses[3] < losses[2], losses
 print(*[name for name in sys.modules if name.startswith("fp8jax.")])

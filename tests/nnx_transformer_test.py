@@ -83,7 +83,7 @@ def run(recipe, seed=0, steps=30, devices=1):
     losses = []
     for i in range(steps):
         loss, faults = step(model, optimizer, jax.device_put(batch(i), rows))
-        fp8jax.raise_if(faults)
+        fp8jax.histories.raise_if(faults)
         losses.append(float(loss))
     return np.array(losses), model
 

@@ -103,8 +103,8 @@ class Fp8DotGeneral(nn.Module):
       backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
       seeded: whether no history is empty. By default empty ones seed themselves, which costs a pass
         over each operand in every step: as much as current scaling. With True they are read as they
-        are; fill them with `fp8jax.seed` before the first step, since empty ones flush most
-        gradients to zero.
+        are; fill them with `fp8jax.histories.seed` before the first step, since empty ones flush
+        most gradients to zero.
 
     Example:
       >>> layer = nn.Dense(

@@ -269,7 +269,7 @@ def made(recipe):
         return jnp.mean(model.apply(variables, x) ** 2)
 
     variables = jax.jit(model.init)(jax.random.key(1), X)
-    return fp8jax.seed(lambda v: loss(v, X), variables), loss
+    return fp8jax.histories.seed(lambda v: loss(v, X), variables), loss
 
 
 def rows_at(step, recipe, variables, x=X, **kwargs):

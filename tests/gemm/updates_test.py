@@ -83,7 +83,9 @@ def test_split_and_join_are_inverse(tree):
 
 @pytest.mark.parametrize("rest", [{}, {"other": {}}])
 def test_histories_of_another_tree_are_refused(rest):
-    with pytest.raises(KeyError, match="has no 'layer', .* pass both results of fp8jax.split"):
+    with pytest.raises(
+        KeyError, match="has no 'layer', .* pass both results of fp8jax.histories.split"
+    ):
         join(rest, {"layer": {HISTORIES: {"x_amax_history": 1}}})
 
 

@@ -16,6 +16,7 @@ LAYERS = (
     "telemetry",
     "analysis",
     "nn",
+    "histories",
     "nnx",
     "gemm",
     "gemm/backends",

@@ -59,7 +59,7 @@ def check_leading_axis(tree: Any, axes: int) -> None:
         if len(shape) < axes:
             raise ValueError(
                 f"{path!r} has shape {shape} and no leading axis of microbatches: stack the"
-                " gradients, or use fp8jax.merge"
+                " gradients, or use fp8jax.histories.merge"
             )
 
 
@@ -67,7 +67,8 @@ def check_branch(rest: Any, name: str) -> None:
     """Raises KeyError if the tree, without its histories, lacks the branch of some of them."""
     if not (hasattr(rest, "keys") and name in rest):
         raise KeyError(
-            f"the tree has no {name!r}, which the histories have: pass both results of fp8jax.split"
+            f"the tree has no {name!r}, which the histories have: pass both results of"
+            " fp8jax.histories.split"
         )
 
 

@@ -13,7 +13,7 @@ weight decay, averaging, unscaling a loss. `update` separates them::
         return variables, state, loss, faults
 
     variables, state, loss, faults = step(variables, state, batch)
-    fp8jax.raise_if(faults)
+    fp8jax.histories.raise_if(faults)
 
 A tree is one of flax's variables, {"params": ..., HISTORIES: ...}, or holds such trees in dicts.
 
@@ -54,12 +54,12 @@ SOUND, EMPTY, CHANGED, SUMMED, NOT_AN_AMAX = range(5)
 _FAULTS = {
     CHANGED: (
         "was changed between gradient and update: clip, scale, decay and average gradients of"
-        " parameters only (fp8jax.split takes histories out)"
+        " parameters only (fp8jax.histories.split takes histories out)"
     ),
     SUMMED: (
         "was added up by JAX: the module is called more than once under nn.remat or nn.jit (wrap"
         " the model in fp8jax.nn.max_combining; in NNX, use fp8jax.nnx.value_and_grad"
-        " inside nnx.jit), or gradients of microbatches were added (use fp8jax.merge or"
+        " inside nnx.jit), or gradients of microbatches were added (use fp8jax.histories.merge or"
         " fp8jax.nnx.merge)"
     ),
     NOT_AN_AMAX: "has a negative entry or NaN: an optimizer has changed it; use fp8jax.update",
@@ -84,7 +84,7 @@ def split(tree: Any) -> tuple[Any, Any]:
     Example:
       >>> history = {"x_amax_history": jnp.zeros(2)}
       >>> variables = {"params": {"kernel": 1.0}, fp8jax.nn.HISTORIES: history}
-      >>> rest, histories = fp8jax.split(variables)
+      >>> rest, histories = fp8jax.histories.split(variables)
       >>> rest, list(histories) == [fp8jax.nn.HISTORIES]
       ({'params': {'kernel': 1.0}}, True)
     """
@@ -115,7 +115,7 @@ def join(rest: Any, histories: Any) -> Any:
       KeyError: the histories belong to a branch that `rest` does not have.
 
     Example:
-      >>> fp8jax.join(*fp8jax.split({"params": {"kernel": 1.0}}))
+      >>> fp8jax.histories.join(*fp8jax.histories.split({"params": {"kernel": 1.0}}))
       {'params': {'kernel': 1.0}}
     """
     if not histories:
@@ -148,7 +148,7 @@ def merge(gradients: Any, *more: Any) -> Any:
       >>> def gradients(dw, newest):
       ...     history = {"x_amax_history": jnp.array([newest, 1.0])}
       ...     return {"params": {"kernel": jnp.array(dw)}, fp8jax.nn.HISTORIES: history}
-      >>> merged = fp8jax.merge(gradients(0.5, 3.0), gradients(0.25, 2.0))
+      >>> merged = fp8jax.histories.merge(gradients(0.5, 3.0), gradients(0.25, 2.0))
       >>> merged["params"]["kernel"].item(), merged[fp8jax.nn.HISTORIES]["x_amax_history"]
       (0.75, Array([3., 1.], dtype=float32))
     """
@@ -177,7 +177,7 @@ def merge_stacked(gradients: Any) -> Any:
     Example:
       >>> history = {"x_amax_history": jnp.array([[3.0, 1.0], [2.0, 1.0]])}
       >>> stacked = {"params": {"kernel": jnp.array([0.5, 0.25])}, fp8jax.nn.HISTORIES: history}
-      >>> merged = fp8jax.merge_stacked(stacked)
+      >>> merged = fp8jax.histories.merge_stacked(stacked)
       >>> merged["params"]["kernel"].item(), merged[fp8jax.nn.HISTORIES]["x_amax_history"]
       (0.375, Array([3., 1.], dtype=float32))
     """
@@ -208,7 +208,8 @@ def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
 
       >>> history = {"x_amax_history": jnp.array([[3.0, 1.0], [2.0, 1.0]])}
       >>> devices = {"params": {"kernel": jnp.array([0.5, 0.25])}, fp8jax.nn.HISTORIES: history}
-      >>> merged = jax.vmap(lambda g: fp8jax.merge_devices(g, "data"), axis_name="data")(devices)
+      >>> merge = lambda g: fp8jax.histories.merge_devices(g, "data")
+      >>> merged = jax.vmap(merge, axis_name="data")(devices)
       >>> merged["params"]["kernel"]
       Array([0.375, 0.375], dtype=float32)
       >>> merged[fp8jax.nn.HISTORIES]["x_amax_history"]
@@ -396,10 +397,10 @@ def raise_if(faults: Faults) -> None:
       >>> state = fp8jax.init_update(optimizer, variables)
       >>> gradients = jax.grad(lambda variables: layer.apply(variables, x).mean())(variables)
       >>> *_, faults = fp8jax.update(optimizer, variables, state, gradients)
-      >>> fp8jax.raise_if(faults)
+      >>> fp8jax.histories.raise_if(faults)
       >>> scaled = jax.tree.map(lambda g: -2 * g, gradients)
       >>> *_, faults = fp8jax.update(optimizer, variables, state, scaled)
-      >>> fp8jax.raise_if(faults)
+      >>> fp8jax.histories.raise_if(faults)
       Traceback (most recent call last):
           ...
       fp8jax.gemm.histories.updates.HistoryError: amax history g_amax_history, ... has a negative
@@ -466,7 +467,7 @@ def seed(loss: Callable[..., Any], variables: Any, *args: Any, has_aux: bool = F
       >>> layer = fp8jax.nn.Dense(4, "fp8_delayed:history=2", seeded=True)
       >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
       >>> loss = lambda variables, x: layer.apply(variables, x).mean()
-      >>> variables = fp8jax.seed(loss, variables, jnp.full((2, 8), 3.0))
+      >>> variables = fp8jax.histories.seed(loss, variables, jnp.full((2, 8), 3.0))
       >>> variables[fp8jax.nn.HISTORIES]["x_amax_history"]
       Array([3., 0.], dtype=float32)
     """
