@@ -16,10 +16,10 @@ import optax
 import pytest
 
 from configs import base
-from fp8jax.device.mesh import MeshAxes
 from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.loader import train_batches
 from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.mesh import MeshAxes
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.optimizers import make_optimizer

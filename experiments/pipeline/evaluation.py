@@ -23,7 +23,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
-from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.lm.data.chat import load_chat_template
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.tokenizers import tokenizer
@@ -35,6 +34,7 @@ from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
 from fp8jax.lm.interop.export import export_model
 from fp8jax.lm.interop.fp8_format import FP8_FORMATS, plan_export
 from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.mesh import MeshAxes, make_mesh
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.training.epochs import read_corpus
 from fp8jax.lm.training.settings import Settings

@@ -1,1 +1,1 @@
-"""The machine: XLA flags, what the hardware supports, the device mesh."""
+"""The machine: XLA flags, and what the hardware supports."""

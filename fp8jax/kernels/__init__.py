@@ -1,1 +1,1 @@
-"""GEMM, quantization and attention: Pallas for Hopper, cuDNN's block-scaled GEMM for Blackwell."""
+"""GEMM and quantization: Pallas for Hopper, cuDNN's block-scaled GEMM for Blackwell."""

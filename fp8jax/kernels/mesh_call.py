@@ -51,16 +51,18 @@ _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 
 @functools.cache
-def _sources() -> str:
-    """Returns a hash of the source files that decide what runs on a shard."""
+def _sources(*others: Path) -> str:
+    """Returns a hash of the source files that decide what runs on a shard, in `others`, too."""
     package, found = Path(__file__).parents[1], hashlib.sha256(jax.__version__.encode())
-    for folder in ("kernels", "numerics"):
-        for file in sorted((package / folder).glob("*.py")):
+    for folder in (package / "kernels", package / "numerics", *others):
+        for file in sorted(folder.glob("*.py")):
             found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()
 
 
-def _marks(call: Callable[..., Any], operands: Any, *rules: Any) -> tuple[np.uint32, ...]:
+def _marks(
+    call: Callable[..., Any], operands: Any, code: tuple[Path, ...], *rules: Any
+) -> tuple[np.uint32, ...]:
     """Returns scalars that tell this partitioned kernel from others, in every process.
 
     JAX's compilation cache compares the texts of programs. In that text a partitioned kernel is
@@ -68,7 +70,7 @@ def _marks(call: Callable[..., Any], operands: Any, *rules: Any) -> tuple[np.uin
     device/xla.py leaves them out. So these scalars are more operands of the kernel. They hash what
     it computes, how it is partitioned, and what neither shows, such as kernels of parts of a sum.
     """
-    text = f"{jax.make_jaxpr(call)(*operands)} {rules} {_sources()}"
+    text = f"{jax.make_jaxpr(call)(*operands)} {rules} {_sources(*code)}"
     return tuple(np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.uint32))
 
 
@@ -170,6 +172,7 @@ def call_on_mesh(
     multiples: dict[str, int],
     sources: int = 1,
     ragged: bool = False,
+    code: tuple[Path, ...] = (),
 ) -> Any:
     """Calls a kernel on the operands or, on a mesh, on their shards.
 
@@ -184,12 +187,13 @@ def call_on_mesh(
       sources: the shardings of the first so many operands decide; the other operands follow.
       ragged: whether the function takes shards that are not such multiples. Then a dimension of a
         result, such as blocks of rows, is whole on each device if it does not divide among them.
+      code: other folders than this one that hold sources of the kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
     call = kernel(dict.fromkeys(multiples, ()), _directly)
     if mesh.empty or mesh.size == 1:
         return call(*operands)
-    marks = _marks(call, operands, letters, results, multiples, sources, ragged)
+    marks = _marks(call, operands, code, letters, results, multiples, sources, ragged)
     letters = (*letters, *[""] * len(marks))
     lowered: dict[Any, dict[Any, Any]] = {}  # for each way to shard it
 

@@ -12,7 +12,7 @@ import sys
 import jax
 import pytest
 
-from fp8jax.device import mesh
+from fp8jax.lm import mesh
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.stability.faults import OF_STEPS
 from fp8jax.lm.training import build

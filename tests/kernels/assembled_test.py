@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from fp8jax.kernels import block_gemm, flash_backward, flash_forward
+from fp8jax.kernels import block_gemm
 from fp8jax.kernels.block_gemm import E4M3, block_scaled_matmul, tuned
 from fp8jax.kernels.quantize import (
     cast_rows_columns,
@@ -24,6 +24,7 @@ from fp8jax.kernels.quantize import (
 from fp8jax.kernels.row_gemm import row_scaled_matmul
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
 from fp8jax.kernels.swiglu_quantize import cast_produced, tiles_produced
+from fp8jax.lm.flash import backward, forward
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.scales import Fp32, Pow2
 from tests.support import h200
@@ -216,14 +217,14 @@ def attention_operands(head_dim: int) -> dict[str, jax.ShapeDtypeStruct]:
 @HEAD_SIZES
 def test_flash_forward_spills_nothing(assembled, head_dim):
     a = attention_operands(head_dim)
-    f = functools.partial(flash_forward.forward, scale=0.1)
+    f = functools.partial(forward.forward, scale=0.1)
     assert assembled(f, a["q"], a["kv"], a["kv"], a["bound"]) == 0
 
 
 @HEAD_SIZES
 def test_flash_gradient_q_spills_nothing(assembled, head_dim):
     a = attention_operands(head_dim)
-    f = functools.partial(flash_backward.gradient_q, scale=0.1)
+    f = functools.partial(backward.gradient_q, scale=0.1)
     queries = a["q"], a["kv"], a["kv"], a["q"], a["q"]
     assert assembled(f, *queries, a["statistic"], a["bound"]) == 0
 
@@ -233,6 +234,6 @@ def test_flash_gradient_kv_spills_no_sums(assembled, head_dim, most):
     """With heads of 128, dk and dv take 128 registers of a thread, and s and dp 64 more: ptxas
     stores up to 30 others, nearly all where tiles are masked. The sums alone would be 512 bytes."""
     a = attention_operands(head_dim)
-    f = functools.partial(flash_backward.gradient_kv, scale=0.1)
+    f = functools.partial(backward.gradient_kv, scale=0.1)
     operands = a["q"], a["kv"], a["kv"], a["q"], a["statistic"], a["statistic"]
     assert assembled(f, *operands, a["bound"]) <= most

@@ -95,7 +95,7 @@ KERNELS = (
     M("block_gemm:check_operands", "comparison", "m % 8 or n % 64", "m % 8 or n % 8"),
     M("_without_dump_name", "dropped call", "del attributes[_DUMP_NAME]", "pass"),
     M(
-        "flash_partition:flash_gradient_q",
+        "flash_gradient_q",
         "swapped arguments",
         "(q, k, v, y, dy, lse, begin_BT)",
         "(q, k, v, dy, y, lse, begin_BT)",

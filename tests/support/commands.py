@@ -116,7 +116,7 @@ def tiny_run(text: tuple[str, str], workdir: Path, **changes: object) -> list[st
 _TRAIN_ALONE = """
 import runpy
 import jax
-from fp8jax.device import mesh
+from fp8jax.lm import mesh
 from fp8jax.lm.training import build
 from tests.support import shared_programs
 

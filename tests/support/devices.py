@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.device import mesh
+from fp8jax.lm import mesh
 from fp8jax.lm.training import build
 
 

@@ -18,13 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8jax.kernels import (
     block_gemm,
-    flash_backward,
-    flash_forward,
-    flash_tiles,
     quantize,
     requirements,
     row_gemm,
 )
+from fp8jax.lm.flash import backward, forward, tiles
 
 TOO_OLD = requirements.jax_too_old()
 needs_pallas = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
@@ -55,11 +53,11 @@ class _Staged:
     """Products of registers by way of shared memory, since the interpreter has none of registers.
 
     Stands in for `scoped` of the attention kernels, which then allocate some more memory, and for
-    the two functions of flash_tiles.py.
+    the two functions of lm/flash/tiles.py.
     """
 
     def scoped(self, **allocations):
-        shape = (flash_tiles.GROUPS, flash_tiles.ROWS, 128)
+        shape = (tiles.GROUPS, tiles.ROWS, 128)
 
         def run(body):
             def with_memory(staged, **shared):
@@ -91,10 +89,10 @@ def _products_of_registers():
     staged = _Staged()
     with (
         mock.patch.multiple(
-            flash_tiles, add_product=staged.add_product, plus_product=staged.plus_product
+            tiles, add_product=staged.add_product, plus_product=staged.plus_product
         ),
-        mock.patch.object(flash_forward, "scoped", staged.scoped),
-        mock.patch.object(flash_backward, "scoped", staged.scoped),
+        mock.patch.object(forward, "scoped", staged.scoped),
+        mock.patch.object(backward, "scoped", staged.scoped),
     ):
         yield
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import jax
 
-from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.lm.interop.export import export_model
 from fp8jax.lm.interop.folders import HUGGING_FACE, as_folder, copy_small_files
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.interop.write import MAX_SHARD_BYTES, new_folder, refuse_existing, write_json
+from fp8jax.lm.mesh import MeshAxes, make_mesh
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.checkpoint_files import short_error
 from fp8jax.lm.records.deferred_signals import deferred_signals

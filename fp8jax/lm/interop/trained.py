@@ -12,7 +12,6 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from fp8jax.device.mesh import tree_shardings
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.tokenizers import tokenizer
@@ -33,6 +32,7 @@ from fp8jax.lm.interop.read import (
     read_tree,
 )
 from fp8jax.lm.interop.tensor_names import HEAD
+from fp8jax.lm.mesh import tree_shardings
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_float32

@@ -6,7 +6,7 @@ Attention itself is never quantized. Scores and softmax are computed in float32 
 the last two variants below; inputs and outputs have the activations' dtype. Packed rows carry
 segment ids: a query sees the keys of its own segment, at its own position and before.
 
-    flash         our kernels for Hopper (kernels/flash_attention.py): their time falls with the
+    flash         our kernels for Hopper (lm/flash/attention.py): their time falls with the
                   lengths of documents, their memory grows with T, and they give the same bits twice
     cudnn         `jax.nn.dot_product_attention` with cuDNN's fused kernels; the segment mask is an
                   additive bias of T x T numbers for each row of the batch
@@ -135,7 +135,7 @@ def fastest_attention(q_BTNH: Array | jax.ShapeDtypeStruct) -> str:
 
 
 def _flash(q_BTNH, k_BTKH, v_BTKH, segments_BT):
-    from fp8jax.kernels.flash_attention import flash_attention  # Pallas, when a kernel first runs
+    from fp8jax.lm.flash.attention import flash_attention  # Pallas, when a kernel first runs
 
     return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT)
 

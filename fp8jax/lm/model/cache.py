@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from fp8jax.device import hardware
-from fp8jax.device.mesh import constrain
+from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import lookup
 from fp8jax.numerics.formats import FORMATS

@@ -35,10 +35,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from fp8jax.device.mesh import batch_axes, constrain, local_shape
 from fp8jax.gemm.backends.operands import PlainOperand
 from fp8jax.gemm.dot import make_context
 from fp8jax.gemm.vjp import VjpContext, named_matmul
+from fp8jax.lm.mesh import batch_axes, constrain, local_shape
 from fp8jax.numerics.recipe import Recipe
 
 # Float32 logits of one chunk on one device. Each chunk reads and writes the whole dw: chunks of 512

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8jax.device import hardware
-from fp8jax.device.mesh import batch_axes, constrain, local_shape, spec
+from fp8jax.lm.mesh import batch_axes, constrain, local_shape, spec
 
 BLOCK = 128  # positions whose sums one GEMM computes
 
@@ -50,7 +50,7 @@ def look_up(
     """Returns table_VD[ids_BL] in `dtype`; the gradient of the table is summed in float32.
 
     Args:
-      rows: logical name of the table's first axis, a key of `RULES` (device/mesh.py).
+      rows: logical name of the table's first axis, a key of `RULES` (lm/mesh.py).
     """
     if _moves_results(table_VD.shape, ids_BL.shape, rows):
         columns, batch = spec("residual", "embed"), spec("batch")

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from fp8jax.device.mesh import constrain
 from fp8jax.gemm.frozen import FrozenKernel, has_frozen
 from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.gemm.modules import Dense, add_bias, together
 from fp8jax.gemm.probe import TELEMETRY, watched
 from fp8jax.gemm.promotable import promotable_dot
+from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
 from fp8jax.lm.model.config import BIASES, MLPS, ModelConfig

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from fp8jax.device.mesh import constrain
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.frozen import has_frozen, take_layers
 from fp8jax.gemm.histories.amax_history import HISTORIES, to_max_combining
 from fp8jax.gemm.modules import Dense, Fp8DotGeneral
 from fp8jax.gemm.probe import TELEMETRY
 from fp8jax.gemm.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
+from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.attention import Implementation
 from fp8jax.lm.model.cache import Caches, slots_of
 from fp8jax.lm.model.config import ModelConfig

@@ -16,7 +16,7 @@ from flax.linen import Partitioned
 from jax import lax
 from jaxtyping import Array, Int
 
-from fp8jax.device.mesh import RULES
+from fp8jax.lm.mesh import RULES
 from fp8jax.lm.optim.moment_formats import E4M3, GroupedMoment, MomentFormat
 from fp8jax.numerics.formats import cast
 

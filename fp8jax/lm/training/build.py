@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.device import xla
-from fp8jax.device.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
@@ -29,6 +28,7 @@ from fp8jax.lm.inference.decoding import Requests, complete
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.interop.folders import shape_of_model, warn_of_unknown_keys
 from fp8jax.lm.interop.initial_weights import InitialWeights
+from fp8jax.lm.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.lm.model.attention import choose_attention
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import REMAT, Transformer

@@ -18,11 +18,11 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.device.mesh import constrain
 from fp8jax.gemm.histories.amax_history import HISTORIES, combine_max, empty_max
 from fp8jax.gemm.histories.updates import next_histories
 from fp8jax.gemm.probe import TELEMETRY, combine
 from fp8jax.lm.data.loader import Batch
+from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.lm.model.layer import AMAXES, HIDDEN
 from fp8jax.lm.model.transformer import Transformer

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.config_json import to_config_json
 from fp8jax.lm.interop.export import export_model
@@ -18,6 +17,7 @@ from fp8jax.lm.interop.fp8_format import FP8_FORMATS, fp8_tensors, plan_export
 from fp8jax.lm.interop.read import TensorFiles
 from fp8jax.lm.interop.tensor_names import names_for, places, tensors_of
 from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.transformer import Transformer, abstract_variables

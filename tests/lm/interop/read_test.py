@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.lm.interop import convert, read
 from fp8jax.lm.interop.byte_tokenizer_json import byte_level_bpe
 from fp8jax.lm.interop.config_json import to_model_config
 from fp8jax.lm.interop.read import TensorFiles, check_tensors, grouped
 from fp8jax.lm.interop.trained import load_model
+from fp8jax.lm.mesh import MeshAxes, make_mesh
 from tests.support.hf_folders import config_json, tensors, write_folder
 
 CONFIG = config_json("qwen2")  # tied

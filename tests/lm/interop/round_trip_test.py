@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.export import EXPORTS, export_model
 from fp8jax.lm.interop.fp8_format import FP8_FORMATS
 from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.interop.trained import load_model
 from fp8jax.lm.interop.write import new_folder, write_tensors
+from fp8jax.lm.mesh import MeshAxes, make_mesh
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.differences import abstract_leaf
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder

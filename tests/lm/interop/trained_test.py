@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.device.mesh import MeshAxes, make_mesh
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.interop.trained import load_model
+from fp8jax.lm.mesh import MeshAxes, make_mesh
 from fp8jax.numerics.names import as_policy
 from tests.support import hf_vectors
 from tests.support.hf_folders import config_json, tensors, write_folder

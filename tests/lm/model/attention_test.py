@@ -2,7 +2,7 @@
 
 One suite for all implementations. cuDNN's and ours for Hopper need a GPU: they take part in the
 tests in bfloat16, which is what they have, ours in Pallas' interpreter, too
-(kernels/flash_attention_test.py has more). all_bf16_attention_test.py has those that round scores.
+(tests/lm/flash/attention_test.py has more). all_bf16_attention_test.py has those that round scores.
 """
 
 import dataclasses

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from fp8jax.analysis.gemms import find_gemms
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import xla
-from fp8jax.device.mesh import AXES, MeshAxes, make_mesh, spec
 from fp8jax.gemm.dot import dot_general
+from fp8jax.lm.mesh import AXES, MeshAxes, make_mesh, spec
 from fp8jax.lm.model import chunked_loss as chunked
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import Transformer

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from fp8jax.device import hardware
-from fp8jax.device.mesh import MeshAxes, make_mesh, spec
+from fp8jax.lm.mesh import MeshAxes, make_mesh, spec
 from fp8jax.lm.model.embedding import look_up, sum_by_id
 
 V, D = 11, 5

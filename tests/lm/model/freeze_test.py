@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.device import xla
-from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.gemm.frozen import FrozenKernel, StackedKernel
 from fp8jax.gemm.histories.amax_history import HISTORIES
+from fp8jax.lm.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.transformer import Transformer, abstract_variables

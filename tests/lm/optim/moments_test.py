@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.device.mesh import MeshAxes, make_mesh, tree_shardings
+from fp8jax.lm.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.optim.moment_formats import MOMENTS, GroupedMoment
 from fp8jax.lm.optim.moments import stored
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fp8jax.device.mesh import (
+from fp8jax.lm.mesh import (
     AXES,
     MESHES,
     RULES,

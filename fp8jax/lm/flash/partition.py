@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from fp8jax.kernels import flash_backward
-from fp8jax.kernels import flash_forward as forward
 from fp8jax.kernels.mesh_call import call_on_mesh, each_shard
+from fp8jax.lm.flash import backward, forward
+
+_CODE = Path(__file__).parent
 
 # Flash attention: b rows, t positions, k key heads, g query heads of each key head, h head size.
 # Only rows and key heads are sharded: a shard of any other dimension would have to be all of it.
@@ -36,7 +38,9 @@ def _attention_on_mesh(
         return tuple(split)
 
     # The shardings of the first two operands decide: the queries' and the keys'.
-    return call_on_mesh(each_shard(merging), operands, letters, results, multiples, sources=2)
+    return call_on_mesh(
+        each_shard(merging), operands, letters, results, multiples, sources=2, code=(_CODE,)
+    )
 
 
 def _merge_heads(x: jax.Array, letters: str) -> jax.Array:
@@ -60,7 +64,7 @@ def flash_forward(
     begin_BT: Int[Array, "B T"],
     scale: float,
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
-    """`flash_forward.forward` on a mesh, with query heads as [K, G]."""
+    """`forward.forward` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
         functools.partial(forward.forward, scale=scale),
         (q_BTKGH, k_BTKH, v_BTKH, begin_BT),
@@ -72,9 +76,9 @@ def flash_forward(
 def flash_gradient_q(
     q, k, v, y, dy, lse, begin_BT: Int[Array, "B T"], scale: float
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
-    """`flash_backward.gradient_q` on a mesh, with query heads as [K, G]."""
+    """`backward.gradient_q` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(flash_backward.gradient_q, scale=scale),
+        functools.partial(backward.gradient_q, scale=scale),
         (q, k, v, y, dy, lse, begin_BT),
         (_QUERIES, _KEYS, _KEYS, _QUERIES, _QUERIES, _BY_QUERY, _BY_POSITION),
         (_QUERIES, _BY_QUERY),
@@ -84,9 +88,9 @@ def flash_gradient_q(
 def flash_gradient_kv(
     q, k, v, dy, lse, delta, end_BT: Int[Array, "B T"], scale: float
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """`flash_backward.gradient_kv` on a mesh, with query heads as [K, G]."""
+    """`backward.gradient_kv` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(flash_backward.gradient_kv, scale=scale),
+        functools.partial(backward.gradient_kv, scale=scale),
         (q, k, v, dy, lse, delta, end_BT),
         (_QUERIES, _KEYS, _KEYS, _QUERIES, _BY_QUERY, _BY_QUERY, _BY_POSITION),
         (_KEYS, _KEYS),

@@ -45,8 +45,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8jax.kernels import flash_partition
-from fp8jax.kernels.flash_tiles import TILE
+from fp8jax.lm.flash import partition
+from fp8jax.lm.flash.tiles import TILE
 
 _HEAD_SIZES = 64  # `wgmma` and the layout of shared memory take multiples of this
 
@@ -101,18 +101,18 @@ def document_bounds(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(q_BTKGH, k_BTKH, v_BTKH, begin_BT, end_BT, scale: float) -> jax.Array:
-    return flash_partition.flash_forward(q_BTKGH, k_BTKH, v_BTKH, begin_BT, scale)[0]
+    return partition.flash_forward(q_BTKGH, k_BTKH, v_BTKH, begin_BT, scale)[0]
 
 
 def _attend_fwd(q_BTKGH, k_BTKH, v_BTKH, begin_BT, end_BT, scale: float):
-    y_BTKGH, lse_BKGT = flash_partition.flash_forward(q_BTKGH, k_BTKH, v_BTKH, begin_BT, scale)
+    y_BTKGH, lse_BKGT = partition.flash_forward(q_BTKGH, k_BTKH, v_BTKH, begin_BT, scale)
     return y_BTKGH, (q_BTKGH, k_BTKH, v_BTKH, y_BTKGH, lse_BKGT, begin_BT, end_BT)
 
 
 def _attend_bwd(scale: float, residuals, dy_BTKGH):
     q, k, v, y, lse, begin_BT, end_BT = residuals
-    dq, delta = flash_partition.flash_gradient_q(q, k, v, y, dy_BTKGH, lse, begin_BT, scale)
-    dk, dv = flash_partition.flash_gradient_kv(q, k, v, dy_BTKGH, lse, delta, end_BT, scale)
+    dq, delta = partition.flash_gradient_q(q, k, v, y, dy_BTKGH, lse, begin_BT, scale)
+    dk, dv = partition.flash_gradient_kv(q, k, v, dy_BTKGH, lse, delta, end_BT, scale)
     return dq, dk, dv, None, None
 
 

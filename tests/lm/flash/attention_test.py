@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import P
 
-from fp8jax.kernels import flash_backward, flash_forward
-from fp8jax.kernels.flash_attention import document_bounds, flash_attention
+from fp8jax.lm.flash import backward, forward
+from fp8jax.lm.flash.attention import document_bounds, flash_attention
 from tests.support.attention import forward_in_numpy, gradients_in_numpy
 from tests.support.interpreter import interpreting, lower, needs_pallas
 
@@ -167,9 +167,9 @@ def integers(heads, key_heads, segments):
 
 @pytest.fixture
 def plain(monkeypatch):
-    monkeypatch.setattr(flash_forward, "forward", _forward)
-    monkeypatch.setattr(flash_backward, "gradient_q", _gradient_q)
-    monkeypatch.setattr(flash_backward, "gradient_kv", _gradient_kv)
+    monkeypatch.setattr(forward, "forward", _forward)
+    monkeypatch.setattr(backward, "gradient_q", _gradient_q)
+    monkeypatch.setattr(backward, "gradient_kv", _gradient_kv)
 
 
 @pytest.mark.parametrize(("rows", "heads"), [("a", "b"), (("a", "b"), None), (None, "a")], ids=str)

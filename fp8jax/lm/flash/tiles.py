@@ -1,6 +1,6 @@
 """What the kernels of flash attention share: tiles, slots, masks, and the copying warpgroup.
 
-Legend: B rows, T positions, N query heads, K key and value heads, H head size. flash_attention.py
+Legend: B rows, T positions, N query heads, K key and value heads, H head size. attention.py
 explains the kernels.
 """
 

@@ -1,4 +1,4 @@
-"""The backward of flash attention (flash_attention.py): dq by tiles of queries, dk and dv of keys.
+"""The backward of flash attention (attention.py): dq by tiles of queries, dk and dv of keys.
 
 Legend: B rows, T positions, N query heads, K key and value heads, H head size.
 
@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from fp8jax.kernels import flash_tiles
-from fp8jax.kernels.flash_tiles import (
+from fp8jax.kernels.hopper import load, scoped
+from fp8jax.lm.flash import tiles
+from fp8jax.lm.flash.tiles import (
     BY_COLUMN,
     BY_ROW,
     GROUPS,
@@ -35,7 +36,6 @@ from fp8jax.kernels.flash_tiles import (
     run_groups,
     spread,
 )
-from fp8jax.kernels.hopper import load, scoped
 
 TUNING_Q = Tuning(block=64, stages=2, registers=232)
 TUNING_KV = Tuning(block=64, stages=2, registers=240)
@@ -191,7 +191,7 @@ class _GradientQ:
         dp, s = pl.run_scoped(products, accumulator, accumulator)
         p = jnp.exp2(hide(s, c) * self.p.to_base2 - spread(lse, s.shape))
         ds = (p * (dp - spread(delta, s.shape))).astype(self.p.dtype)
-        flash_tiles.add_product(dq, ds, self.k_s.at[slot])
+        tiles.add_product(dq, ds, self.k_s.at[slot])
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.k_empty.at[slot])
 
@@ -411,14 +411,14 @@ class _GradientKV:
 
         def products(dp):
             plgpu.wgmma(dp, self.v_s.at[self.group], self.dy_s.at[slot].transpose((1, 0)))
-            flash_tiles.add_product(dv, p.astype(self.p.dtype), self.dy_s.at[slot])
+            tiles.add_product(dv, p.astype(self.p.dtype), self.dy_s.at[slot])
             return plgpu.wgmma_accumulator_load(dp, wait_n=1)
 
         dp = pl.run_scoped(products, plgpu.ACC(self.p.scores, jnp.float32))
         # Only now: registers are scarce, and `lse` is not needed any more.
         delta = load(self.delta_s.at[slot], BY_COLUMN)
         ds = (p * (dp - spread(delta, s.shape, 1))).astype(self.p.dtype)
-        flash_tiles.add_product(dk, ds, self.q_s.at[slot])
+        tiles.add_product(dk, ds, self.q_s.at[slot])
         plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(self.dy_empty.at[slot])
         plgpu.wgmma_wait(0)

@@ -1,4 +1,4 @@
-"""The forward of flash attention (flash_attention.py): y, and each query's sum of exponentials.
+"""The forward of flash attention (attention.py): y, and each query's sum of exponentials.
 
 Legend: B rows, T positions, N query heads, K key and value heads, H head size.
 
@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from fp8jax.kernels import flash_tiles
-from fp8jax.kernels.flash_tiles import (
+from fp8jax.kernels.hopper import load, scoped
+from fp8jax.lm.flash import tiles
+from fp8jax.lm.flash.tiles import (
     BY_ROW,
     GROUPS,
     LEAST,
@@ -30,7 +31,6 @@ from fp8jax.kernels.flash_tiles import (
     run_groups,
     spread,
 )
-from fp8jax.kernels.hopper import load, scoped
 
 TUNING = Tuning(block=128, stages=2, registers=232)
 
@@ -188,6 +188,6 @@ class _Forward:
             def _():
                 plgpu.barrier_wait(self.k_full.at[self.p.slot(i + 1)])
 
-        y = flash_tiles.plus_product(y, e, self.v_s.at[slot], await_next_keys)
+        y = tiles.plus_product(y, e, self.v_s.at[slot], await_next_keys)
         plgpu.barrier_arrive(self.v_empty.at[slot])
         return y, larger, total

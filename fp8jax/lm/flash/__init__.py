@@ -1,0 +1,1 @@
+"""Flash attention for packed documents: Pallas kernels for Hopper."""
