@@ -39,12 +39,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fp8jax.device import hardware
-from fp8jax.kernels import requirements
+from fp8jax.lm.flash import refusals
 from fp8jax.lm.model.blockwise_attention import Blockwise, Rounded, RowMax
 from fp8jax.lookup import lookup
-
-# More registers than a warpgroup has would be needed.
-_LARGEST_FLASH_HEAD = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,22 +151,6 @@ def _cudnn_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT):
     )
 
 
-def _flash_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
-    """Returns why our kernels cannot run these queries on this device, or None."""
-    reason = requirements.jax_too_old() or requirements.refuses(hardware.device())
-    if reason is not None:
-        return reason
-    version = hardware.cuda_version()
-    if version is not None and 12_080 <= version < 12_091:
-        # JAX refuses its own causal kernels of this kind there.
-        return f"it needs another CUDA than {version}: ptxas of 12.8 to 12.9.0 is faulty"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it needs bfloat16 or float16, got {q_BTNH.dtype}"
-    if q_BTNH.shape[3] > _LARGEST_FLASH_HEAD:
-        return f"it needs a head_dim up to {_LARGEST_FLASH_HEAD}, got {q_BTNH.shape[3]}"
-    return None
-
-
 def _cudnn_refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
     """Returns why cuDNN's fused kernels cannot run these queries on this device, or None."""
     capability = hardware.compute_capability()
@@ -200,7 +181,7 @@ def reference(
 
 
 ATTENTIONS: dict[str, Implementation] = {
-    "flash": Implementation(attend=_flash, refuses=_flash_refuses, saves_output=True),
+    "flash": Implementation(attend=_flash, refuses=refusals.refuses, saves_output=True),
     "xla": Implementation(attend=functools.partial(_jax_nn, "xla"), refuses=_refuses_nothing),
     "cudnn": Implementation(attend=functools.partial(_jax_nn, "cudnn"), refuses=_cudnn_refuses),
     "cudnn_causal": Implementation(attend=_cudnn_causal, refuses=_cudnn_refuses),

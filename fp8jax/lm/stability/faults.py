@@ -13,7 +13,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.lm.data.loader import Batch
 from fp8jax.lookup import unknown
 
 Rows = dict[str, np.ndarray]
@@ -162,7 +161,7 @@ class Faults:
                 OF_STEPS[fault.kind](checkpoints)
 
 
-def inject_gradient(grads: Any, batch: Batch) -> Any:
+def inject_gradient(grads: Any, batch: Mapping[str, jax.Array]) -> Any:
     """Returns `grads`, made infinite in mlp/down of the layer that `batch` marks (if it does)."""
     if INJECTED not in batch:
         return grads
