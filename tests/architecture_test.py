@@ -28,6 +28,7 @@ MAX_FUNCTION_LINES = 60
 # The loop reads top to bottom.
 MAX_LINES_OF = {"fp8jax/lm/training/loop.py:train_and_evaluate": 200}
 MAX_CONFIG_KEYS = 120
+MAX_ARROWS = 60  # pairs of folders of which one imports from the other
 
 
 def files(*folders: str) -> list[str]:
@@ -170,6 +171,20 @@ def test_folders_import_only_from_folders_below():
 def test_every_layer_exists():
     found = {layer_of(path) for path in files("fp8jax")} - {"", "lm"}
     assert found == set(LAYERS)
+
+
+def test_few_folders_import_from_each_other():
+    folders = {layer for layer in LAYERS if (ROOT / "fp8jax" / layer).is_dir()}
+    arrows = {
+        (layer_of(path), layer_named(name.removeprefix("fp8jax.")))
+        for path in files("fp8jax")
+        for _, name in imports(read(path), path)
+        if name.startswith("fp8jax.")
+    }
+    found = sorted(
+        (one, other) for one, other in arrows if one != other and {one, other} <= folders
+    )
+    assert len(found) <= MAX_ARROWS, found
 
 
 def test_no_module_imports_itself_by_a_detour():
