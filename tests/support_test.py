@@ -45,6 +45,13 @@ def test_programs_that_call_python_are_always_compiled():
     assert len(shared_programs._programs) == before
 
 
+def test_a_program_is_compiled_while_another_is_lowered():
+    """Here the numbering of the random bits of a shape that the process has not drawn before."""
+    with jax.ensure_compile_time_eval():
+        drawn = jax.jit(lambda key: jax.random.bits(key, (3, 5, 7, 11)))(jax.random.key(0))
+    assert drawn.shape == (3, 5, 7, 11)
+
+
 # The budget ---------------------------------------------------------------------------------------
 
 TABLE = {"a::x": 500.0, "a::y": 400.0, "a::z": 0.1}

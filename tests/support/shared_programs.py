@@ -93,7 +93,8 @@ def _compile(*arguments: Any) -> Any:
 
 def _bytes_without_locations(computation: ir.Module) -> bytes:
     with computation.context:
-        module = computation.operation.clone()
+        # In no other module: this one may be compiled while another is lowered.
+        module = computation.operation.clone(ip=False)
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
         text = io.BytesIO()
         module.write_bytecode(file=text)
@@ -126,6 +127,9 @@ def _compile_once(
 def _shared_context() -> ir.Context:
     """JAX's `make_ir_context`, of which every call loads all dialects: 2.3 ms for each program."""
     if _compiling or threading.current_thread() is not threading.main_thread():
+        return _jax_context()
+    # While another is lowered, into which JAX 0.10 would copy this one.
+    if ir.Context.current is not None:
         return _jax_context()
     if not _shared or _shared[-1][1] == 0:
         _shared[:] = [(_jax_context(), _PROGRAMS_OF_A_CONTEXT)]
