@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.lm.inference.score import _judged_in_chunks, log_likelihoods, score
+from fp8jax.lm.inference.score import _judged_in_chunks, log_likelihoods, score, score_targets
 from fp8jax.lm.model import chunked_loss
 from tests.support.arrays import normal
 from tests.support.tiny_models import tiny_model
@@ -85,6 +85,19 @@ def test_scores_through_a_cache():
     fp8 = np.asarray(likelihoods(*arguments, cache="fp8"))
     assert 1e-3 < np.abs(fp8 - plain).max() < 1.0
     assert np.linalg.norm(fp8 - plain) < 2**-4 * np.linalg.norm(plain)
+
+
+def test_padding_replaces_no_token_in_a_cache():
+    """Its positions are any: here those of the row's first tokens, whose slots it does not take."""
+    model, variables = tiny()
+    program = jax.jit(lambda *rows: score_targets(model, variables, *rows, cache="fp32"))
+    ones = np.where(SEGMENTS > 0, 1, 0)
+    behind = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
+    scores = [
+        np.asarray(program(TOKENS, TOKENS, ones, positions).log_p_BL)[ones > 0]
+        for positions in (behind, np.where(ones > 0, behind, behind - 6))
+    ]
+    np.testing.assert_array_equal(*scores)
 
 
 def test_no_token_after_padding_counts():

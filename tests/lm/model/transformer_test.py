@@ -57,7 +57,7 @@ def stochastic() -> Policy:
         name: dataclasses.replace(getattr(recipe, name), rounding="stochastic")
         for name in KEY_ORDER
     }
-    return Policy((("layers/*", Recipe(**casts)),), name="stochastic")
+    return Policy((("*", Recipe(**casts)),), name="stochastic")
 
 
 def leaves(tree) -> dict[str, jax.Array]:
@@ -739,7 +739,8 @@ def test_stochastic_rounding_needs_a_key():
 def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(monkeypatch):
     """The keys that arrive at `quantize`, one backward pass long, are those of the design:
     folded(key, layer, module, operand), each once, for 7 linears and 6 casts of the last two
-    of three layers. The first is exempt: layers are counted in the model, not in their scan."""
+    of three layers. The first is exempt: layers are counted in the model, not in their scan.
+    The head comes behind the last layer: folded(key, layers, operand)."""
     seen = []
 
     def spy(x, *args, key, **kwargs):
@@ -759,8 +760,9 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
         for module in range(7)
         for operand in range(6)
     ]
+    expected += [folded(jax.random.key(1), LAYERS, operand) for operand in range(6)]
     assert recorded == sorted(map(tuple, expected))
-    assert len(set(recorded)) == 2 * 7 * 6
+    assert len(set(recorded)) == 2 * 7 * 6 + 6
     assert_same(f(jax.random.key(1)), one)
     other = f(jax.random.key(2))
     for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
