@@ -22,7 +22,7 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import SCALES
+from fp8jax.numerics.scales import SCALES, Constant
 from fp8jax.numerics.tiles import NV16, TENSOR, TILE128
 from tests.support import reference
 from tests.support.products import (
@@ -577,6 +577,33 @@ def test_eight_devices_equal_one(name):
         assert (np.abs(np.asarray(got) - np.asarray(expected)) <= 2 * 272 * 2.0**-24 * sums).all()
     for operand, history in histories.items():
         np.testing.assert_array_equal(sharded_histories[operand], history)
+
+
+def test_dgrad_quantizes_the_weight_itself_where_the_forward_does_not():
+    """E4M3 has 1 and 9/8: 17/16 + 2^-12 is nearer to the latter, and in bfloat16 a tie."""
+    w = jnp.full((8, 2), 17 / 16 + 2.0**-12)
+    x, g = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((4, 2), jnp.bfloat16)
+    cast = Cast(format=FORMATS["e4m3"], timing="constant", scale=Constant(1.0))
+    recipe = Recipe(dgrad_g=cast, dgrad_w=cast)
+    (dx,) = jax.jit(
+        lambda x, g: jax.vjp(lambda x: dot_general(x, w, MATMUL, recipe=recipe), x)[1](g)
+    )(x, g)
+    np.testing.assert_array_equal(dx, np.full((4, 8), 2 * 9 / 8))
+
+
+def test_weights_that_share_an_operand_add_its_gradients_as_jax_does():
+    """2^24, 1 and -2^24, whose sum in float32 depends on the order."""
+    x, ws = jnp.ones((1, 1)), [jnp.full((1, 1), value) for value in (2.0**24, 1.0, -(2.0**24))]
+    none = (None,) * 3
+
+    def shared(x):
+        return [*dot_general_shared(x, ws, MATMUL, recipe="bf16", states=none, keys=none)]
+
+    def separate(x):
+        return [x @ w for w in ws]
+
+    (got,), (expected,) = (jax.vjp(f, x)[1]([x] * 3) for f in (shared, separate))
+    assert got == expected == 1.0
 
 
 # Randomness and bad input -------------------------------------------------------------------------

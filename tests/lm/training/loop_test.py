@@ -286,6 +286,9 @@ def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, t
     config = one_layer(data, **changes)
     last = train_and_evaluate(config, str(tmp_path))
     assert len(losses_of(tmp_path)) == 9
+    # Each run validates its last step, though not its tenth.
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "valid_loss" in line] == [6, 9]
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 6 and resume["changes"] == [
         "batch_size: 16 -> 8",

@@ -10,12 +10,16 @@ import pytest
 
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.loader import to_devices, train_batches
-from fp8jax.lm.model.transformer import abstract_variables
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.optim.master_weights import to_float32
+from fp8jax.lm.training import step
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.step import TrainState, loss_sum
 from fp8jax.lm.training.step import accumulate as accumulate_step
-from fp8jax.lm.training.step import loss_sum
-from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.policy import POLICIES, Policy
+from fp8jax.numerics.recipe import Cast, Recipe
 from tests.support.runs import ONE_LINEAR, copied, corpus, one_layer, tiny
 
 
@@ -71,6 +75,29 @@ def test_accumulation_adds_gradients_and_takes_the_maximum_of_histories(data):
     ):
         # bfloat16 activations inside: one program rounds elsewhere than another.
         assert np.linalg.norm(got - sum(each)) <= 2e-2 * np.linalg.norm(got)
+
+
+def test_a_microbatch_has_every_nth_row_and_a_key_of_its_own(monkeypatch):
+    """In place of the loss: its largest row number, and a random integer."""
+
+    def numbered(model, params, histories, micro, key, promoted, total):
+        return jnp.max(micro["rows"]) + jax.random.randint(key, (), 0, 2**16) + 0 * params["w"]
+
+    monkeypatch.setattr(step, "loss_sum", numbered)
+    recipe = Recipe(fwd_x=Cast(format=FORMATS["e4m3"], rounding="stochastic"))
+    model = Transformer(MODELS["llama_tiny"], Policy((("*", recipe),)))
+    key = jax.random.key(3)
+    state = TrainState(jnp.asarray(7), {"w": jnp.ones(())}, {}, {}, key)
+    batch = {"rows": np.arange(8, dtype=np.float32), "weights": np.ones(8, np.float32)}
+    loss, _, _ = jax.jit(accumulate_step, static_argnums=(0, 3))(model, state, batch, 4)
+    of_step = jax.random.fold_in(key, 7)
+    drawn = [jax.random.randint(jax.random.fold_in(of_step, j), (), 0, 2**16) for j in range(4)]
+    assert loss == sum(drawn) + 4 + 5 + 6 + 7
+
+
+def test_norms_of_layers_by_hand():
+    layers = {"a": np.float32([[[3], [0]], [[6], [2]]]), "b": np.float32([[4], [3]])}
+    np.testing.assert_array_equal(step.layer_norms({"layers": layers, "head": layers["a"]}), [5, 7])
 
 
 def test_histories_reach_neither_clipping_nor_the_optimizer(data):
