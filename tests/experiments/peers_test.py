@@ -21,6 +21,7 @@ from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.numerics.quantization import quantize
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.recipes import RECIPES
+from fp8jax.numerics.scales import Delayed
 from fp8jax.numerics.tiles import MX32, NV16, TILES
 from tests.support import reference
 
@@ -31,7 +32,9 @@ MATMUL = (((1,), (0,)), ((), ()))
 # flax: delayed scaling ----------------------------------------------------------------------------
 
 HISTORY = 3
-DELAYED = RECIPES["fp8_delayed"].map(lambda _, cast: dataclasses.replace(cast, history=HISTORY))
+DELAYED = RECIPES["fp8_delayed"].map(
+    lambda _, cast: dataclasses.replace(cast, scale=Delayed(HISTORY))
+)
 NAMES = {"x": "input", "w": "kernel", "g": "output_grad"}
 FORMAT = {"x": "e4m3", "w": "e4m3", "g": "e5m2"}
 

@@ -583,7 +583,7 @@ def test_dgrad_quantizes_the_weight_itself_where_the_forward_does_not():
     """E4M3 has 1 and 9/8: 17/16 + 2^-12 is nearer to the latter, and in bfloat16 a tie."""
     w = jnp.full((8, 2), 17 / 16 + 2.0**-12)
     x, g = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((4, 2), jnp.bfloat16)
-    cast = Cast(format=FORMATS["e4m3"], timing="constant", scale=Constant(1.0))
+    cast = Cast(format=FORMATS["e4m3"], scale=Constant(1.0))
     recipe = Recipe(dgrad_g=cast, dgrad_w=cast)
     (dx,) = jax.jit(
         lambda x, g: jax.vjp(lambda x: dot_general(x, w, MATMUL, recipe=recipe), x)[1](g)
@@ -594,10 +594,9 @@ def test_dgrad_quantizes_the_weight_itself_where_the_forward_does_not():
 def test_weights_that_share_an_operand_add_its_gradients_as_jax_does():
     """2^24, 1 and -2^24, whose sum in float32 depends on the order."""
     x, ws = jnp.ones((1, 1)), [jnp.full((1, 1), value) for value in (2.0**24, 1.0, -(2.0**24))]
-    none = (None,) * 3
 
     def shared(x):
-        return [*dot_general_shared(x, ws, MATMUL, recipe="bf16", states=none, keys=none)]
+        return [*dot_general_shared(x, [*map(Weight, ws)], MATMUL, recipe="bf16")]
 
     def separate(x):
         return [x @ w for w in ws]

@@ -39,15 +39,11 @@ swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_bwd)
 
 def apart(x, ws, states, *, recipe, backend):
     """down(silu(gate(x)) * up(x)) of three products."""
+    gate, up, down = map(Weight, ws, states)
     f = functools.partial(
-        dot_general_shared,
-        dimension_numbers=MATMUL,
-        recipe=recipe,
-        backend=backend,
-        keys=(None,) * 2,
+        dot_general_shared, dimension_numbers=MATMUL, recipe=recipe, backend=backend
     )
-    h = swiglu(*f(x, ws[:2], states=states[:2]))
-    return f(h, ws[2:], states=states[2:], keys=(None,))[0]
+    return f(swiglu(*f(x, (gate, up))), (down,))[0]
 
 
 def whole(x, ws, states, *, recipe):
