@@ -158,7 +158,7 @@ class Fp8DotGeneral(nnx.Module):
         seeded: bool = False,
         rngs: nnx.Rngs | None = None,
     ):
-        """Create empty histories.
+        """Creates empty histories.
 
         Args:
           recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
@@ -185,11 +185,11 @@ class Fp8DotGeneral(nnx.Module):
                 self.stream = rngs[modules.RNG].fork()
 
     def histories(self) -> Histories:
-        """Return the histories, operand -> [H]."""
+        """Returns the histories, operand -> [H]."""
         return {k: getattr(self, f"{k}_amax_history")[...] for k in self.recipe.histories}
 
     def probe(self) -> Probe | None:
-        """Return the probe, None unless the model is being measured."""
+        """Returns the probe, None unless the model is being measured."""
         if self.probe_peaks is None or self.probe_sums is None:
             return None
         return Probe(self.probe_peaks[...], self.probe_sums[...], self.what_if)
@@ -205,7 +205,7 @@ class Fp8DotGeneral(nnx.Module):
         out_sharding: Any = None,
         key: Shaped[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
-        """Return `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
+        """Returns `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
 
         Arguments and errors are those of `fp8jax.dot_general`; recipes that round stochastically
         need `key` or a stream.
@@ -239,7 +239,7 @@ class Fp8DotGeneral(nnx.Module):
 
 
 def keep_master(arrays: Any, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Return (inputs, kernel, bias), the kernel as it is: a `promote_dtype=` for flax's modules.
+    """Returns (inputs, kernel, bias), the kernel as it is: a `promote_dtype=` for flax's modules.
 
     See `fp8jax.nn.keep_master`.
 
@@ -288,7 +288,7 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        """Create the parameters and empty histories.
+        """Creates the parameters and empty histories.
 
         Args:
           in_features, out_features: K and N.
@@ -317,7 +317,7 @@ class Linear(nnx.Linear):
         *,
         key: Shaped[Array, "..."] | None = None,
     ) -> Float[Array, "... N"]:
-        """Return y in the dtype of the activations, or in `preferred_element_type`.
+        """Returns y in the dtype of the activations, or in `preferred_element_type`.
 
         Args:
           inputs: the activations; cast to `dtype` if the layer has one.
@@ -421,14 +421,14 @@ def _differentiate(
 
 
 def _nodes(model: Any, kind: type | tuple[type, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, node) of the modules or variables of a kind, each once."""
+    """Yields (path, node) of the modules or variables of a kind, each once."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, kind):
             yield "/".join(map(str, path)), node
 
 
 def merge(gradients: Gradients, *more: Gradients) -> Gradients:
-    """Return the gradients of several microbatches as one: sums, and maxima of histories.
+    """Returns the gradients of several microbatches as one: sums, and maxima of histories.
 
     Args:
       gradients, more: states from `value_and_grad` or `grad` of one model.
@@ -464,7 +464,7 @@ def merge(gradients: Gradients, *more: Gradients) -> Gradients:
 def update(
     model: nnx.Module, optimizer: nnx.Optimizer, gradients: Gradients, **options: Any
 ) -> updates.Faults:
-    """Apply one step of the optimizer to the parameters, and give histories their next values.
+    """Applies one step of the optimizer to the parameters, and gives histories their next values.
 
     Changes the model and the optimizer in place. The optimizer's `step` counts the updates.
 
@@ -508,7 +508,7 @@ def update(
 
 
 def _histories(state: Any) -> dict[Any, Any]:
-    """Return the histories of a state as dicts of arrays, as the functions of updates.py take."""
+    """Returns the histories of a state as dicts of arrays, as the functions of updates.py take."""
     return nnx.to_pure_dict(nnx.filter_state(state, AmaxHistory))
 
 
@@ -528,7 +528,7 @@ def _refuse_classes_with_histories(model: nnx.Module) -> None:
 
 
 def with_probes(model: nnx.Module, what_if: Recipe | None) -> tuple[nnx.Module, dict[str, Recipe]]:
-    """Return a copy of the model with a probe in each `Fp8DotGeneral`; and path -> its recipe.
+    """Returns a copy of the model with a probe in each `Fp8DotGeneral`; and path -> its recipe.
 
     The probes of stacked layers have the leading axes of their kernels or histories.
     """
@@ -563,7 +563,7 @@ def _probe_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def statistics(f: Callable[..., Any], model: nnx.Module, *args: Any) -> dict[str, Probe]:
-    """Return path -> the statistics of each `Fp8DotGeneral` in one evaluation of f(model, *args).
+    """Returns path -> the statistics of each `Fp8DotGeneral` in one evaluation of f(model, *args).
 
     Args:
       f: returns a scalar.
@@ -586,7 +586,7 @@ def statistics(f: Callable[..., Any], model: nnx.Module, *args: Any) -> dict[str
 
 
 def seed(loss: Callable[..., Any], model: nnx.Module, *args: Any, has_aux: bool = False) -> None:
-    """Give a model new histories, which hold the amaxes of one evaluation of the loss.
+    """Gives a model new histories, which hold the amaxes of one evaluation of the loss.
 
     See `fp8jax.histories.seed`. Nothing else of the model changes.
 

@@ -28,6 +28,10 @@ MAX_FUNCTION_LINES = 60
 # The loop reads top to bottom.
 MAX_LINES_OF = {"fp8jax/lm/training/loop.py:train_and_evaluate": 200}
 MAX_CONFIG_KEYS = 120
+IMPERATIVES = frozenset(
+    "Add Apply Check Compute Convert Create Draw Find Give Merge Multiply Quantize Raise Read Return"
+    " Take Write Yield".split()
+)
 MAX_ARROWS = 60  # pairs of folders of which one imports from the other
 
 
@@ -285,6 +289,19 @@ def test_core_ignores_no_type_error():
     check_all(check_ignores, [path for path in files("fp8jax") if layer_of(path) in TYPED])
 
 
+def check_mood(source: str, path: str) -> Iterator[str]:
+    """A docstring says what a function does: "Returns x", not "Return x"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").partition(" ")[0]
+            if first in IMPERATIVES:
+                yield f"{node.lineno}: the docstring of {node.name} begins with {first!r}"
+
+
+def test_docstrings_say_what_functions_do():
+    check_all(check_mood, files("fp8jax", "configs", "experiments"))
+
+
 def test_no_utils():
     check_all(check_name, files("fp8jax", "configs", "experiments", "tests"))
 
@@ -387,6 +404,7 @@ BAD = [
     (check_ignores, "fp8jax/dot.py", "x = 1\ny = x.z  # type: ignore[attr]", "2: # type: ignore"),
     (check_ignores, "fp8jax/dot.py", "x = 1  #type:ignore", "1: #type:ignore"),
     (check_name, "fp8jax/utils.py", "", "no utils"),
+    (check_mood, "fp8jax/dot.py", 'def f():\n  """Return x."""', "of f begins with 'Return'"),
     (check_function_length, "fp8jax/dot.py", "def f():" + "\n    0" * 60, "f has 61 lines"),
     (check_function_length, "fp8jax/dot.py", "class A:\n  async def f():" + "\n    0" * 60, "2: f"),
     (
@@ -424,6 +442,7 @@ GOOD = [
     ),
     (check_ignores, "fp8jax/dot.py", "'# type: ignore'\nx = 1  # what type: ignore it"),
     (check_name, "fp8jax/nn.py", ""),
+    (check_mood, "fp8jax/dot.py", 'def f():\n  """Returns x."""'),
     (check_function_length, "fp8jax/dot.py", "def f():" + "\n    0" * 59),
     (
         check_function_length,

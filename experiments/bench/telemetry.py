@@ -32,7 +32,7 @@ _FIRST = 3  # steps whose times also hold compilation and the first reads
 
 
 def measure_telemetry(config: ConfigDict) -> Report:
-    """Train `config` without telemetry and with it; return times, and the cost as figures.
+    """Trains `config` without telemetry and with it; returns times, and the cost as figures.
 
     Figures: telemetry_cost, the share by which the run's time grows; telemetry_cost_steps, the same
     of the time of its steps alone; telemetry_sample, what a sampled step takes beyond a step, in

@@ -42,7 +42,7 @@ def have_matplotlib() -> bool:
 
 
 def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
-    """Return the losses of the runs that compare with the first one, and each other run's alone."""
+    """Returns the losses of runs that compare with the first one, and each other run's alone."""
     from fp8jax import figures
 
     first, *others = runs
@@ -62,7 +62,7 @@ def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
 
 
 def memory_chart(run: RunFiles) -> Chart | NoChart:
-    """Return the memory of a training step by kind."""
+    """Returns the memory of a training step by kind."""
     from fp8jax import figures
 
     return _chart(
@@ -74,7 +74,7 @@ def memory_chart(run: RunFiles) -> Chart | NoChart:
 
 
 def telemetry_charts(run: RunFiles) -> list[Chart | NoChart]:
-    """Return the figures of a run's sampled casts, none without telemetry."""
+    """Returns the figures of a run's sampled casts, none without telemetry."""
     from fp8jax import figures
 
     if run.telemetry is None:
@@ -102,7 +102,7 @@ def telemetry_charts(run: RunFiles) -> list[Chart | NoChart]:
 
 
 def promotion_chart(run: RunFiles) -> Chart | NoChart:
-    """Return when GNMR promoted which layers."""
+    """Returns when GNMR promoted which layers."""
     from fp8jax import figures
 
     return _chart(

@@ -16,7 +16,7 @@ _SAME_TEXT = {
 
 
 def with_unique_names(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """Return the runs with names that differ: as many last parts of their paths as it takes."""
+    """Returns the runs with names that differ: as many last parts of their paths as it takes."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -28,7 +28,7 @@ def with_unique_names(runs: Sequence[RunFiles]) -> list[RunFiles]:
 
 
 def differences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, for the keys of the config in which the runs differ.
+    """Returns key -> its value in each run, for the keys of the config in which the runs differ.
 
     A run whose version does not know a key has "" there, and does not make it a difference.
     """
@@ -39,12 +39,12 @@ def differences(runs: Sequence[RunFiles]) -> dict[str, list[str]]:
 
 
 def all_keys(run: RunFiles) -> dict[str, str]:
-    """Return every key of a run's config, dotted, with its value; {} if the config is unknown."""
+    """Returns every key of a run's config, dotted, with its value; {} if the config is unknown."""
     return {} if run.config is None else changed_values({}, run.config)
 
 
 def why_not(run: RunFiles, baseline: RunFiles) -> list[str]:
-    """Return why the losses of two runs do not compare; [] if they do, as far as is known."""
+    """Returns why the losses of two runs do not compare; [] if they do, as far as is known."""
     own, other = all_keys(run), all_keys(baseline)
     reasons = [
         f"{words} ({key}: {own[key]}, against {other[key]})"
@@ -57,7 +57,7 @@ def why_not(run: RunFiles, baseline: RunFiles) -> list[str]:
 
 
 def warnings(runs: Sequence[RunFiles]) -> list[str]:
-    """Return sentences on what of the runs does not compare with the first one."""
+    """Returns sentences on what of the runs does not compare with the first one."""
     first, *others = runs
     said = []
     for run in others:
@@ -78,7 +78,7 @@ def warnings(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def other_validation(run: RunFiles, baseline: RunFiles) -> str:
-    """Return how many rows each of two runs validates on, if that differs; else ""."""
+    """Returns how many rows each of two runs validates on, if that differs; else ""."""
     keys = [all_keys(each) for each in (run, baseline)]
     if not all({"valid_batches", "batch_size"} <= key.keys() for key in keys):
         return ""

@@ -55,7 +55,7 @@ class FirstLook:
 
 
 def first_look(run: RunFiles) -> FirstLook:
-    """Return what to look at first in a run."""
+    """Returns what to look at first in a run."""
     events = own_events(run.events)
     tensors = None if run.telemetry is None else out_of_line(run.telemetry.rows)
     steps = [*_rejected(events), *_others(events), *_loss_notes(run.metrics, events)]
@@ -72,7 +72,7 @@ def first_look(run: RunFiles) -> FirstLook:
 
 
 def own_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the events without those of earlier runs in this directory that began anew since."""
+    """Returns the events without those of earlier runs in this directory that began anew since."""
     begin = 0
     for index, event in enumerate(events):
         if event["kind"] == Event.START and event["step"] == 0:
@@ -81,7 +81,7 @@ def own_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def number(line: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a line, None if it is not there; it may be infinite or NaN."""
+    """Returns a number of a line, None if it is not there; it may be infinite or NaN."""
     value = line[name] if name in line else None
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
@@ -184,7 +184,7 @@ def _loss_notes(
 
 
 def spikes(losses: Mapping[int, float]) -> list[Note]:
-    """Return the spikes that nothing rejected, neighbors as one.
+    """Returns the spikes that nothing rejected, neighbors as one.
 
     Args:
       losses: step -> loss, finite.

@@ -36,7 +36,7 @@ class _Run:
 
 
 def report(runs: Sequence[RunFiles]) -> str:
-    """Return the page of some runs, of which losses are compared with those of the first.
+    """Returns the page of some runs, of which losses are compared with those of the first.
 
     Raises ValueError if a directory is named twice.
     """
@@ -60,7 +60,7 @@ def report(runs: Sequence[RunFiles]) -> str:
 
 
 def page_template(path: Path) -> jinja2.Template:
-    """Return the template in a file, which may use parts.html and style.html of this folder."""
+    """Returns the template in a file, which may use parts.html and style.html of this folder."""
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -72,7 +72,7 @@ def page_template(path: Path) -> jinja2.Template:
 
 
 def signature() -> dict[str, str]:
-    """Return what pages say of their making: `version` and `written`."""
+    """Returns what pages say of their making: `version` and `written`."""
     try:
         version = importlib.metadata.version("fp8jax")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout

@@ -44,7 +44,7 @@ def _side_by_side(
 
 
 def overview(runs: Sequence[RunFiles]) -> Table:
-    """Return what each run trained, where."""
+    """Returns what each run trained, where."""
 
     def key(name: str) -> Callable[[RunFiles], str]:
         return lambda run: all_keys(run)[name].strip("'") if name in all_keys(run) else ""
@@ -71,7 +71,7 @@ def overview(runs: Sequence[RunFiles]) -> Table:
 
 
 def config(runs: Sequence[RunFiles]) -> Table:
-    """Return the keys of the config in which the runs differ."""
+    """Returns the keys of the config in which the runs differ."""
     rows = [
         [key, *(value or NOT_RECORDED for value in values)]
         for key, values in differences(runs).items()
@@ -88,7 +88,7 @@ def _steps(run: RunFiles, planned: str) -> str:
 
 
 def losses(runs: Sequence[RunFiles]) -> Table:
-    """Return losses, and how far they are above those of the first run where they compare."""
+    """Returns losses, and how far they are above those of the first run where they compare."""
     baseline = runs[0]
 
     def training(run: RunFiles) -> float | None:
@@ -124,7 +124,7 @@ def losses(runs: Sequence[RunFiles]) -> Table:
 
 
 def gap(run: RunFiles, baseline: RunFiles) -> str:
-    """Return the gap of validation losses at the last common step, in percent; "" if unknown."""
+    """Returns the gap of validation losses at the last common step, in percent; "" if unknown."""
     if why_not(run, baseline):
         return "does not compare"
     own, other = (
@@ -144,7 +144,7 @@ def gap(run: RunFiles, baseline: RunFiles) -> str:
 
 
 def speeds(runs: Sequence[RunFiles]) -> Table:
-    """Return step times and throughput. Medians leave out what compiles and other rare delays."""
+    """Returns step times and throughput. Medians leave out what compiles and other rare delays."""
 
     def middle(name: str, pattern: str, scale: float = 1.0) -> Callable[[RunFiles], str]:
         def find(run: RunFiles) -> str:
@@ -184,7 +184,7 @@ def speeds(runs: Sequence[RunFiles]) -> Table:
 
 
 def memory(runs: Sequence[RunFiles]) -> Table:
-    """Return the peak of device memory; CPUs report none."""
+    """Returns the peak of device memory; CPUs report none."""
 
     def peak(run: RunFiles) -> str:
         values = _finite(run, "peak_memory_bytes")
@@ -197,7 +197,7 @@ def memory(runs: Sequence[RunFiles]) -> Table:
 
 
 def worst_casts(run: RunFiles) -> Table | None:
-    """Return the worst cast of each operand of each linear, at the last sampled step.
+    """Returns the worst cast of each operand of each linear, at the last sampled step.
 
     None without telemetry.
     """
@@ -246,7 +246,7 @@ def _share(value: float) -> str:
 
 
 def what_if(run: RunFiles) -> list[str]:
-    """Return sentences on how the casts of the what-if recipe compare, over all sampled steps."""
+    """Returns sentences on how the casts of the what-if recipe compare, over all sampled steps."""
     if run.telemetry is None:
         return []
     casts: dict[tuple[Any, ...], dict[bool, Row]] = {}
@@ -289,7 +289,7 @@ class Happened:
 
 
 def events(run: RunFiles) -> list[Happened]:
-    """Return what happened, without checkpoints; of very many, the first and the last ones."""
+    """Returns what happened, without checkpoints; of very many, the first and the last ones."""
     shown = [event for event in run.events if event["kind"] != Event.CHECKPOINT]
     if len(shown) > _MOST_EVENTS:
         shown = [*shown[: _MOST_EVENTS // 2], *shown[-_MOST_EVENTS // 2 :]]
@@ -300,7 +300,7 @@ def events(run: RunFiles) -> list[Happened]:
 
 
 def unlisted_events(run: RunFiles) -> str:
-    """Return a sentence on the events that `events` leaves out, "" if there are none."""
+    """Returns a sentence on the events that `events` leaves out, "" if there are none."""
     saved = sum(event["kind"] == Event.CHECKPOINT for event in run.events)
     middle = max(0, len(run.events) - saved - _MOST_EVENTS)
     said = f"Checkpoints written: {saved}." if saved else ""

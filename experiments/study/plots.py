@@ -173,7 +173,7 @@ def _draw_sweep(
     top: float,
     look: Style,
 ) -> None:
-    """Draw one model's losses over the biases, and its name at the left."""
+    """Draws one model's losses over the biases, and its name at the left."""
     biases, curve = points
     line = look.line(index)
     drawn = [y if y < math.inf else top for y in curve]

@@ -26,7 +26,7 @@ def check_lax_arguments(
     precision: Any,
     preferred_element_type: Any,
 ) -> Any:
-    """Return the dtype of the result, None for lhs's.
+    """Returns the dtype of the result, None for lhs's.
 
     Args:
       positional: precision and preferred_element_type where they were given by position.
@@ -67,7 +67,7 @@ def _check_symmetric(recipe: Recipe) -> None:
 
 
 def check_operands(lhs: Any, rhs: Any, dimension_numbers: Any, result_dtype: Any) -> None:
-    """Check one GEMM's operands.
+    """Checks one GEMM's operands.
 
     Raises:
       TypeError: for operands that are not arrays, or not of a real float dtype of 16 or more bits,
@@ -104,7 +104,7 @@ def check_out_sharding(out_sharding: Any, lhs: Any, rhs: Sequence[Any]) -> None:
 
 
 def _four_axes(numbers: Any) -> list[list[list[int]]]:
-    """Return dimension numbers as lists of ints; raises TypeError for others."""
+    """Returns dimension numbers as lists of ints; raises TypeError for others."""
     try:
         pairs = [[[operator.index(a) for a in axes] for axes in pair] for pair in numbers]
         well_formed = len(pairs) == 2 and all(len(pair) == 2 for pair in pairs)
@@ -133,7 +133,7 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Sequence[int]) -> None:
 
 
 def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
-    """Return the letters of lhs, rhs and the result of an einsum that is one GEMM.
+    """Returns the letters of lhs, rhs and the result of an einsum that is one GEMM.
 
     Raises:
       TypeError: for operands that are not arrays of floats, and an equation that is not a string.
@@ -175,7 +175,7 @@ def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
 
 
 def history_lengths(recipe: Recipe, histories: Any) -> dict[str, int]:
-    """Return operand -> length of its history.
+    """Returns operand -> length of its history.
 
     Raises TypeError for what is not a dict of float32 arrays with one axis.
     """

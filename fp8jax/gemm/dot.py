@@ -171,7 +171,7 @@ def dot_general_shared(
 def _multiply(
     context: VjpContext, lhs, weights: tuple[Weight, ...], dimension_numbers
 ) -> tuple[jax.Array, ...]:
-    """Merge the operands' axes, multiply, and split the axes of the results."""
+    """Merges the operands' axes, multiplies, and splits the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [a for a in range(lhs.ndim) if a not in (*lhs_contract, *lhs_batch)]
     x = _merge_axes(lhs, lhs_batch, lhs_free, lhs_contract)
@@ -197,7 +197,7 @@ def make_context(
     preferred_element_type=None,
     seeded: bool = True,
 ) -> VjpContext:
-    """Return the settings of GEMMs that share one x, after checking histories and keys.
+    """Returns the settings of GEMMs that share one x, after checking histories and keys.
 
     Raises as `dot_general` does.
     """
@@ -218,7 +218,7 @@ def make_context(
 
 
 def _with_seed_entries(recipe: Recipe) -> Recipe:
-    """Return the recipe with the longer histories by which `seed` asks for self-seeding."""
+    """Returns the recipe with the longer histories by which `seed` asks for self-seeding."""
 
     def longer(_, cast: Cast) -> Cast:
         if not isinstance(cast.scale, Delayed):
@@ -235,14 +235,14 @@ def _is_whole(lhs, rhs, dimension_numbers) -> bool:
 
 
 def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:
-    """Merge each group of axes into one axis; without batch axes the result is [rows, columns]."""
+    """Merges each group of axes into one axis; without batch axes the result is [rows, columns]."""
     x = x.transpose(*batch, *rows, *columns)
     sizes = [math.prod(x.shape[i] for i in group) for group in _groups(batch, rows, columns)]
     return x.reshape(sizes if batch else sizes[1:])
 
 
 def _groups(*groups) -> list[range]:
-    """Return the positions of consecutive groups of axes."""
+    """Returns the positions of consecutive groups of axes."""
     ends = [sum(len(g) for g in groups[: i + 1]) for i in range(len(groups))]
     return [range(end - len(g), end) for end, g in zip(ends, groups, strict=True)]
 

@@ -58,7 +58,7 @@ class FrozenKernel:
     backend: str
 
     def dequantized(self, dtype: Any = jnp.float32) -> Float[Array, "K N"]:
-        """Return codes * scales [K, N], of one kernel without an axis of layers."""
+        """Returns codes * scales [K, N], of one kernel without an axis of layers."""
         values_KN = dequantize(self.operand.q, dtype)
         if self.operand.axis == -1:
             values_KN = values_KN.T
@@ -81,7 +81,7 @@ class StackedKernel:
     begins: tuple[int, ...]
 
     def part(self, begin: int, end: int) -> Any:
-        """Return the part of layers `begin` to `end` - 1; raises ValueError if there is none."""
+        """Returns the part of layers `begin` to `end` - 1; raises ValueError if there is none."""
         for part, first, following in zip(self.parts, self.begins, self.begins[1:], strict=False):
             if (first, following) == (begin, end):
                 return part
@@ -102,7 +102,7 @@ def has_frozen(tree: Any) -> bool:
 
 
 def take_layers(tree: Any, begin: int, end: int) -> Any:
-    """Return layers `begin` to `end` - 1 of a tree whose leaves have a leading axis of layers."""
+    """Returns layers `begin` to `end` - 1 of a tree whose leaves have a leading axis of layers."""
 
     def take(node: Any) -> Any:
         if isinstance(node, StackedKernel):
@@ -113,7 +113,7 @@ def take_layers(tree: Any, begin: int, end: int) -> Any:
 
 
 def layer_of(tree: Any, index: int) -> Any:
-    """Return layer `index` of a tree whose leaves have a leading axis of layers."""
+    """Returns layer `index` of a tree whose leaves have a leading axis of layers."""
 
     def take(node: Any) -> Any:
         if isinstance(node, StackedKernel):
@@ -137,7 +137,7 @@ def freeze_kernels(
     backend: str | None = None,
     seeded: bool = True,
 ) -> tuple[FrozenKernel, ...]:
-    """Quantize the kernels of weights that are multiplied with one x, as their forward does.
+    """Quantizes the kernels of weights that are multiplied with one x, as their forward does.
 
     Args:
       weights: [K, N] each, in float32, or in the dtype of the master weights. Their histories are
@@ -182,7 +182,7 @@ def _weights_only_on_gpu(recipe: Recipe) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _frozen_matmuls(context: VjpContext, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
-    """Multiply x [M, K] by each frozen weight [K, N]; quantize x once for all."""
+    """Multiplies x [M, K] by each frozen weight [K, N]; quantizes x once for all."""
     return forward(context, x, weights, {"fwd_x": -1})[0]
 
 
@@ -210,7 +210,7 @@ def frozen_dot(
     preferred_element_type: Any = None,
     seeded: bool = False,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """Return x times each weight, as `dot_general_shared` with the kernels that were frozen.
+    """Returns x times each weight, as `dot_general_shared` with the kernels that were frozen.
 
     Other arguments are as there. Amax histories are read and not updated.
 

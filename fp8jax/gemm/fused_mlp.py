@@ -59,7 +59,7 @@ class _Residuals(NamedTuple):
 def _quantize_results(
     context: VjpContext, producer: Producer, sources, casts
 ) -> list[tuple[dict[str, Operand], jax.Array | None]]:
-    """Quantize each result of the producer, without storing it.
+    """Quantizes each result of the producer, without storing it.
 
     Args:
       casts: the arguments of `cast_requests` for each result.
@@ -80,7 +80,7 @@ def _quantize_results(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(contexts: tuple[VjpContext, VjpContext], x, weights: tuple[Weight, ...]) -> jax.Array:
-    """Compute y [M, N] from x [M, K] and weights [K, F], [K, F], [F, N].
+    """Computes y [M, N] from x [M, K] and weights [K, F], [K, F], [F, N].
 
     `contexts` are those of gate and up, and of down.
     """
@@ -88,7 +88,7 @@ def _mlp(contexts: tuple[VjpContext, VjpContext], x, weights: tuple[Weight, ...]
 
 
 def _run(contexts: tuple[VjpContext, VjpContext], x, weights, x_casts: dict[str, int]):
-    """Return y, the operands of `x_casts`, the factors of h, and what casts but g's observe."""
+    """Returns y, the operands of `x_casts`, the factors of h, and what casts but g's observe."""
     (first, second), (*gate_up, down) = contexts, weights
     factors, qx, observed = forward(first, x, gate_up, x_casts)
     ((qh, amax),) = _quantize_results(
@@ -126,7 +126,7 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
 
 
 def _gradients(context: VjpContext, x: Operand, weight: Weight, qg) -> tuple[jax.Array, jax.Array]:
-    """Return dx and dw of one weight from the quantized gradient of its result."""
+    """Returns dx and dw of one weight from the quantized gradient of its result."""
     return input_gradient(context, weight, qg)[0], weight_gradient(context, x, weight, qg)
 
 
@@ -157,7 +157,7 @@ def fused_mlp(
     recipes: tuple[Recipe, Recipe],
     backend: str | None = None,
 ) -> Float[Array, "*rows N"]:
-    """Return y = (silu(x Wg) * (x Wu)) Wd.
+    """Returns y = (silu(x Wg) * (x Wu)) Wd.
 
     Args:
       x: bfloat16.

@@ -49,7 +49,7 @@ Example:
 
 
 def rounding_key(module: nn.Module, recipe: Recipe, key: Any) -> Any:
-    """Return the key for stochastic rounding: the given one, else one of the module's stream `RNG`.
+    """Returns the key for stochastic rounding: the given one, or one of the module's stream `RNG`.
 
     Raises ValueError if the recipe needs a key and there is none; `init` needs none.
     """
@@ -67,7 +67,7 @@ def rounding_key(module: nn.Module, recipe: Recipe, key: Any) -> Any:
 
 
 def keep_master(inputs, kernel, bias, *, dtype=None) -> tuple[Any, Any, Any]:
-    """Return inputs and bias in `dtype` and the kernel as it is: a `promote_dtype=` for flax.
+    """Returns inputs and bias in `dtype` and the kernel as it is: a `promote_dtype=` for flax.
 
     Flax's own function rounds the kernel to `dtype` before the GEMM, and so the kernel's gradient
     to `dtype` on its way back. A quantized GEMM takes a float32 kernel as it is, and returns its
@@ -133,7 +133,7 @@ class Fp8DotGeneral(nn.Module):
         out_sharding=None,
         key=None,
     ) -> Array:
-        """Return `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
+        """Returns `dot_general` of activations lhs and weights rhs, by default in lhs's dtype.
 
         Arguments and errors are those of `fp8jax.dot_general`; recipes that round stochastically
         need `key` or the RNG stream `RNG`.
@@ -195,7 +195,7 @@ class Dense(nn.Module):
 
     @nn.compact
     def variables_for(self, size: int, key: Any = None, scope: str = "") -> tuple[Weight, Any]:
-        """Return the layer's weight [size, N], and its bias [N] or None.
+        """Returns the layer's weight [size, N], and its bias [N] or None.
 
         Variables that do not exist yet are created.
 
@@ -219,7 +219,7 @@ class Dense(nn.Module):
         key: Shaped[Array, "..."] | None = None,
         input_scale: Float[Array, " K"] | None = None,
     ) -> Float[Array, "... N"]:
-        """Return y in x's dtype, or in `preferred_element_type`.
+        """Returns y in x's dtype, or in `preferred_element_type`.
 
         Args:
           x: the activations.
@@ -238,7 +238,7 @@ def together(
     keys: Sequence[Shaped[Array, "..."] | None],
     input_scale: Float[Array, " K"] | None = None,
 ) -> tuple[Float[Array, "... N"], ...]:
-    """Apply several layers to one x; the results equal separate calls, bit for bit.
+    """Applies several layers to one x; the results equal separate calls, bit for bit.
 
     If the layers have the same settings and do not round x stochastically, x is quantized once for
     all of them and saved once for the backward. Only layers whose recipe has shared casts differ
@@ -293,7 +293,7 @@ def together(
 
 
 def _settings(layer: Dense) -> tuple[Any, ...]:
-    """Return the settings that must be equal for layers to share a quantized x."""
+    """Returns the settings that must be equal for layers to share a quantized x."""
     recipe, dtype = as_recipe(layer.recipe), layer.preferred_element_type
     return recipe, layer.backend, dtype, layer.seeded, layer.requantize
 
@@ -301,7 +301,7 @@ def _settings(layer: Dense) -> tuple[Any, ...]:
 def apply_together(
     layers: Sequence[Dense], scopes: Sequence[str], x: Array, keys: Sequence[Any], input_scale
 ) -> tuple[Array, ...]:
-    """Apply layers of equal settings to x, which is quantized once; arguments as in `together`.
+    """Applies layers of equal settings to x, which is quantized once; arguments as in `together`.
 
     `scopes` are the layers' names in the compiled program.
     """
@@ -338,7 +338,7 @@ def apply_together(
 
 
 def add_bias(y: Float[Array, "... N"], bias: Float[Array, " N"] | None) -> Float[Array, "... N"]:
-    """Return y + bias in y's dtype; y itself if the bias is None."""
+    """Returns y + bias in y's dtype; y itself if the bias is None."""
     if bias is None:
         return y
     return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
@@ -371,7 +371,7 @@ class Einsum(nn.Module):
     def __call__(
         self, x: Float[Array, "..."], key: Shaped[Array, "..."] | None = None
     ) -> Float[Array, "..."]:
-        """Return the result in x's dtype; recipes that round stochastically need `key` or `RNG`."""
+        """Returns the result in x's dtype; recipes that round stochastically need a key."""
         check_sizes("shape", self.shape, self.shape)
         recipe = as_recipe(self.recipe)
         init = _named(self.kernel_init, self.kernel_axes)
@@ -390,7 +390,7 @@ class Einsum(nn.Module):
 
 
 def _kernel(module: nn.Module, init: Callable[..., Any], shape: tuple[int, ...]) -> Any:
-    """Return the module's kernel; raises ValueError if the variables hold one of another shape."""
+    """Returns the module's kernel; raises ValueError if the variables hold one of another shape."""
     if module.has_variable("params", "kernel"):
         kernel: Any = module.get_variable("params", "kernel")
         frozen = isinstance(kernel, FrozenKernel)
@@ -407,5 +407,5 @@ def _kernel(module: nn.Module, init: Callable[..., Any], shape: tuple[int, ...])
 
 
 def _named(init: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:
-    """Return `init` with the logical axis names attached, if there are any."""
+    """Returns `init` with the logical axis names attached, if there are any."""
     return nn.with_logical_partitioning(init, axes) if axes else init

@@ -97,12 +97,12 @@ Rows = dict[str, jax.Array]
 
 
 def row_names(what_if: Recipe | None) -> tuple[str, ...]:
-    """Return the names of a probe's rows: "fwd_x", …, and "what_if.fwd_x", …."""
+    """Returns the names of a probe's rows: "fwd_x", …, and "what_if.fwd_x", …."""
     return CASTS if what_if is None else (*CASTS, *(f"what_if.{name}" for name in CASTS))
 
 
 def empty_probe(what_if: Recipe | None = None, layers: tuple[int, ...] = ()) -> Probe:
-    """Return a probe of zeros, with leading axes of the sizes `layers`."""
+    """Returns a probe of zeros, with leading axes of the sizes `layers`."""
     rows = len(row_names(what_if))
     return Probe(
         jnp.zeros((*layers, rows, len(PEAKS)), jnp.float32),
@@ -112,7 +112,7 @@ def empty_probe(what_if: Recipe | None = None, layers: tuple[int, ...] = ()) -> 
 
 
 def module_probe(module: nn.Module) -> Probe | None:
-    """Return the module's probe, None where the variables hold none."""
+    """Returns the module's probe, None where the variables hold none."""
     if not module.has_variable(TELEMETRY, PROBE):
         return None
     probe: Any = module.get_variable(TELEMETRY, PROBE)
@@ -120,12 +120,12 @@ def module_probe(module: nn.Module) -> Probe | None:
 
 
 def combining(probe: Probe | None) -> Probe | None:
-    """Return a probe whose cotangents combine as the module's docstring says."""
+    """Returns a probe whose cotangents combine as the module's docstring says."""
     return probe and dataclasses.replace(probe, peaks=combining_by_max(probe.peaks))
 
 
 def combine(a: Any, b: Any) -> Any:
-    """Return the statistics of two parts of a batch as one; arrays without a probe are peaks."""
+    """Returns the statistics of two parts of a batch as one; arrays without a probe are peaks."""
 
     def both(one: Any, other: Any) -> Any:
         if not isinstance(one, Probe):
@@ -146,7 +146,7 @@ def measure(
     cast_axes: dict[str, int],
     key: Any,
 ) -> Rows:
-    """Return the rows of the named casts of one array; {} without a probe.
+    """Returns the rows of the named casts of one array; {} without a probe.
 
     Args:
       x: the array [..., rows, columns] before its casts.
@@ -191,7 +191,7 @@ def _same(one: Operand, other: Operand) -> bool:
 def _what_if(
     recipe: Recipe, x: jax.Array, cast_axes: dict[str, int], key: Any
 ) -> dict[str, Operand]:
-    """Return x as the recipe's casts of these names make it, by the names of their rows."""
+    """Returns x as the recipe's casts of these names make it, by the names of their rows."""
     key = jax.random.key(0) if key is None else key
     operands: dict[str, Operand] = {}
     requests = {}
@@ -241,7 +241,7 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
 def _as_given(
     operand: QuantizedOperand, tiles: jax.Array, axis: int, shape: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the float32 codes and the scale of each, in the layout of the array that was cast.
+    """Returns the float32 codes and the scale of each, in the layout of the array that was cast.
 
     Kernels write codes with the contracting axis last, padded to whole blocks.
     """
@@ -256,7 +256,7 @@ def _as_given(
 
 
 def _as_row(x: jax.Array, peaks: Any, counts: Any, energies: Any) -> jax.Array:
-    """Return a row of the columns that are given, the first ones, and zeros for the others."""
+    """Returns a row of the columns that are given, the first ones, and zeros for the others."""
     counts = [jnp.full_like(counts[0], x.size), *counts]
     peaks, energies = [*map(_bits, peaks)], [*map(_bits, energies)]
     columns: list[jax.Array] = []
@@ -270,7 +270,7 @@ def _float(x: jax.Array) -> jax.Array:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    """Return the bits of |x| in float32, which sort as numerics/tiles.py says."""
+    """Returns the bits of |x| in float32, which sort as numerics/tiles.py says."""
     return _bits(_float(x)) & 0x7FFFFFFF
 
 
@@ -285,7 +285,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 def _totals(
     magnitudes: Sequence[jax.Array], masks: Sequence[jax.Array], xs: Sequence[jax.Array]
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
-    """Return the largest magnitudes in float32, the counts of True in uint32, and the energies.
+    """Returns the largest magnitudes in float32, the counts of True in uint32, and the energies.
 
     The arrays have one shape. A GPU reads them once for all results: reductions of equal shape
     become one kernel. Rows come first, because XLA's sums on CPUs add one by one; the barrier keeps
@@ -309,7 +309,7 @@ def _totals(
 
 
 def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
-    """Return the rows of fwd_w that are those of dgrad_w: where both casts give the same codes.
+    """Returns the rows of fwd_w that are those of dgrad_w: where both casts give the same codes.
 
     Not the other way round: kernels write the codes of fwd_w transposed.
     """
@@ -326,7 +326,7 @@ def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
 
 
 def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
-    """Return the cotangent of a probe: its rows, zeros where a cast was not measured."""
+    """Returns the cotangent of a probe: its rows, zeros where a cast was not measured."""
     if probe is None:
         return None
     zeros = jnp.zeros_like(next(iter(rows.values())))
@@ -347,7 +347,7 @@ def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
 
 @jax.custom_vjp
 def deposit(x: Any, ys: Any, leaves: Any, statistics: Any) -> Any:
-    """Return ys; the cotangent of `leaves` is `statistics`, and that of x is zero.
+    """Returns ys; the cotangent of `leaves` is `statistics`, and that of x is zero.
 
     For results without a derivative, such as those of frozen kernels: zeros go on to the probes
     below x.
@@ -369,7 +369,7 @@ deposit.defvjp(_deposit_fwd, _deposit_bwd)
 
 @jax.custom_vjp
 def watched(x: jax.Array, peak: jax.Array) -> jax.Array:
-    """Return x; the cotangent of `peak` is max|x|."""
+    """Returns x; the cotangent of `peak` is max|x|."""
     return x
 
 

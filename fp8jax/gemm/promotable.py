@@ -44,7 +44,7 @@ def _promotable(pair: Pair, promoted, x, weight: Weight) -> jax.Array:
 
 
 def _forward(pair: Pair, promoted, x, weight: Weight) -> tuple[jax.Array, Observed]:
-    """Return y, and what the casts of x and w have observed."""
+    """Returns y, and what the casts of x and w have observed."""
 
     def with_recipe(context: VjpContext):
         def branch(x, weight: Weight):
@@ -90,7 +90,7 @@ def promotable_dot(
     high: Recipe,
     backend: str | None = None,
 ) -> Float[Array, "*rows N"]:
-    """Return x w in x's dtype, quantized by recipe `high` if `promoted`, else by `low`.
+    """Returns x w in x's dtype, quantized by recipe `high` if `promoted`, else by `low`.
 
     dx has x's dtype, dw has w's.
 

@@ -126,7 +126,7 @@ class JointAmax(NamedTuple):
 def cast_requests(
     recipe: Recipe, cast_axes: dict[str, int], histories: Histories, key
 ) -> dict[str, CastRequest]:
-    """Return name -> request for each named cast, without the casts that are None.
+    """Returns name -> request for each named cast, without the casts that are None.
 
     Args:
       cast_axes: name of the cast -> contracting axis of its operand.
@@ -154,7 +154,7 @@ def quantize_operand(
     weight: Weight,
     joint: jax.Array | None = None,
 ) -> tuple[dict[str, Operand], jax.Array | None]:
-    """Quantize `x` for each requested GEMM; also return max|x| where the kernel computed it.
+    """Quantizes `x` for each requested GEMM; also returns max|x| where the kernel computed it.
 
     Args:
       x: the operand x, w or g of a GEMM of the weight.
@@ -187,7 +187,7 @@ def quantize_operand(
 
 
 def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, CastRequest]:
-    """Return the requests, with `amax` for the casts that take the amax of the whole tensor.
+    """Returns the requests, with `amax` for the casts that take the amax of the whole tensor.
 
     A cast with a Hadamard transform takes the amax of the transformed tensor, so it stays as it is.
     """
@@ -204,7 +204,7 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
 def shared_amax(
     context: VjpContext, casts: Sequence[str], arrays: Sequence[jax.Array]
 ) -> jax.Array | None:
-    """Return max|x| over the arrays if one of the named casts is shared, else None."""
+    """Returns max|x| over the arrays if one of the named casts is shared, else None."""
     recipe_casts = context.recipe.by_name()
     shared = [cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared]
     if not shared or len(arrays) < 2:
@@ -217,7 +217,7 @@ def shared_amax(
 def named_matmul(
     context: VjpContext, name: str, scope: str, a: Operand, b: Operand, dtype
 ) -> jax.Array:
-    """Compute GEMM `name` of the recipe under scopes that stay in the compiled program.
+    """Computes GEMM `name` of the recipe under scopes that stay in the compiled program.
 
     analysis/gemms.py reads them.
     """
@@ -229,7 +229,7 @@ def named_matmul(
 
 
 def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
-    """Return the weight in the activations' dtype if no cast quantizes it, else unchanged.
+    """Returns the weight in the activations' dtype if no cast quantizes it, else unchanged.
 
     A cast quantizes the master weight directly.
     """
@@ -243,7 +243,7 @@ def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 def quantized_matmuls(
     context: VjpContext, x: jax.Array, weights: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
-    """Multiply x [..., M, K] by each weight [..., K, N] to [..., M, N]; quantize x once for all.
+    """Multiplies x [..., M, K] by each weight [..., K, N] to [..., M, N]; quantizes x once for all.
 
     The cotangent of a weight is what weight.py says.
     """
@@ -254,7 +254,7 @@ def quantized_matmuls(
 def forward(
     context: VjpContext, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
 ) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Observed, ...]]:
-    """Compute the forward GEMMs of one x.
+    """Computes the forward GEMMs of one x.
 
     Args:
       weights: all of them, or none, are frozen.
@@ -282,7 +282,7 @@ def forward(
 
 
 def _sharing(weights: Sequence[Weight]) -> Weight:
-    """Return what quantizes an x that weights share: the first, with the largest history of x."""
+    """Returns what quantizes an x that weights share: the first, with the largest history of x."""
     largest = largest_of(tuple(weight.history_of("x") for weight in weights))
     return dataclasses.replace(weights[0], histories=largest)
 
@@ -290,7 +290,7 @@ def _sharing(weights: Sequence[Weight]) -> Weight:
 def forward_matmul(
     context: VjpContext, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
 ) -> tuple[jax.Array, Observed]:
-    """Compute one forward GEMM; return y, and what the cast of w has observed.
+    """Computes one forward GEMM; returns y, and what the cast of w has observed.
 
     Args:
       dtype: of x.
@@ -308,7 +308,7 @@ def forward_matmul(
 
 @jax.custom_jvp
 def _first_derivative(arrays: Any) -> Any:
-    """Return arrays, gradients or what they are computed from, that nobody may differentiate.
+    """Returns arrays, gradients or what they are computed from, that nobody may differentiate.
 
     JAX would differentiate the casts of forward and backward, which are constant almost everywhere:
     second derivatives would be wrong, mostly zero.
@@ -349,7 +349,7 @@ def _requantizes(context: VjpContext, weights: Sequence[Weight]) -> bool:
 
 
 def _wgrad_x(context: VjpContext, saved: _Residuals) -> Operand:
-    """Return the operand x of wgrad, quantized now if the forward has saved x itself."""
+    """Returns the operand x of wgrad, quantized now if the forward has saved x itself."""
     if not _requantizes(context, saved.weights):
         return saved.x
     assert isinstance(saved.x, PlainOperand)
@@ -386,7 +386,7 @@ def backward(
     g: jax.Array,
     joint: JointAmax,
 ) -> tuple[jax.Array, Weight]:
-    """Compute the backward GEMMs of one weight from the gradient g of its result.
+    """Computes the backward GEMMs of one weight from the gradient g of its result.
 
     Args:
       x: the operand x of wgrad.
@@ -409,7 +409,7 @@ def backward(
 def input_gradient(
     context: VjpContext, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, Operand]]:
-    """Compute the dgrad GEMM, dx = Q(g) Q(w)^T; also return the operand Q(w)."""
+    """Computes the dgrad GEMM, dx = Q(g) Q(w)^T; also returns the operand Q(w)."""
     w = in_compute_dtype(weight.value, context.dtype, context.recipe.dgrad_w)
     qw, _ = quantize_operand(context, w, W_CASTS, weight, joint_w)
     dx = named_matmul(context, "dgrad", weight.scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
@@ -419,10 +419,10 @@ def input_gradient(
 def weight_gradient(
     context: VjpContext, x: Operand, weight: Weight, qg: dict[str, Operand]
 ) -> jax.Array:
-    """Compute the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
+    """Computes the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
     return named_matmul(context, "wgrad", weight.scope, x, qg["wgrad_g"], weight.value.dtype)
 
 
 def sum_cotangents(cotangents: Sequence[jax.Array]) -> jax.Array:
-    """Add in the order in which JAX adds the cotangents of an array that several GEMMs read."""
+    """Adds in the order in which JAX adds the cotangents of an array that several GEMMs read."""
     return functools.reduce(jnp.add, cotangents[::-1])

@@ -55,7 +55,7 @@ class Weight:
     scope: str = ""
 
     def history_of(self, operand: str) -> Histories:
-        """Return {operand: its history in float32}, {} if it has none."""
+        """Returns {operand: its history in float32}, {} if it has none."""
         return to_float32({k: v for k, v in self.histories.items() if k == operand})
 
 
@@ -71,7 +71,7 @@ class Observed(NamedTuple):
     rows: Rows
 
     def also(self, other: "Observed") -> "Observed":
-        """Return both."""
+        """Returns both."""
         return Observed(self.histories | other.histories, self.rows | other.rows)
 
 
@@ -82,7 +82,7 @@ def observe(
     operands: Mapping[str, Operand],
     casts: dict[str, int],
 ) -> Observed:
-    """Return what the casts of one array leave behind for one weight.
+    """Returns what the casts of one array leave behind for one weight.
 
     Args:
       x: the array [..., rows, columns], which is x, w or g.
@@ -96,7 +96,7 @@ def observe(
 
 
 def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe) -> Weight:
-    """Return the cotangent of a weight from its gradient and what was observed of x, w and g."""
+    """Returns the cotangent of a weight from its gradient and what was observed of x, w and g."""
     histories = {
         operand: largest_like(observed.histories[operand], varying(history))
         for operand, history in weight.histories.items()
@@ -114,7 +114,7 @@ def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe)
 
 
 def combining(x: jax.Array, weight: Weight) -> Weight:
-    """Return a weight whose cotangents combine over several uses as their kind does.
+    """Returns a weight whose cotangents combine over several uses as their kind does.
 
     Raises ValueError where `jax.vmap` maps x and not the histories (shared_leaf.py).
     """

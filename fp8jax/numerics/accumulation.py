@@ -58,7 +58,7 @@ ACCUMULATION_OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def parse_accumulation(text: str) -> str:
-    """Return `text`, an entry of `ACCUMULATIONS`; raises ValueError for another."""
+    """Returns `text`, an entry of `ACCUMULATIONS`; raises ValueError for another."""
     if text not in ACCUMULATIONS:
         raise unknown("accumulation", text, ACCUMULATIONS)
     return text

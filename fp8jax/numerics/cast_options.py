@@ -303,7 +303,7 @@ OPTIONS: dict[str, Option] = {
 def change_casts(
     owner: str, recipes: Sequence[Recipe], name: str, value: str
 ) -> tuple[Recipe, ...]:
-    """Return the recipes with the option `name`, a key of `OPTIONS`, applied to their casts.
+    """Returns the recipes with the option `name`, a key of `OPTIONS`, applied to their casts.
 
     `owner` is whose recipes they are, for error messages: "policy 'fp8_block'".
 

@@ -10,22 +10,22 @@ HEADER = ("cast", "format", "tile", "scale", "timing", "rounding", "Hadamard")
 
 
 def scale_name(rule: ScaleRule) -> str:
-    """Return the rule's key in `SCALES`, or the rule as it is written."""
+    """Returns the rule's key in `SCALES`, or the rule as it is written."""
     return next((name for name, known in SCALES.items() if known == rule), repr(rule))
 
 
 def timing_name(cast: Any) -> str:
-    """Return a cast's timing, with its history: "delayed, max of 16"."""
+    """Returns a cast's timing, with its history: "delayed, max of 16"."""
     return f"delayed, {cast.scale.amax} of {cast.history}" if cast.delayed else cast.timing
 
 
 def tile_name(cast: Any) -> str:
-    """Return a cast's tile, and whether several weights share its scale: "tensor, shared"."""
+    """Returns a cast's tile, and whether several weights share its scale: "tensor, shared"."""
     return f"{cast.tile}, shared" if cast.shared else str(cast.tile)
 
 
 def cast_words(cast: Any) -> str:
-    """Return a cast in a few words: "e4m3 tile128 fp32 current"."""
+    """Returns a cast in a few words: "e4m3 tile128 fp32 current"."""
     words = [cast.format.name, tile_name(cast), scale_name(cast.rule), timing_name(cast)]
     if cast.rounding != "nearest":
         words.append(cast.rounding)
@@ -35,7 +35,7 @@ def cast_words(cast: Any) -> str:
 
 
 def recipe_words(casts: dict[str, Any], accumulation: Accumulation) -> str:
-    """Return a recipe in a line: its casts by name, equal ones once, and its split sums if any."""
+    """Returns a recipe in a line: its casts by name, equal ones once, and its split sums if any."""
     names: dict[Any, list[str]] = {}
     for name, cast in casts.items():
         names.setdefault(cast, []).append(name)
@@ -51,13 +51,13 @@ def recipe_words(casts: dict[str, Any], accumulation: Accumulation) -> str:
 
 
 def split_gemms(accumulation: Accumulation) -> str:
-    """Return which GEMMs split their sums: "dgrad+wgrad split"; "" if none does."""
+    """Returns which GEMMs split their sums: "dgrad+wgrad split"; "" if none does."""
     names = [name for name, how in accumulation._asdict().items() if how == "split"]
     return f"{'+'.join(names)} split" if names else ""
 
 
 def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple[str, ...]]:
-    """Return one row of cells for each cast, under `HEADER`, and one for split sums if any."""
+    """Returns one row of cells for each cast, under `HEADER`, and one for split sums if any."""
     rows: list[tuple[str, ...]] = []
     for name, cast in casts.items():
         if cast is None:
@@ -80,5 +80,5 @@ def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple
 
 
 def table(rows: list[tuple[str, ...]], header: tuple[str, ...] = HEADER) -> str:
-    """Return rows of cells as a text table."""
+    """Returns rows of cells as a text table."""
     return "\n".join(aligned([header, *rows]))

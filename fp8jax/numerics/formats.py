@@ -174,7 +174,7 @@ FormatLike = str | Format | np.dtype | type  # a name, a format, or its dtype
 
 
 def as_format(fmt: FormatLike) -> Format:
-    """Return `fmt`, or the format of that name or dtype (`jnp.float8_e4m3fn`).
+    """Returns `fmt`, or the format of that name or dtype (`jnp.float8_e4m3fn`).
 
     Raises ValueError for an unknown name, TypeError for anything else and for other dtypes.
     """
@@ -251,7 +251,7 @@ def cast(
     rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
 ) -> Shaped[Array, "..."]:
-    """Convert `x` to format `fmt`, clipping at the format's largest magnitude.
+    """Converts `x` to format `fmt`, clipping at the format's largest magnitude.
 
     Args:
       x: an array of any shape in a float dtype. float64 is rounded to float32 first.
@@ -300,7 +300,7 @@ def cast_unchecked(
 def rounded(
     x: Float[Array, "..."], fmt: Format, noise: Float[Array, "..."] | None
 ) -> Float[Array, "..."]:
-    """Return the numbers of the codes in float32, as `cast_unchecked` of a float32 `x`."""
+    """Returns the numbers of the codes in float32, as `cast_unchecked` of a float32 `x`."""
     x = jnp.minimum(jnp.maximum(x, -fmt.max), fmt.max)
     if not fmt.has_nan:
         x = jnp.where(x != x, 0.0, x)
@@ -319,7 +319,7 @@ def rounded(
 
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Return the place of each element of an array, in row-major order, modulo 2^32."""
+    """Returns the place of each element of an array, in row-major order, modulo 2^32."""
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
         step = np.uint32(stride % 2**32)
@@ -329,7 +329,7 @@ def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
 
 
 def draws(key: Shaped[Array, "..."], at: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    """Return a number for each place, uniform over the 2^16 odd multiples of 2^-17 below 1.
+    """Returns a number for each place, uniform over the 2^16 odd multiples of 2^-17 below 1.
 
     One 32-bit hash of the key's first and last word serves two neighboring places: its lower half
     the even one, its upper half the odd one. Its rounds and constants are those of Chris Wellons'
@@ -341,7 +341,7 @@ def draws(key: Shaped[Array, "..."], at: UInt32[Array, "..."]) -> Float[Array, "
 
 
 def key_words(key: Shaped[Array, "..."]) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
-    """Return the first and the last word of a key."""
+    """Returns the first and the last word of a key."""
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
     words = key.reshape(-1)
@@ -358,7 +358,7 @@ def drawn(
 
 
 def folded(key: Shaped[Array, "..."], number: Any) -> Shaped[Array, "..."]:
-    """Return another key of the same kind for each number, for `draws`.
+    """Returns another key of the same kind for each number, for `draws`.
 
     What `jax.random.fold_in` does, in the operations of one draw: a training step derives 22 keys
     in each layer, and the hashes of JAX's keys took most of the time to compile it.
@@ -371,7 +371,7 @@ def folded(key: Shaped[Array, "..."], number: Any) -> Shaped[Array, "..."]:
 
 
 def _mixed(bits: UInt32[Array, "..."], word: Any) -> UInt32[Array, "..."]:
-    """Return a permutation of 32 bits, a different one for each word."""
+    """Returns a permutation of 32 bits, a different one for each word."""
     bits = ((bits ^ (bits >> 17)) * np.uint32(0xED5AD4BB)) ^ word
     bits = (bits ^ (bits >> 11)) * np.uint32(0xAC4C1B51)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x31848BAB)
@@ -379,6 +379,6 @@ def _mixed(bits: UInt32[Array, "..."], word: Any) -> UInt32[Array, "..."]:
 
 
 def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return 2^floor(log2|x|) of float32 `x`, exact: its exponent bits (0 for 0, NaN for NaN)."""
+    """Returns 2^floor(log2|x|) of float32 `x`, exact: its exponent bits (0 for 0, NaN for NaN)."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
     return jnp.where(jnp.isnan(x), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))

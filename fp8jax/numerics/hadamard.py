@@ -21,7 +21,7 @@ _SIGNS = 0x243F6A8885A308D313198A2E03707344  # the first 128 bits of pi's fracti
 
 
 def check_hadamard(size: int) -> None:
-    """Raise ValueError unless `size` is a power of two up to 128 (1: no transform)."""
+    """Raises ValueError unless `size` is a power of two up to 128 (1: no transform)."""
     if size not in (1, 2, 4, 8, 16, 32, 64, 128):
         raise ValueError(
             f"the Hadamard size must be 1 (no transform) or a power of two up to 128, got {size}"
@@ -29,7 +29,7 @@ def check_hadamard(size: int) -> None:
 
 
 def hadamard(x: Float[Array, "..."], size: int, *, axis: int = -1) -> Float[Array, "..."]:
-    """Transform `x`, in float32, in blocks of `size` elements along `axis`.
+    """Transforms `x`, in float32, in blocks of `size` elements along `axis`.
 
     Zeros pad that axis to whole blocks. The sums are pairwise, in log2(size) rounds, so every
     device gives the same bits. Raises ValueError unless `size` is a power of two up to 128.
@@ -50,7 +50,7 @@ def hadamard_parts(
 
 
 def butterflies(parts: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
-    """Return the transform of the elements of a block, one float32 array for each element."""
+    """Returns the transform of the elements of a block, one float32 array for each element."""
     size, half = len(parts), 1
     parts = [-part if _SIGNS >> (127 - i) & 1 else part for i, part in enumerate(parts)]
     while half < size:
@@ -63,7 +63,7 @@ def butterflies(parts: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."
 
 
 def split(x: Shaped[Array, "..."], size: int, axis: int) -> list[Shaped[Array, "..."]]:
-    """Return the i-th elements of all blocks of `size` along `axis`, for each i; zeros pad it."""
+    """Returns the i-th elements of all blocks of `size` along `axis`, for each i; zeros pad it."""
     if size == 1:
         return [x]
     axis %= x.ndim
@@ -77,7 +77,7 @@ def split(x: Shaped[Array, "..."], size: int, axis: int) -> list[Shaped[Array, "
 
 
 def joined(parts: Sequence[Shaped[Array, "..."]], axis: int) -> Shaped[Array, "..."]:
-    """Undo `split`, but for its padding."""
+    """Undoes `split`, but for its padding."""
     if len(parts) == 1:
         return parts[0]
     shape = list(parts[0].shape)

@@ -30,7 +30,7 @@ _ORDER = ("head", "bf16_first", "bf16_last", *RECIPE_OPTIONS, "qkv")
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
-    """Return `recipe`, or the recipe of that name with the options behind a colon applied.
+    """Returns `recipe`, or the recipe of that name with the options behind a colon applied.
 
     Raises:
       TypeError: if it is neither a recipe nor a name.
@@ -63,7 +63,7 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def as_policy(policy: str | Policy) -> Policy:
-    """Return `policy`, or the policy of that name with the options behind a colon applied.
+    """Returns `policy`, or the policy of that name with the options behind a colon applied.
 
     Raises:
       TypeError: if it is neither a policy nor a name.
@@ -89,7 +89,7 @@ def as_policy(policy: str | Policy) -> Policy:
 
 
 def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
-    """Return the name, and (option, value) of each option in the order in which they apply.
+    """Returns the name, and (option, value) of each option in the order in which they apply.
 
     `known` are the names of options.
     """
@@ -128,7 +128,7 @@ def _apply(policy: Policy, name: str, value: str) -> Policy:
 def _change_recipes(
     owner: str, recipes: tuple[Recipe, ...], name: str, value: str
 ) -> tuple[Recipe, ...]:
-    """Return the recipes of `owner` with an option applied; raises ValueError if none takes it."""
+    """Returns the recipes of `owner` with an option applied; raises ValueError if none takes it."""
     if name in OPTIONS:
         return change_casts(owner, recipes, name, value)
     gemms, _ = ACCUMULATION_OPTIONS[name]
@@ -146,7 +146,7 @@ def _change_recipes(
 
 
 def _with_shared_qkv(policy: Policy, value: str) -> Policy:
-    """Return the policy with one scale for the weights of queries, keys and values together.
+    """Returns the policy with one scale for the weights of queries, keys and values together.
 
     The gradients of their results share a scale, too. Raises ValueError for another value, if the
     three run different recipes, and if these have no scales that can be shared.

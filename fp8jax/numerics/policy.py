@@ -88,14 +88,14 @@ class Policy:
         return table(rows, ("modules", "recipe", *HEADER))
 
     def recipe(self, path: str) -> Recipe:
-        """Return the recipe of the module at `path`, such as "layers/mlp/down"."""
+        """Returns the recipe of the module at `path`, such as "layers/mlp/down"."""
         for pattern, recipe in self.rules:
             if fnmatch.fnmatchcase(path, pattern):
                 return recipe
         return HIGH_PRECISION
 
     def exempt(self, num_layers: int) -> tuple[int, int]:
-        """Return how many first and how many last layers run in high precision."""
+        """Returns how many first and how many last layers run in high precision."""
 
         def count(value: int | float) -> int:
             if value == int(value):
@@ -106,7 +106,7 @@ class Policy:
         return count(self.bf16_first), count(self.bf16_last)
 
     def check(self, paths: Iterable[str], num_layers: int) -> None:
-        """Check the policy against a model's module paths and number of layers.
+        """Checks the policy against a model's module paths and number of layers.
 
         Raises ValueError for a rule that matches no path (a typo would silently leave modules in
         high precision), and for more exempt layers than the model has.
@@ -136,12 +136,12 @@ class Policy:
         return any(recipe.stochastic for _, recipe in self.rules)
 
     def current(self) -> "Policy":
-        """Return the policy whose delayed casts take current scales: it has no histories."""
+        """Returns the policy whose delayed casts take current scales: it has no histories."""
         rules = tuple((pattern, recipe.current()) for pattern, recipe in self.rules)
         return dataclasses.replace(self, rules=rules)
 
     def without_exemptions(self) -> "Policy":
-        """Return the policy of the layers that are not exempt."""
+        """Returns the policy of the layers that are not exempt."""
         return dataclasses.replace(self, bf16_first=0, bf16_last=0)
 
 

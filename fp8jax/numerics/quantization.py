@@ -67,7 +67,7 @@ class Quantized:
     tile: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
 
     def float_scale(self) -> Float[Array, "..."]:
-        """Return the float32 scale of each tile, including `tensor_scale` if there is one."""
+        """Returns the float32 scale of each tile, including `tensor_scale` if there is one."""
         scale = self.scale.astype(jnp.float32)
         return scale if self.tensor_scale is None else scale * self.tensor_scale
 
@@ -83,7 +83,7 @@ def quantize(
     rounding: str = "nearest",
     key: Shaped[Array, "..."] | None = None,
 ) -> Quantized:
-    """Quantize `x` to format `fmt` with one scale per tile.
+    """Quantizes `x` to format `fmt` with one scale per tile.
 
     Args:
       x: an array of any shape with at least one axis, in a float dtype.
@@ -129,7 +129,7 @@ def quantize(
 
 
 def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:
-    """Return an amax that broadcasts to `grid`; negative entries raise, NaN replaces traced ones.
+    """Returns an amax that broadcasts to `grid`; negative entries raise, NaN replaces traced ones.
 
     Raises TypeError for an amax that is not an array of floats.
     """
@@ -235,7 +235,7 @@ def quantize_unchecked(
 
 
 def larger(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the larger magnitude of two float32 numbers; NaN if one is NaN (tiles.py)."""
+    """Returns the larger magnitude of two float32 numbers; NaN if one is NaN (tiles.py)."""
     return lax.bitcast_convert_type(jnp.maximum(_magnitude(one), _magnitude(other)), jnp.float32)
 
 
@@ -244,7 +244,7 @@ def _magnitude(x: jax.Array) -> jax.Array:
 
 
 def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
-    """Return values * scale in `dtype`, with the shape of the values.
+    """Returns values * scale in `dtype`, with the shape of the values.
 
     With a tensor scale, a code times the scale of its tile is exact; so the number is rounded once.
 

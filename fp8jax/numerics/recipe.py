@@ -178,12 +178,12 @@ class Cast:
         return self.tile == TENSOR and self.rounding == "nearest" and self.hadamard == 1
 
     def current(self) -> "Cast":
-        """Return the cast with the scale of the tensor itself if it is delayed, else unchanged."""
+        """Returns the cast with the scale of the tensor itself if it is delayed, else unchanged."""
         return dataclasses.replace(self, scale=self.rule)
 
 
 def _as_scale(scale: Any) -> ScaleRule | Delayed:
-    """Return a cast's scale, or the rule of that name; raises as `as_scale_rule` does."""
+    """Returns a cast's scale, or the rule of that name; raises as `as_scale_rule` does."""
     return scale if isinstance(scale, Delayed) else as_scale_rule(scale)
 
 
@@ -291,11 +291,11 @@ class Recipe:
         return table(recipe_rows(self.by_name(), self.accumulation))
 
     def by_name(self) -> dict[str, Cast | None]:
-        """Return each cast by the name of its field."""
+        """Returns each cast by the name of its field."""
         return {name: getattr(self, name) for name in CASTS}
 
     def _operands(self) -> dict[str, tuple[Cast, ...]]:
-        """Return operand "x", "w" or "g" -> the casts of it that quantize."""
+        """Returns operand "x", "w" or "g" -> the casts of it that quantize."""
         pairs = {
             "x": (self.fwd_x, self.wgrad_x),
             "w": (self.fwd_w, self.dgrad_w),
@@ -346,7 +346,7 @@ class Recipe:
         return any(cast.shared for cast in self.casts)
 
     def map(self, change: Callable[[str, Cast], Cast | None]) -> "Recipe":
-        """Return the recipe with each cast replaced by change(name, cast), name such as "dgrad_g".
+        """Returns the recipe with each cast replaced by change(name, cast), name such as "dgrad_g".
 
         Operands in high precision stay so.
         """
@@ -357,11 +357,11 @@ class Recipe:
         return dataclasses.replace(self, **changed)
 
     def current(self) -> "Recipe":
-        """Return the recipe whose delayed casts take current scales: it has no histories."""
+        """Returns the recipe whose delayed casts take current scales: it has no histories."""
         return self.map(lambda _, cast: cast.current())
 
     def sharing(self) -> "Recipe":
-        """Return the recipe whose casts of w and g with one current scale per tensor are shared."""
+        """Returns the recipe whose casts of w and g that have one current scale are shared."""
 
         def share(name: str, cast: Cast) -> Cast:
             alone = cast.tile == TENSOR and cast.timing == "current" and cast.hadamard == 1
@@ -370,13 +370,13 @@ class Recipe:
         return self.map(share)
 
     def with_forward(self, other: "Recipe") -> "Recipe":
-        """Return a recipe with this one's backward and the other's forward."""
+        """Returns a recipe with this one's backward and the other's forward."""
         sums = self.accumulation._replace(fwd=other.accumulation.fwd)
         return dataclasses.replace(
             self, fwd_x=other.fwd_x, fwd_w=other.fwd_w, accumulation=sums, name="custom"
         )
 
     def with_accumulation(self, how: str, gemms: tuple[str, ...]) -> "Recipe":
-        """Return the recipe with that accumulation in those of the GEMMs that have the choice."""
+        """Returns the recipe with that accumulation in those of the GEMMs that have the choice."""
         chosen = {name: how for name in gemms if self.gemms[name].sums_codes}
         return dataclasses.replace(self, accumulation=self.accumulation._replace(**chosen))

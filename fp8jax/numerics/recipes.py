@@ -52,24 +52,24 @@ E4M3, E5M2, E2M1 = (FORMATS[name] for name in ("e4m3", "e5m2", "e2m1"))
 
 
 def _recipe(name: str, x: Cast, w: Cast | None = None, g: Cast | None = None) -> Recipe:
-    """Return a recipe with one cast per operand, for both of its GEMMs; w and g default to x's."""
+    """Returns a recipe with one cast per operand, for both of its GEMMs; w and g default to x's."""
     w, g = w or x, g or x
     return Recipe(name=name, fwd_x=x, fwd_w=w, dgrad_g=g, dgrad_w=w, wgrad_x=x, wgrad_g=g)
 
 
 def _per_tensor(name: str, **fields) -> Recipe:
-    """Return a recipe with one scale per tensor: E4M3 weights and activations, E5M2 gradients."""
+    """Returns a recipe with one scale per tensor: E4M3 weights and activations, E5M2 gradients."""
     return _recipe(name, Cast(format=E4M3, **fields), g=Cast(format=E5M2, **fields))
 
 
 def _blocks(name: str, scale: ScaleRule) -> Recipe:
-    """Return an E4M3 recipe with 1x128 tiles, and 128x128 blocks for weights."""
+    """Returns an E4M3 recipe with 1x128 tiles, and 128x128 blocks for weights."""
     tile = Cast(format=E4M3, tile=TILE128, scale=scale)
     return _recipe(name, tile, w=dataclasses.replace(tile, tile=BLOCK128))
 
 
 def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recipe:
-    """Return an FP4 recipe with NVIDIA's methods.
+    """Returns an FP4 recipe with NVIDIA's methods.
 
     Weights are quantized in tiles of `block`, gradients are rounded stochastically, and wgrad's
     operands are Hadamard-transformed.

@@ -42,7 +42,7 @@ MAX_SCALE = 2.0**126
 
 
 def _over(amax: jax.Array, largest: float) -> jax.Array:
-    """Return amax / largest, computed as amax times the float32 reciprocal of `largest`.
+    """Returns amax / largest, computed as amax times the float32 reciprocal of `largest`.
 
     Unlike a division, this gives the same bits on every device. It is exact for amax =
     largest * 2^k in all formats of this library.
@@ -51,7 +51,7 @@ def _over(amax: jax.Array, largest: float) -> jax.Array:
 
 
 def _nonzero(amax: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return `scale`, at least MIN_SCALE, and 1 where the amax is zero."""
+    """Returns `scale`, at least MIN_SCALE, and 1 where the amax is zero."""
     return jnp.where(amax == 0, 1.0, jnp.maximum(scale, MIN_SCALE))
 
 
@@ -241,7 +241,7 @@ SCALES: Table[ScaleRule] = Table("scale rule", _ALL)
 
 
 def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
-    """Return `rule`, or the scale rule of that name.
+    """Returns `rule`, or the scale rule of that name.
 
     Raises ValueError for an unknown name, TypeError for what is neither a rule nor a name.
     """

@@ -61,7 +61,7 @@ class PrecisionSchedule:
         return tuple(as_policy(policy) for _, policy in self.stages)
 
     def begins(self, num_steps: int) -> tuple[int, ...]:
-        """Return how many steps are finished when each stage begins.
+        """Returns how many steps are finished when each stage begins.
 
         Raises ValueError if a stage gets no step.
         """
@@ -74,7 +74,7 @@ class PrecisionSchedule:
         return begins
 
     def policy_of(self, step: int, num_steps: int) -> Policy:
-        """Return the policy of step `step`, counted from 1."""
+        """Returns the policy of step `step`, counted from 1."""
         begun = [begin < step for begin in self.begins(num_steps)]
         return self.policies[max(sum(begun), 1) - 1]
 
@@ -91,7 +91,7 @@ def _check_stage(owner: str, stage: Any) -> None:
 
 
 def as_schedule(precision: str, schedule: Iterable[Any]) -> PrecisionSchedule:
-    """Return the schedule that a config's keys `precision` and `precision_schedule` describe.
+    """Returns the schedule that a config's keys `precision` and `precision_schedule` describe.
 
     Args:
       precision: the policy at the start.

@@ -74,7 +74,7 @@ class Tile:
         return next((name for name, tile in TILES.items() if tile == self), " x ".join(sizes))
 
     def per_axis(self, ndim: int, contract_axis: int) -> tuple[int | None, ...]:
-        """Return the tile's size along each of `ndim` axes.
+        """Returns the tile's size along each of `ndim` axes.
 
         The free axis is the last axis that is not contracted. The remaining axes (batch axes) have
         size None if the tile is the whole tensor, else size 1. Raises ValueError for an axis out of
@@ -90,7 +90,7 @@ class Tile:
 
 
 def check_axis(name: str, axis: Any, ndim: int) -> int:
-    """Return `axis` as an int; raises TypeError for others, ValueError for one out of range."""
+    """Returns `axis` as an int; raises TypeError for others, ValueError for one out of range."""
     try:
         index = operator.index(axis)
     except TypeError:
@@ -173,7 +173,7 @@ TileLike = str | Tile | Sequence[int | None]  # a name, a tile, or (free, contra
 
 
 def as_tile(tile: TileLike) -> Tile:
-    """Return `tile`, or the tile of that name, or of (free, contract).
+    """Returns `tile`, or the tile of that name, or of (free, contract).
 
     Raises ValueError for an unknown name, TypeError for anything else.
     """
@@ -191,12 +191,12 @@ def as_tile(tile: TileLike) -> Tile:
 
 
 def tile_grid(shape: tuple[int, ...], tile: tuple[int | None, ...]) -> list[tuple[int, int]]:
-    """Return (number of tiles, elements per tile) for each axis."""
+    """Returns (number of tiles, elements per tile) for each axis."""
     return [(1, d) if t is None else (-(-d // t), t) for d, t in zip(shape, tile, strict=True)]
 
 
 def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Array, "..."]:
-    """Return float32 max|x| of each tile, with the rank of `x`; NaN where a tile contains NaN.
+    """Returns float32 max|x| of each tile, with the rank of `x`; NaN where a tile contains NaN.
 
     The maximum is computed over the bit patterns without the sign. They sort like the magnitudes,
     with NaN above infinity. XLA's floating-point maximum can lose a NaN on CPUs
@@ -213,19 +213,19 @@ def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Arr
 
 
 def joint_amax(arrays: Sequence[Float[Array, "..."]]) -> Float[Array, ""]:
-    """Return float32 max|x| over several arrays; NaN if one of them contains NaN."""
+    """Returns float32 max|x| over several arrays; NaN if one of them contains NaN."""
     return tensor_amax(jnp.stack([tensor_amax(x) for x in arrays]))
 
 
 def tensor_amax(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """Return float32 max|x| of the whole array; NaN if it contains NaN."""
+    """Returns float32 max|x| of the whole array; NaN if it contains NaN."""
     return tile_amax(x, (None,) * x.ndim).reshape(())
 
 
 def spread(
     scale: Shaped[Array, "..."], tile: tuple[int | None, ...], shape: tuple[int, ...]
 ) -> Shaped[Array, "..."]:
-    """Repeat each tile's scale over its elements, so that the result broadcasts against `shape`.
+    """Repeats each tile's scale over its elements, so that the result broadcasts against `shape`.
 
     An axis with a single tile keeps length 1.
     """

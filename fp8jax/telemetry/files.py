@@ -49,7 +49,7 @@ def _schema() -> Any:
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Write rows as a Parquet file, which replaces one of that name; makes its folder.
+    """Writes rows as a Parquet file, which replaces one of that name; makes its folder.
 
     Args:
       path: of the file.
@@ -79,7 +79,7 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: str | os.PathLike[str]) -> Table:
-    """Return the rows of a file, of a folder of files, or of a run's directory, in order of steps.
+    """Returns the rows of a file, of a folder of files, or of a run's directory, in order of steps.
 
     Args:
       path: a Parquet file, a folder of such files, or a workdir.
@@ -130,7 +130,7 @@ class StepFiles:
             path.unlink()
 
     def write(self, step: int, rows: Sequence[Row]) -> None:
-        """Write the rows of one step."""
+        """Writes the rows of one step."""
         write_rows(self._folder / f"step_{step:09d}.parquet", rows)
 
 

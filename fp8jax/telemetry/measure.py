@@ -30,7 +30,7 @@ def measure(
     gradients: bool = True,
     has_aux: bool = False,
 ) -> Table:
-    """Return what every cast of a model does in one evaluation of a function of it.
+    """Returns what every cast of a model does in one evaluation of a function of it.
 
     Every `Dense`, `Einsum`, `Fp8DotGeneral` and `Transformer` of this library that f calls is
     measured, and every module that has its own probes (`Whole`); linears that call
@@ -218,7 +218,7 @@ class _Watch:
 def _calls(
     scalar: Callable[..., Any], variables: Any, args: tuple[Any, ...]
 ) -> tuple[dict[str, _Call], dict[tuple[str, ...], Whole]]:
-    """Return what f calls, from a trace that computes nothing: linears by the paths to show, and
+    """Returns what f calls, from a trace that computes nothing: linears by the paths to show, and
     modules with their own probes by their paths."""
     calls: dict[str, _Call] = {}
     models: dict[tuple[str, ...], Whole] = {}

@@ -94,7 +94,7 @@ class _Tensor:
 
 
 def out_of_line(rows: Sequence[Row]) -> list[Finding]:
-    """Return the tensors that are out of line, the first one first; [] if none is.
+    """Returns the tensors that are out of line, the first one first; [] if none is.
 
     The guide of telemetry has the rules: amaxes that are not finite, jumped or far from those of
     the same linear in other layers, clipped values, and noise.
@@ -171,7 +171,7 @@ def _order(tensors: dict[Key, _Tensor]) -> Callable[[Key], tuple[int, int]]:
 
 
 def _reasons(tensors: dict[Key, _Tensor], past: dict[Key, float]) -> dict[Key, str]:
-    """Return why each tensor that is out of line in one step is so."""
+    """Returns why each tensor that is out of line in one step is so."""
     growth = {
         key: tensor.log2 - past[key]
         for key, tensor in tensors.items()
@@ -191,7 +191,7 @@ def _reasons(tensors: dict[Key, _Tensor], past: dict[Key, float]) -> dict[Key, s
 
 
 def _with_peers(tensors: dict[Key, _Tensor]) -> Iterator[tuple[list[Key], list[Key]]]:
-    """Yield the keys of each linear's operand with their peers: themselves, or the same operand of
+    """Yields the keys of each linear's operand with their peers: themselves, or the same operand of
     all linears where they are too few for a median."""
     of_linear: dict[tuple[str, str], list[Key]] = defaultdict(list)
     of_operand: dict[str, list[Key]] = defaultdict(list)
@@ -203,7 +203,7 @@ def _with_peers(tensors: dict[Key, _Tensor]) -> Iterator[tuple[list[Key], list[K
 
 
 def _why(tensor: _Tensor, grown: float, beyond: float) -> str | None:
-    """Return what is wrong with a tensor by itself, given by how much it has grown."""
+    """Returns what is wrong with a tensor by itself, given by how much it has grown."""
     if not math.isfinite(tensor.amax):
         return f"its amax is {tensor.amax}"
     behind = tensor.saturation > 0 and tensor.delay < _HALF_BEHIND
@@ -221,7 +221,7 @@ def _why(tensor: _Tensor, grown: float, beyond: float) -> str | None:
 
 
 def _why_among(operand: str, tensor: _Tensor, peers: Sequence[_Tensor]) -> str | None:
-    """Return how a tensor differs from its peers, itself among them."""
+    """Returns how a tensor differs from its peers, itself among them."""
     if len(peers) < _ENOUGH:
         return None
     logs = [peer.log2 for peer in peers if not math.isnan(peer.log2)]

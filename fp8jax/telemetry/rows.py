@@ -100,11 +100,11 @@ class Table:
     rows: tuple[Row, ...]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the values of each field of `Row`, field -> list."""
+        """Returns the values of each field of `Row`, field -> list."""
         return {name: [getattr(row, name) for row in self.rows] for name in FIELDS}
 
     def where(self, keep: Callable[[Row], bool]) -> "Table":
-        """Return the rows for which `keep` is true."""
+        """Returns the rows for which `keep` is true."""
         return Table(tuple(row for row in self.rows if keep(row)))
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def _text(value: float | int | None) -> str:
 def rows_of(
     statistics: Probe, linear: str, recipes: Sequence[Recipe], *, step: int, layers: Sequence[int]
 ) -> list[Row]:
-    """Return the rows of one linear in each of its layers.
+    """Returns the rows of one linear in each of its layers.
 
     Args:
       statistics: NumPy arrays with one leading axis of layers.
@@ -163,7 +163,7 @@ def rows_of(
 
 
 def hidden_row(amax: float, linear: str, *, step: int, layer: int, recipe: str) -> Row:
-    """Return the row of the output of an MLP's activation, of which only the amax is known."""
+    """Returns the row of the output of an MLP's activation, of which only the amax is known."""
     nothing: dict[str, Any] = dict.fromkeys(FIELDS)
     return Row(
         **nothing
@@ -183,7 +183,7 @@ def hidden_row(amax: float, linear: str, *, step: int, layer: int, recipe: str) 
 
 
 def _numbers(peaks: np.ndarray, sums: np.ndarray, recipe: Recipe, name: str) -> dict[str, Any]:
-    """Return the fields of a row that are measured; {} if nothing was."""
+    """Returns the fields of a row that are measured; {} if nothing was."""
     counts = dict(zip(COUNTS, _counts(sums), strict=True))
     if not counts["elements"]:
         return {}
@@ -243,12 +243,12 @@ def graphcore_format(cast: str) -> Format:
 
 
 def scaling_bias(amax: float, fmt: Format) -> int | None:
-    """Return Graphcore's scaling bias, see `Row`; None for an amax that is not finite."""
+    """Returns Graphcore's scaling bias, see `Row`; None for an amax that is not finite."""
     if not math.isfinite(amax):
         return None
     return math.frexp(fmt.max / amax)[1] - 1 if amax else 0
 
 
 def forward_only(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of a forward pass: without those of the casts that only a gradient makes."""
+    """Returns the rows of a forward pass: without those of the casts that only a gradient makes."""
     return [row for row in rows if row.cast in ("fwd_x", "fwd_w", "")]

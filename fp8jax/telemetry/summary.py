@@ -13,7 +13,7 @@ GROUPS = 4
 
 
 def layer_groups(layers: Sequence[int]) -> dict[int, str]:
-    """Return layer -> the name of its group; linears outside the stack are the group "other"."""
+    """Returns layer -> the name of its group; linears outside the stack are the group "other"."""
     stacked = sorted({layer for layer in layers if layer != NO_LAYER})
     size = max(1, math.ceil(len(stacked) / GROUPS))
     names: dict[int, str] = {}
@@ -25,7 +25,7 @@ def layer_groups(layers: Sequence[int]) -> dict[int, str]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """Return scalars by name, of the casts that ran: for each group of layers and each operand
+    """Returns scalars by name, of the casts that ran: for each group of layers and each operand
 
     amax, underflow and saturation, the largest; sqnr_db and delay, the smallest. For "hidden", the
     output of SwiGLU, amax alone. Numbers that do not exist or are not finite are left out.

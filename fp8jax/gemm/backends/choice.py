@@ -105,7 +105,7 @@ BACKENDS: dict[str, Backend] = {
 def choose_backend(
     backend: str | None, recipe: Recipe, device: Device | None = None, *, whole: bool = True
 ) -> Backend:
-    """Return the backend of that name, or for None the fastest that can run the recipe.
+    """Returns the backend of that name, or for None the fastest that can run the recipe.
 
     Args:
       backend: a key of `BACKENDS`, or None.
@@ -139,7 +139,7 @@ def choose_backend(
 
 
 def _fastest(recipe: Recipe, device: Device, whole: bool) -> tuple[str, str]:
-    """Return the name of the fastest backend that can run the recipe, and why it is chosen."""
+    """Returns the name of the fastest backend that can run the recipe, and why it is chosen."""
     if not device.fp8:
         return "emulated", f"{device.kind} has no FP8 matrix unit"
     for name in ("pallas", "xla"):
@@ -150,7 +150,7 @@ def _fastest(recipe: Recipe, device: Device, whole: bool) -> tuple[str, str]:
 
 
 def _reason_against(backend: Backend, recipe: Recipe, device: Device, whole: bool) -> str | None:
-    """Return why the backend cannot run the recipe on the device, or None if it can."""
+    """Returns why the backend cannot run the recipe on the device, or None if it can."""
     reason = backend.refuses(recipe, device)
     if reason is None and recipe.casts and device == hardware.device():
         reason = backend.missing()

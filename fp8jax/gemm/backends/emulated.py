@@ -40,7 +40,7 @@ from fp8jax.numerics.tiles import spread
 def quantize_each(
     x: jax.Array, requests: tuple[CastRequest, ...]
 ) -> tuple[tuple[QuantizedOperand, ...], jax.Array | None]:
-    """Quantize `x` for each request; requests with the same result are computed once.
+    """Quantizes `x` for each request; requests with the same result are computed once.
 
     Returns one operand per request, and None in place of max|x|.
     """
@@ -56,7 +56,7 @@ def quantize_each(
 
 
 def materialized(x: jax.Array, requests: tuple[CastRequest, ...]) -> jax.Array:
-    """Return x, which XLA writes before it quantizes it, if that takes scales of tiles.
+    """Returns x, which XLA writes before it quantizes it, if that takes scales of tiles.
 
     On GPUs it would otherwise compute the amax of each tile where it computes x, in kernels that
     take ten times as long as reading x once more.
@@ -69,7 +69,7 @@ def materialized(x: jax.Array, requests: tuple[CastRequest, ...]) -> jax.Array:
 def quantize_one(
     x: jax.Array, request: CastRequest, rotation: Rotation = ROTATION
 ) -> QuantizedOperand:
-    """Quantize `x` for one request."""
+    """Quantizes `x` for one request."""
     cast = request.cast
     q = quantize_unchecked(
         x,
@@ -91,7 +91,7 @@ def _same_values(one: CastRequest, other: CastRequest) -> bool:
 
 
 def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply two operands as the module's docstring says; return [..., M, N] in `dtype`.
+    """Multiplies two operands as the module's docstring says; returns [..., M, N] in `dtype`.
 
     `accumulation` changes nothing, as it says, too.
     """
@@ -108,7 +108,7 @@ def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Arr
 
 
 def gemm_dtype(a: Operand, b: Operand) -> jnp.dtype:
-    """Return the narrowest dtype that holds the numbers of both operands, or float32.
+    """Returns the narrowest dtype that holds the numbers of both operands, or float32.
 
     That is bfloat16, or the dtype of an operand in high precision.
     """
@@ -119,7 +119,7 @@ def gemm_dtype(a: Operand, b: Operand) -> jnp.dtype:
 
 
 def numbers_of(operand: Operand, dtype: jnp.dtype) -> jax.Array:
-    """Return the operand's numbers in `dtype`, without what `_outer_scale` returns."""
+    """Returns the operand's numbers in `dtype`, without what `_outer_scale` returns."""
     if isinstance(operand, PlainOperand):
         return operand.x.astype(dtype)
     q = operand.q
@@ -134,7 +134,7 @@ def numbers_of(operand: Operand, dtype: jnp.dtype) -> jax.Array:
 
 
 def result_scale(a: Operand, b: Operand) -> jax.Array | None:
-    """Return the scales that are constant along the contracting axis, multiplied.
+    """Returns the scales that are constant along the contracting axis, multiplied.
 
     They broadcast to [..., M, N]: those of rows, columns and whole tensors. None for none.
     """

@@ -76,7 +76,7 @@ Quantizer = Callable[
 def plain_matmul(
     a: PlainOperand, b: PlainOperand, dtype, precision: lax.Precision | None = None
 ) -> jax.Array:
-    """Multiply [..., M, K] and [..., K, N] (or transposed, as `axis` says) to [..., M, N].
+    """Multiplies [..., M, K] and [..., K, N] (or transposed, as `axis` says) to [..., M, N].
 
     Leading axes are batch axes. The result has dtype `dtype`. `precision` is that of
     `lax.dot_general`; for None, float32 operands are not rounded to TF32.

@@ -76,7 +76,7 @@ class _Fused(NamedTuple):
 def quantize_fused(
     x: jax.Array, requests: tuple[CastRequest, ...]
 ) -> tuple[tuple[QuantizedOperand, ...], jax.Array | None]:
-    """Quantize `x` [M, K] for all requests in one pass; also return max|x| if a kernel computed it.
+    """Quantizes `x` [M, K] for all requests in one pass; returns max|x|, too, if a kernel has it.
 
     Requests for tiles and for blocks of 128 take one pass each. There is no kernel for other
     requests with different casts, nor for tiles of 128 in arrays that are not bfloat16.
@@ -109,7 +109,7 @@ def quantize_fused(
 
 
 def _quantize_rotated(x: jax.Array, request: CastRequest) -> QuantizedOperand:
-    """Quantize `x` for one request; with the kernels of rotate.py, where there is one for it."""
+    """Quantizes `x` for one request; with the kernels of rotate.py, where there is one for it."""
     cast = request.cast
     has_kernel = (
         request.axis == -2
@@ -135,7 +135,7 @@ _ROTATION = Rotation(lambda x, size, axis: rotated_amax(x, size), _codes_of_rota
 def _operands(
     fused: _Fused, requests: tuple[CastRequest, ...], shape: tuple[int, ...]
 ) -> tuple[QuantizedOperand, ...]:
-    """Return the operand of each request, from the codes of an array of that unpadded shape."""
+    """Returns the operand of each request, from the codes of an array of that unpadded shape."""
     operands = []
     for request in requests:
         codes = fused.rows if request.axis == -1 else fused.columns
@@ -149,7 +149,7 @@ def _operands(
 def _quantize_tensor(
     x: jax.Array, padded: jax.Array, cast: Cast, amax: jax.Array | None, rows: bool, columns: bool
 ) -> _Fused:
-    """Quantize with one scale, from the given amax or else from max|x|."""
+    """Quantizes with one scale, from the given amax or else from max|x|."""
     source = tensor_amax(x) if amax is None else amax.astype(jnp.float32)
     scale, _ = cast.rule(source, cast.format)
     values, transposed, own_amax = cast_transpose(
@@ -164,13 +164,13 @@ def _quantize_tensor(
 
 
 def _checked(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
-    """Return the scale of a whole array as [1, 1]; NaN if an amax is not finite."""
+    """Returns the scale of a whole array as [1, 1]; NaN if an amax is not finite."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, amaxes))
     return jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
 
 
 def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
-    """Quantize with one scale per row or per column; a padded row or column has scale 1."""
+    """Quantizes with one scale per row or per column; a padded row or column has scale 1."""
     axes: list[int] = []
     if rows:
         axes.append(-1)
@@ -195,7 +195,7 @@ def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> 
 
 
 def _quantize_tiles(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
-    """Quantize in tiles of 128 elements along the contracting axis."""
+    """Quantizes in tiles of 128 elements along the contracting axis."""
     of_rows, of_columns = quantize_tiles(padded, cast.format, cast.rule, rows=rows, columns=columns)
     return _Fused(
         rows=None if of_rows is None else _Codes(of_rows.values, of_rows.scale.T),
@@ -205,7 +205,7 @@ def _quantize_tiles(padded: jax.Array, cast: Cast, rows: bool, columns: bool) ->
 
 
 def _quantize_blocks(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
-    """Quantize in blocks of 128x128; codes of rows and of columns have the same scales."""
+    """Quantizes in blocks of 128x128; codes of rows and of columns have the same scales."""
     of_rows = of_columns = None
     if rows:
         codes = quantize_blocks(padded, cast.format, cast.rule, transposed=False)
@@ -219,7 +219,7 @@ def _quantize_blocks(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -
 def quantize_swiglu(
     producer: Producer, sources: tuple[jax.Array, ...], each: tuple[tuple[CastRequest, ...], ...]
 ) -> tuple[tuple[tuple[QuantizedOperand, ...], jax.Array | None], ...]:
-    """Apply `quantize_fused` to each result of the producer, without storing the results.
+    """Applies `quantize_fused` to each result of the producer, without storing the results.
 
     Args:
       producer: an elementwise function such as SwiGLU (kernels/swiglu.py).
@@ -287,7 +287,7 @@ def _from_axes(codes: dict[int, _Codes], amax: jax.Array | None) -> _Fused:
 
 
 def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply two quantized operands; return [M, N] in `dtype`, without the padding.
+    """Multiplies two quantized operands; returns [M, N] in `dtype`, without the padding.
 
     `accumulation` is "fast" unless both operands have one scale: `pallas_refuses` excludes others.
     Scales of whole tensors are multiplied as in `matmul_xla`, other scales inside the kernels.
@@ -311,7 +311,7 @@ def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array
 def _matmul_bf16(
     a: QuantizedOperand, b: QuantizedOperand, dtype: jnp.dtype, accumulation: str
 ) -> jax.Array:
-    """Multiply operands whose numbers bfloat16 holds, as the backend `emulated` does."""
+    """Multiplies operands whose numbers bfloat16 holds, as the backend `emulated` does."""
     scale, numbers = result_scale(a, b), [numbers_of(each, jnp.bfloat16) for each in (a, b)]
     (m, k), (n, _) = (
         x.shape if each.axis == -1 else x.shape[::-1]
@@ -323,14 +323,14 @@ def _matmul_bf16(
 
 
 def _free_length(operand: QuantizedOperand) -> int:
-    """Return the unpadded length of the operand's free axis."""
+    """Returns the unpadded length of the operand's free axis."""
     if operand.rows is not None:
         return operand.rows
     return operand.q.values.shape[-2 if operand.axis == -1 else -1]
 
 
 def _contracted_last(operand: QuantizedOperand) -> tuple[jax.Array, jax.Array]:
-    """Return the codes [rows, K], padded to whole blocks, and their scales.
+    """Returns the codes [rows, K], padded to whole blocks, and their scales.
 
     The scales are [K / 128 or 1, n], where n is the number of rows, of blocks of rows, or 1.
     """

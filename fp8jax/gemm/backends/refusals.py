@@ -62,12 +62,12 @@ def exact_in_bf16(lhs: Cast, rhs: Cast) -> bool:
 
 
 def emulated_refuses(recipe: Recipe, device: Device) -> str | None:
-    """Return None: `emulated` runs every recipe on every device."""
+    """Returns None: `emulated` runs every recipe on every device."""
     return None
 
 
 def xla_refuses(recipe: Recipe, device: Device) -> str | None:
-    """Return why `xla` cannot run the recipe on the device, or None if it can."""
+    """Returns why `xla` cannot run the recipe on the device, or None if it can."""
     for name, casts in recipe.gemms.items():
         reason = _xla_gemm_refuses(casts, device)
         if reason is not None:
@@ -106,7 +106,7 @@ def _xla_gemm_refuses(casts: GemmCasts, device: Device) -> str | None:
 
 
 def pallas_refuses(recipe: Recipe, device: Device) -> str | None:
-    """Return why `pallas` cannot run the recipe on the device, or None if it can."""
+    """Returns why `pallas` cannot run the recipe on the device, or None if it can."""
     for name, casts in recipe.gemms.items():
         reason = _pallas_gemm_refuses(casts, getattr(recipe.accumulation, name))
         if reason is not None:
@@ -124,7 +124,7 @@ def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
 
 
 def kernels_refuse(lhs: Cast, rhs: Cast, accumulation: str) -> str | None:
-    """Return why the FP8 kernels cannot multiply operands of these casts, or None if they can."""
+    """Returns why the FP8 kernels cannot multiply operands of these casts, or None if they can."""
     both = (lhs, rhs)
     formats = f"{lhs.format.name} by {rhs.format.name}"
     if any(c.format.name not in _KERNEL_FORMATS for c in both):

@@ -64,7 +64,7 @@ def contracting_last(operand: QuantizedOperand) -> QuantizedOperand:
 
 
 def matmul_codes(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply x [M, K] and codes [N, K] to [M, N], with the sums of tiles; a `Matmul`.
+    """Multiplies x [M, K] and codes [N, K] to [M, N], with the sums of tiles; a `Matmul`.
 
     `accumulation` changes nothing: sums are in float32.
     """
@@ -82,7 +82,7 @@ def matmul_codes(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
 
 
 def matmul_parts(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply x [M, K] and codes [N, K] to [M, N], as three bfloat16 parts; a `Matmul`.
+    """Multiplies x [M, K] and codes [N, K] to [M, N], as three bfloat16 parts; a `Matmul`.
 
     `accumulation` changes nothing: sums are in float32.
     """

@@ -26,7 +26,7 @@ _PRECISIONS = {"fast": lax.Precision.DEFAULT, "split": lax.Precision.HIGHEST}
 
 
 def matmul_xla(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiply two quantized operands in the matrix unit; return [..., M, N] in `dtype`.
+    """Multiplies two quantized operands in the matrix unit; returns [..., M, N] in `dtype`.
 
     `accumulation` is an entry of `ACCUMULATIONS`, "fast" for block-scaled operands.
     """

@@ -68,7 +68,7 @@ SEED_ENTRIES = 1
 
 
 def init_state(recipe: str | Recipe) -> Histories:
-    """Return empty histories for `dot_general`: operand -> float32 zeros [H].
+    """Returns empty histories for `dot_general`: operand -> float32 zeros [H].
 
     Args:
       recipe: a `Recipe` or the name of one, with options if any.
@@ -90,7 +90,7 @@ def init_state(recipe: str | Recipe) -> Histories:
 
 
 def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
-    """Return the module's histories, operand -> [H]; creates them, empty, in `init`.
+    """Returns the module's histories, operand -> [H]; creates them, empty, in `init`.
 
     Raises ValueError in `apply` if the variables have no histories for this module.
     """
@@ -118,17 +118,17 @@ def _no_histories(path: str, recipe: str, missing: list[str]) -> str:
 
 
 def to_float32(histories: Histories) -> Histories:
-    """Return the histories in float32; inside a model they may have the max-combining dtype."""
+    """Returns the histories in float32; inside a model they may have the max-combining dtype."""
     return {k: lax.convert_element_type(v, jnp.float32) for k, v in histories.items()}
 
 
 def stored_amax(history: Float[Array, " H"], scale: Delayed) -> Float[Array, ""]:
-    """Return the amax that sets the scale of a delayed cast: the history's maximum or newest."""
+    """Returns the amax that sets the scale of a delayed cast: the history's maximum or newest."""
     return largest_amax(history) if scale.amax == "max" else history[0]
 
 
 def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> Histories:
-    """Return the histories to read scales from if the operand's own may be empty.
+    """Returns the histories to read scales from if the operand's own may be empty.
 
     An empty history is read as if it were full of `amax`, the operand's own in this step. A history
     with a negative or NaN entry is read as NaN, which makes the result of the GEMM NaN: something
@@ -144,7 +144,7 @@ def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> H
 
 
 def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:
-    """Return the maximum of a history.
+    """Returns the maximum of a history.
 
     A short history is halved until one entry is left, which XLA fuses with what follows. A
     reduction would be a kernel of its own; entries compared one by one would be sixteen slices.
@@ -158,7 +158,7 @@ def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:
 
 
 def largest_of(histories: tuple[Histories, ...]) -> Histories:
-    """Return the elementwise maximum of the histories of several weights that share one x.
+    """Returns the elementwise maximum of the histories of several weights that share one x.
 
     The histories of x are equal if the weights have always shared it.
     """
@@ -169,7 +169,7 @@ def largest_of(histories: tuple[Histories, ...]) -> Histories:
 
 
 def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | None) -> Histories:
-    """Return {operand: its next history}, or {} if the operand has no history.
+    """Returns {operand: its next history}, or {} if the operand has no history.
 
     Args:
       x: the operand's array.
@@ -181,7 +181,7 @@ def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | N
 
 
 def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
-    """Return the history shifted by one entry, with `amax` in front.
+    """Returns the history shifted by one entry, with `amax` in front.
 
     An amax that is not finite is replaced by the newest stored one.
     """
@@ -193,7 +193,7 @@ def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Ar
 
 
 def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
-    """Return the cotangent of `histories`: the new histories of all operands, in the old dtypes."""
+    """Returns the cotangent of `histories`: the new ones of all operands, in the old dtypes."""
     return {k: lax.convert_element_type(new_histories[k], v.dtype) for k, v in histories.items()}
 
 
@@ -201,7 +201,7 @@ def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
 
 
 def to_max_combining(histories: Any) -> Any:
-    """Convert a tree's float32 histories to the dtype in which addition is the maximum.
+    """Converts a tree's float32 histories to the dtype in which addition is the maximum.
 
     Args:
       histories: any tree of arrays; leaves of other dtypes than float32 stay as they are.
@@ -223,7 +223,7 @@ def to_max_combining(histories: Any) -> Any:
 
 
 def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
-    """Return `module` with histories that combine by maximum over several calls of a submodule.
+    """Returns `module` with histories that combine by maximum over several calls of a submodule.
 
     Only needed for modules that are called more than once under `nn.remat` or `nn.jit`
     (shared_leaf.py). The histories are converted on the way in and out. Parameters and the tree of
@@ -280,12 +280,12 @@ def max_combining(module: type[nn.Module]) -> Callable[..., nn.Module]:
 
 
 def empty_max(histories: Any) -> Any:
-    """Return a tree like `histories` full of -inf, the neutral element of `combine_max`."""
+    """Returns a tree like `histories` full of -inf, the neutral element of `combine_max`."""
     return jax.tree.map(lambda h: jnp.full_like(h, -jnp.inf), histories)
 
 
 def combine_max(a: Any, b: Any) -> Any:
-    """Return the elementwise maximum of two trees of float32 histories."""
+    """Returns the elementwise maximum of two trees of float32 histories."""
     return jax.tree.map(jnp.maximum, a, b)
 
 
@@ -293,7 +293,7 @@ def combine_max(a: Any, b: Any) -> Any:
 
 
 def merge_history(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Float[Array, "*L H"]:
-    """Return `new` where it recorded an amax, else `old`; each history (last axis) by itself.
+    """Returns `new` where it recorded an amax, else `old`; each history (last axis) by itself.
 
     A GEMM that did not run returns a cotangent that is not a history: zeros if the GEMM was never
     traced, -inf if it was in the branch not taken (under the max-combining dtype). A new history of

@@ -49,7 +49,7 @@ _CONVERSIONS: dict[int, _Conversion] = {}  # by id of the history, as long as th
 
 
 def combining_by_max(history: Array) -> Array:
-    """Return a history whose cotangents combine by maximum; other arrays are returned as they are.
+    """Returns a history whose cotangents combine by maximum; other arrays are returned as they are.
 
     Raises ValueError for the second use of a history outside `jax.jit`, where JAX cannot take the
     maximum.
@@ -94,7 +94,7 @@ def check_vmap(x: Array, history: Array) -> None:
 
 
 def _held(converted) -> Callable[[], Array | None]:
-    """Return how to get a converted history again.
+    """Returns how to get a converted history again.
 
     The tracer of a jaxpr refers to the history that it comes from: held here, neither would ever be
     freed. An equation that uses it holds it; one that nothing uses has no cotangent. Other tracers

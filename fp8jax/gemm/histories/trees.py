@@ -14,7 +14,7 @@ from fp8jax.lookup import brief
 
 
 def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Return path -> shape of each leaf of a tree."""
+    """Returns path -> shape of each leaf of a tree."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -82,7 +82,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_loss(result: Any, has_aux: bool) -> Any:
-    """Return the loss in what a loss function has returned.
+    """Returns the loss in what a loss function has returned.
 
     Raises TypeError unless that is a scalar, or (scalar, anything) with `has_aux`.
     """

@@ -70,7 +70,7 @@ _FAULTS = {
 
 
 def split(tree: Any) -> tuple[Any, Any]:
-    """Return a tree without its histories, and its histories alone.
+    """Returns a tree without its histories, and its histories alone.
 
     Args:
       tree: variables or gradients of a linen model, dicts of dicts.
@@ -103,7 +103,7 @@ def split(tree: Any) -> tuple[Any, Any]:
 
 
 def join(rest: Any, histories: Any) -> Any:
-    """Return the tree that `split` has taken apart.
+    """Returns the tree that `split` has taken apart.
 
     Args:
       rest, histories: the results of `split`, or trees like them.
@@ -132,7 +132,7 @@ def join(rest: Any, histories: Any) -> Any:
 
 
 def merge(gradients: Any, *more: Any) -> Any:
-    """Return the gradients of several microbatches as one: sums, and maxima of histories.
+    """Returns the gradients of several microbatches as one: sums, and maxima of histories.
 
     Args:
       gradients, more: trees of the same structure and shapes, each with gradients of parameters and
@@ -162,7 +162,7 @@ def merge(gradients: Any, *more: Any) -> Any:
 
 
 def merge_stacked(gradients: Any) -> Any:
-    """Return gradients with a leading axis as one: means over it, and maxima of histories.
+    """Returns gradients with a leading axis as one: means over it, and maxima of histories.
 
     Args:
       gradients: a tree whose leaves have a leading axis of microbatches, as of `jax.vmap` or
@@ -191,7 +191,7 @@ def merge_stacked(gradients: Any) -> Any:
 
 
 def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Return means over mapped axes, and maxima of histories; for `pmap` and `shard_map`.
+    """Returns means over mapped axes, and maxima of histories; for `pmap` and `shard_map`.
 
     Args:
       gradients: the gradients of one device, with its next histories.
@@ -230,7 +230,7 @@ def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
 
 
 def next_histories(histories: Any, gradients: Any) -> Any:
-    """Return the histories of the next step, given the gradients with respect to them.
+    """Returns the histories of the next step, given the gradients with respect to them.
 
     A history that recorded nothing, as in a branch not taken, keeps its value.
     """
@@ -266,7 +266,7 @@ class UpdateState:
 
 
 def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
-    """Return the state of `update` before the first step.
+    """Returns the state of `update` before the first step.
 
     Args:
       optimizer: from optax; `optax.MultiSteps` too.
@@ -291,7 +291,7 @@ def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
 def update(
     optimizer: Optimizer, variables: Any, state: UpdateState, gradients: Any
 ) -> tuple[Any, UpdateState, Faults]:
-    """Apply one step of the optimizer to the parameters, and give histories their next values.
+    """Applies one step of the optimizer to the parameters, and gives histories their next values.
 
     Args:
       optimizer: sees parameters only.
@@ -342,7 +342,7 @@ def require_same_histories(
     gradients: Any,
     remedy: str = "differentiate with respect to all variables, not to the parameters alone",
 ) -> None:
-    """Raise ValueError if two trees of dicts do not hold the same histories.
+    """Raises ValueError if two trees of dicts do not hold the same histories.
 
     Args:
       remedy: what to do if the gradients lack histories.
@@ -355,7 +355,7 @@ def require_same_histories(
 
 
 def history_fault(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[Array, "*L"]:
-    """Return what is wrong with the next value of each history, SOUND if nothing is."""
+    """Returns what is wrong with the next value of each history, SOUND if nothing is."""
     nothing = jnp.all((new == 0) | (new == -jnp.inf), axis=-1)  # a GEMM that did not run
     before, after = old[..., :-1], new[..., 1:]
     moved = jnp.any(before != after, axis=-1)
@@ -368,7 +368,7 @@ def history_fault(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[A
 
 
 def _is_multiple(before: Float[Array, "*L H"], after: Float[Array, "*L H"]) -> Array:
-    """Return whether `after` is `before` times a whole number above 1, to rounding."""
+    """Returns whether `after` is `before` times a whole number above 1, to rounding."""
     largest = jnp.max(before, axis=-1, keepdims=True)
     factor = jnp.round(jnp.max(after, axis=-1, keepdims=True) / jnp.where(largest > 0, largest, 1))
     return jnp.all((factor > 1) & (jnp.abs(after - factor * before) <= 1e-5 * after), axis=-1)
@@ -379,7 +379,7 @@ class HistoryError(ValueError):
 
 
 def raise_if(faults: Faults) -> None:
-    """Read the faults of an update, or of several that `lax.scan` has stacked; waits for them.
+    """Reads the faults of an update, or of several that `lax.scan` has stacked; waits for them.
 
     Warns once, after the third update, of histories that are still empty: a layer of zeros has such
     histories, and so has a layer that no gradient reaches.
@@ -430,7 +430,7 @@ def raise_if(faults: Faults) -> None:
 
 
 def _paths(histories: Any) -> list[str]:
-    """Return the path of each history, such as "mlp/Dense_0/x_amax_history"."""
+    """Returns the path of each history, such as "mlp/Dense_0/x_amax_history"."""
     return [
         "/".join(str(key.key) for key in path if key.key != HISTORIES)
         for path, _ in jax.tree.leaves_with_path(histories)
@@ -446,7 +446,7 @@ def _named(paths: list[str]) -> str:
 
 
 def seed(loss: Callable[..., Any], variables: Any, *args: Any, has_aux: bool = False) -> Any:
-    """Return the variables with new histories, which hold the amaxes of one evaluation of the loss.
+    """Returns the variables with new histories, of the amaxes of one evaluation of the loss.
 
     Each cast of that evaluation takes its scale from its operand's own amax, also in modules that
     are `seeded`. Call it before the first step.

@@ -25,7 +25,7 @@ def with_automatic_axes(
     dimension_numbers: Any,
     out_sharding: Any,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return `multiply` for operands with explicit axes; without one, `multiply` itself.
+    """Returns `multiply` for operands with explicit axes; without one, `multiply` itself.
 
     Args:
       multiply: returns the products of `lhs` with each of `rhs`.

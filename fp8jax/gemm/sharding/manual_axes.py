@@ -30,7 +30,7 @@ Axes = frozenset[str]
 
 
 def varying(x: jax.Array) -> Axes:
-    """Return the mesh axes along which x differs between devices; none outside `shard_map`."""
+    """Returns the mesh axes along which x differs between devices; none outside `shard_map`."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -43,7 +43,7 @@ class PooledAxes(NamedTuple):
 
 
 def pooled_axes(x: jax.Array, ws: Sequence[jax.Array]) -> PooledAxes:
-    """Return the axes whose devices multiply parts of one GEMM.
+    """Returns the axes whose devices multiply parts of one GEMM.
 
     Raises ValueError if weights that share x are sharded over different axes.
     """
@@ -58,18 +58,18 @@ def pooled_axes(x: jax.Array, ws: Sequence[jax.Array]) -> PooledAxes:
 
 
 def summed_like(cotangent: jax.Array, axes: Axes) -> jax.Array:
-    """Return the cotangent of an array that varies along `axes`: summed along the others."""
+    """Returns the cotangent of an array that varies along `axes`: summed along the others."""
     more = varying(cotangent) - axes
     return lax.psum(cotangent, tuple(sorted(more))) if more else cotangent
 
 
 def largest_like(history: jax.Array, axes: Axes) -> jax.Array:
-    """Return the next value of a history that varies along `axes`: the largest along the others."""
+    """Returns the next value of a history that varies along `axes`: the largest along others."""
     return largest_over(history, varying(history) - axes)
 
 
 def largest_over(x: jax.Array, axes: Axes) -> jax.Array:
-    """Return the maximum over the devices along `axes`."""
+    """Returns the maximum over the devices along `axes`."""
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 

@@ -26,7 +26,7 @@ _HATCHES = ("", "//", "xx", "--")
 def step_breakdown(
     benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool = False
 ) -> Any:
-    """Return what a training step's time goes to, one panel for each shape, in milliseconds.
+    """Returns what a training step's time goes to, one panel for each shape, in milliseconds.
 
     Matmuls are shown with the time that they would take at the measured rate of plain matmuls in
     their precision, attention with its own measured time, and all else is the rest.
@@ -92,7 +92,7 @@ class _Step(NamedTuple):
 
 
 def _cases(table: Mapping[str, Any]) -> dict[str, dict[str, _Step]]:
-    """Return case -> contestant -> its step, of a table."""
+    """Returns case -> contestant -> its step, of a table."""
     cases: dict[str, dict[str, _Step]] = {}
     timed = [row for row in table["rows"] if row["seconds"] is not None]
     for row in timed:
@@ -134,7 +134,7 @@ def _draw_steps(axis: Any, rows: Mapping[str, _Step], look: Style) -> None:
 
 
 def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool = False) -> Any:
-    """Return the roofline of a device with the measured GEMMs under it.
+    """Returns the roofline of a device with the measured GEMMs under it.
 
     FLOP/s over the FLOPs for each byte of operands and results, both logarithmic. The roofs are the
     measured rates of plain matmuls in BF16 and in FP8, and of a device copy.
@@ -192,7 +192,7 @@ def roofline(benchmark: Benchmark, *, sections: Sequence[str] = (), dark: bool =
 
 
 def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return (FLOP/byte, TFLOP/s) of a row; None if either is not known."""
+    """Returns (FLOP/byte, TFLOP/s) of a row; None if either is not known."""
     if not (row["seconds"] and row["work"] and row["moved"]):
         return None
     return row["work"] / row["moved"], row["work"] / row["seconds"] / 1e12
@@ -201,7 +201,7 @@ def _point(row: Mapping[str, Any]) -> tuple[float, float] | None:
 def _draw_roofs(
     axis: Any, limits: Mapping[str, float], xs_of_points: Sequence[float], look: Style
 ) -> None:
-    """Draw the roofs, from half the intensity at which the first one turns flat."""
+    """Draws the roofs, from half the intensity at which the first one turns flat."""
     shown = {name: dashes for name, dashes in _ROOFS.items() if {name, "copy"} <= limits.keys()}
     corners = {name: limits[name] / limits["copy"] for name in shown}
     low, high = min([*corners.values(), *xs_of_points]) / 2, 1.5 * max(xs_of_points)

@@ -23,7 +23,7 @@ _LABEL = "scaling bias, log2"
 
 
 def scaling_bias(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return Graphcore's figure of training: the bias of each weight, activation and gradient.
+    """Returns Graphcore's figure of training: the bias of each weight, activation and gradient.
 
     One row of panels for each linear, one column for each operand, one line for each layer over the
     steps. Biases are integers. Layers with the same bias are drawn beside each other, the first
@@ -110,7 +110,7 @@ def _formats(rows: Sequence[Row], operand: str) -> str:
 
 
 def _layer_key(figure: Any, axes: Any, layers: Sequence[int], shades: Any) -> None:
-    """Draw the colors of the layers."""
+    """Draws the colors of the layers."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
@@ -123,7 +123,7 @@ def _layer_key(figure: Any, axes: Any, layers: Sequence[int], shades: Any) -> No
 
 
 def scaling_bias_by_linear(rows: Table | Sequence[Row], *, dark: bool = False) -> Any:
-    """Return Graphcore's figure of inference: how the biases of each linear type are distributed.
+    """Returns Graphcore's figure of inference: how the biases of each linear type are distributed.
 
     For each type of linear and each operand, the area of a mark at an integer says how many of its
     tensors have this bias; the bar is their median.
@@ -186,7 +186,7 @@ def scaling_bias_by_linear(rows: Table | Sequence[Row], *, dark: bool = False) -
 def _draw_counts(
     axis: Any, biases: Sequence[Sequence[int]], dodge: float, look: Style, index: int, label: str
 ) -> None:
-    """Draw the distribution of one operand in each linear, beside x = 0, 1, ..."""
+    """Draws the distribution of one operand in each linear, beside x = 0, 1, ..."""
     line = look.line(index)
     places, heights, areas = [], [], []
     for x, values in enumerate(biases):

@@ -14,7 +14,7 @@ _IN_A_BINADE = 32  # samples of the rounding error
 
 
 def positive_values(fmt: FormatLike) -> np.ndarray:
-    """Return all positive finite numbers of a format, ascending, in float64 [count]."""
+    """Returns all positive finite numbers of a format, ascending, in float64 [count]."""
     known = as_format(fmt)
     codes = np.arange(2**known.bits, dtype=np.uint8).view(known.dtype)
     values = codes.astype(np.float64)
@@ -22,7 +22,7 @@ def positive_values(fmt: FormatLike) -> np.ndarray:
 
 
 def number_formats(formats: Sequence[FormatLike] = tuple(FORMATS), *, dark: bool = False) -> Any:
-    """Return the positive numbers of each format as ticks: on a logarithmic line, then near 1.
+    """Returns the positive numbers of each format as ticks: on a logarithmic line, then near 1.
 
     Short ticks are subnormal numbers, whose spacing no longer shrinks. e8m0, a format of scales,
     has all powers of two from 2^-127 to 2^127; the line shows a part of them.
@@ -80,7 +80,7 @@ def _ticks(axis: Any, places: np.ndarray, row: int, half: float, color: str) -> 
 
 
 def relative_error(formats: Sequence[FormatLike] = _FP8_AND_FP4, *, dark: bool = False) -> Any:
-    """Return the relative error of rounding to the nearest number, over the magnitude.
+    """Returns the relative error of rounding to the nearest number, over the magnitude.
 
     One panel for each format, of `fp8jax.cast` with a scale of 1. The dashed line is the largest
     error in the normal range, 2^-(m+1) with m mantissa bits. Below that range the error grows, up
@@ -143,7 +143,7 @@ def _normal_range(fmt: Format) -> str:
 
 
 def rounding_error(x: np.ndarray, fmt: FormatLike) -> np.ndarray:
-    """Return |cast(x) - x| / |x| of positive numbers in float64; 1 where they become zero."""
+    """Returns |cast(x) - x| / |x| of positive numbers in float64; 1 where they become zero."""
     x = np.asarray(x, np.float32).astype(np.float64)
     rounded = np.asarray(cast(jnp.asarray(x, jnp.float32), fmt)).astype(np.float64)
     return np.abs(rounded - x) / x

@@ -9,7 +9,7 @@ from fp8jax.lm.records.events import Event
 
 
 def promotions(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return the layers that GNMR promoted over the steps: a bar while a layer was promoted.
+    """Returns the layers that GNMR promoted over the steps: a bar while a layer was promoted.
 
     Args:
       run: a run with `--config.gnmr`.
@@ -54,7 +54,7 @@ def promotions(run: RunFiles, *, dark: bool = False) -> Any:
 def promoted_stretches(
     events: Sequence[Mapping[str, Any]], last: int
 ) -> dict[int, list[tuple[int, int]]]:
-    """Return layer -> its stretches of promoted steps, [first, end), by layer.
+    """Returns layer -> its stretches of promoted steps, [first, end), by layer.
 
     Args:
       events: lines of events.jsonl. Those of a run before it resumed from an earlier step are not

@@ -28,7 +28,7 @@ class Grid:
 
 
 def own_rows(run: RunFiles) -> list[Row]:
-    """Return the telemetry of the casts of x, w and g that computed the run.
+    """Returns the telemetry of the casts of x, w and g that computed the run.
 
     Raises NothingToDraw if there is none.
     """
@@ -46,7 +46,7 @@ def grids(
     value: Callable[[Row], float | None],
     worse: Callable[[float, float], float] = max,
 ) -> dict[tuple[str, str], Grid]:
-    """Return (linear, operand) -> its numbers, in the order in which a step computes the linears.
+    """Returns (linear, operand) -> its numbers, in the order in which a step computes the linears.
 
     Args:
       value: of a row; None for none.
@@ -75,7 +75,7 @@ def grids(
 
 
 def linears_of(rows: Iterable[Row]) -> list[str]:
-    """Return the paths of linears, in the order of the rows."""
+    """Returns the paths of linears, in the order of the rows."""
     return list(dict.fromkeys(row.linear for row in rows))
 
 

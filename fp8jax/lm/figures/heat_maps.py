@@ -14,7 +14,7 @@ _LEAST = 1e-3  # percent: less than that, and zero, has the color of the backgro
 
 
 def underflow(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return heat maps of the share of nonzero elements that a cast turns into zero, in percent.
+    """Returns heat maps of the share of nonzero elements that a cast turns into zero, in percent.
 
     One panel for each linear and operand, layers over steps; the worst cast where a recipe casts an
     operand more than once. Blank below 0.001%, hatched where nothing is cast.
@@ -44,7 +44,7 @@ def underflow(run: RunFiles, *, dark: bool = False) -> Any:
 
 
 def saturation(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return heat maps of the share of elements that a cast clips, in percent; as `underflow`.
+    """Returns heat maps of the share of elements that a cast clips, in percent; as `underflow`.
 
     Args:
       run: a run with telemetry.
@@ -117,7 +117,7 @@ def _panel_height(rows: Sequence[Row]) -> float:
 
 
 def _draw(axis: Any, grid: Grid, norm: Any, look: Style) -> Any:
-    """Draw one panel. Each cell is centered on its step; a hatch shows through where none is."""
+    """Draws one panel. Each cell is centered on its step; a hatch shows through where none is."""
     count = len(grid.layers)
     axis.patch.set_hatch("////")
     values = np.ma.masked_invalid(np.maximum(grid.values, _LEAST / 2))  # a logarithm of zero
@@ -137,7 +137,7 @@ def _draw(axis: Any, grid: Grid, norm: Any, look: Style) -> Any:
 
 
 def _edges(steps: Sequence[int]) -> np.ndarray:
-    """Return the borders of cells around the steps, [len(steps) + 1]."""
+    """Returns the borders of cells around the steps, [len(steps) + 1]."""
     centers = np.asarray(steps, float)
     if len(centers) == 1:
         return centers[0] + np.array([-0.5, 0.5])

@@ -12,7 +12,7 @@ _WINDOWS = 40  # a curve is smoothed over this part of its steps
 
 
 def losses(runs: RunFiles | Sequence[RunFiles], *, dark: bool = False) -> Any:
-    """Return the losses of runs over steps; below, how far each lies above the first run's.
+    """Returns the losses of runs over steps; below, how far each lies above the first run's.
 
     Lines are training losses, the mean of the last steps that the axis names. Markers are
     validation losses. A cross is where a run stopped since a step was rejected. One run has no
@@ -83,14 +83,14 @@ def _by_step(run: RunFiles, name: str) -> dict[int, float]:
 
 
 def smoothed(loss: Mapping[int, float], window: int) -> dict[int, float]:
-    """Return step -> mean of the last losses up to it, `window` of them where there are so many."""
+    """Returns step -> mean of the last losses up to it, `window` of them if there are so many."""
     values = list(loss.values())
     last = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return {step: math.fsum(some) / len(some) for step, some in zip(loss, last, strict=True)}
 
 
 def gaps(loss: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, float]:
-    """Return step -> the loss above the baseline's, in percent, where both have one."""
+    """Returns step -> the loss above the baseline's, in percent, where both have one."""
     return {
         step: 100 * (value / baseline[step] - 1)
         for step, value in loss.items()
@@ -99,7 +99,7 @@ def gaps(loss: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, 
 
 
 def _draw_stop(axis: Any, run: RunFiles, loss: Mapping[int, float], color: str) -> None:
-    """Mark the last loss of a run that a rejected step has ended."""
+    """Marks the last loss of a run that a rejected step has ended."""
     ends = [event for event in run.events if event["kind"] != Event.END][-1:]
     if loss and ends and ends[0]["kind"] == Event.STOP:
         last = max(loss)

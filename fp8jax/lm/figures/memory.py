@@ -18,7 +18,7 @@ _HATCHES = ("", "//", "xx", "--", "\\\\", "++")
 
 
 def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
-    """Return the memory of each stage's training step on each device, by kind, in GiB.
+    """Returns the memory of each stage's training step on each device, by kind, in GiB.
 
     The thick line is what XLA allocates in all: less than the kinds add up to where it does not
     hold all gradients at once. The dashed line is the largest peak that the device reported, with
@@ -86,7 +86,7 @@ def _unit(size: int) -> tuple[int, str]:
 
 
 def _draw_peak(axis: Any, run: RunFiles, unit: int, color: str) -> None:
-    """Draw the largest peak that the device reported, if it reports any."""
+    """Draws the largest peak that the device reported, if it reports any."""
     name = "peak_memory_bytes"
     peaks = [line[name] for line in run.metrics if name in line and line[name] is not None]
     if peaks:

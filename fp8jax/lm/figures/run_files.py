@@ -52,7 +52,7 @@ class RunFiles:
 
 
 def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
-    """Return what is in a run's directory; what is not there or cannot be read is in `missing`.
+    """Returns what is in a run's directory; what is not there or cannot be read is in `missing`.
 
     Args:
       workdir: the directory, of a run that has ended or still goes on.
@@ -100,7 +100,7 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
 
 
 def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the last start in events.jsonl has an end: else the run goes on or was killed.
+    """Returns whether the last start in events.jsonl has an end: else it goes on or was killed.
 
     Versions that wrote no starts wrote no ends either: False.
     """

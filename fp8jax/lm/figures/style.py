@@ -51,7 +51,7 @@ class Style:
     ink: bool
 
     def line(self, index: int) -> dict[str, Any]:
-        """Return color, marker and line style of the index-th curve, as keywords of `plot`.
+        """Returns color, marker and line style of the index-th curve, as keywords of `plot`.
 
         Each of the first seven differs from the others in all three; no two of the first 49 are
         equal in color and marker.
@@ -64,7 +64,7 @@ class Style:
         }
 
     def shades(self, count: int) -> Any:
-        """Return a color map of `count` colors for things in order, such as layers."""
+        """Returns a color map of `count` colors for things in order, such as layers."""
         import matplotlib
         import numpy as np
         from matplotlib.colors import ListedColormap
@@ -73,7 +73,7 @@ class Style:
         return ListedColormap(matplotlib.colormaps["cividis"](ends))
 
     def heat(self) -> Any:
-        """Return the color map of heat maps: the more, the farther from the background.
+        """Returns the color map of heat maps: the more, the farther from the background.
 
         What lies below the smallest number has the color of the background.
         """
@@ -114,7 +114,7 @@ _LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 @contextlib.contextmanager
 def style(*, dark: bool = False) -> Iterator[Style]:
-    """Give the figures that are made inside the style, for figures of your own too.
+    """Gives the figures that are made inside the style, for figures of your own too.
 
     Args:
       dark: whether to draw for dark pages.
@@ -180,7 +180,7 @@ def _settings(look: Style) -> Any:
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib's Figure. Call it before long work that ends in a figure.
+    """Returns matplotlib's Figure. Call it before long work that ends in a figure.
 
     Raises ImportError, with what to install, if matplotlib is not there.
     """
@@ -194,13 +194,13 @@ def require_matplotlib() -> Any:
 def panels(
     rows: int, columns: int, *, width: float = WIDTH, height: float, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return a Figure of that many inches and its axes [rows, columns]; `kwargs` of `subplots`."""
+    """Returns a Figure of that many inches and its axes [rows, columns]; `kwargs` of `subplots`."""
     figure = require_matplotlib()(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **kwargs)
 
 
 def svg_text(figure: Any) -> str:
-    """Return a figure as SVG, from `<svg` on, to embed in a page; equal figures give equal text.
+    """Returns a figure as SVG, from `<svg` on, to embed in a page; equal figures give equal text.
 
     Args:
       figure: a `matplotlib.figure.Figure`.
@@ -230,7 +230,7 @@ def _svg(figure: Any) -> str:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write PATH.png, for the screen and print, and PATH.svg; make the folder.
+    """Writes PATH.png, for the screen and print, and PATH.svg; makes the folder.
 
     Args:
       figure: a `matplotlib.figure.Figure`.

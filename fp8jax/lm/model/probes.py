@@ -21,7 +21,7 @@ HIDDEN_LINEAR = "layers/mlp"
 
 
 def transformer_probes(model: Any, what_if: Policy | None = None) -> dict[str, Any]:
-    """Return the collection `TELEMETRY` of a model: a probe for each linear, of zeros.
+    """Returns the collection `TELEMETRY` of a model: a probe for each linear, of zeros.
 
     Args:
       what_if: the policy to measure beside the model's own; layers that it exempts are measured as
@@ -50,7 +50,7 @@ def transformer_probes(model: Any, what_if: Policy | None = None) -> dict[str, A
 def transformer_rows(
     model: Any, statistics: dict[str, Any], *, step: int, promoted: Any = None
 ) -> list[Row]:
-    """Return the rows of one measured step or forward pass.
+    """Returns the rows of one measured step or forward pass.
 
     Args:
       statistics: a tree as `transformer_probes` returns, of NumPy arrays.
@@ -77,7 +77,7 @@ def transformer_rows(
 
 
 def _recipes(model: Any, policy: Policy, path: str, promoted: Any) -> list[Recipe]:
-    """Return the recipe that the linear at `path` ran in each layer."""
+    """Returns the recipe that the linear at `path` ran in each layer."""
     recipes: list[Recipe] = []
     for stretch in stretches(policy, model.config.n_layers):
         low = high = stretch.policy.recipe(path)

@@ -24,7 +24,7 @@ def measure_forward(
     what_if: str | Policy | None = None,
     key: Any = None,
 ) -> Table:
-    """Return the telemetry of x and w in one forward pass, as inference computes it.
+    """Returns the telemetry of x and w in one forward pass, as inference computes it.
 
     With frozen kernels there are rows of x alone: their weights were quantized before. The pass is
     differentiated with respect to its probes, so it takes the memory of a backward pass without

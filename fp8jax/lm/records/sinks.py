@@ -23,10 +23,10 @@ class Sink(Protocol):
     """What takes a run's scalars."""
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Take the scalars of one step, by name; all are finite."""
+        """Takes the scalars of one step, by name; all are finite."""
 
     def finish(self) -> None:
-        """End; nothing is logged afterwards."""
+        """Ends; nothing is logged afterwards."""
 
 
 class _PackageSink:
@@ -63,7 +63,7 @@ def check_sink(spec: str) -> None:
 
 
 def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> Sink | None:
-    """Return the sink that KIND:PROJECT names, None for an empty text.
+    """Returns the sink that KIND:PROJECT names, None for an empty text.
 
     Args:
       config: what the sink shows as the run's configuration.

@@ -87,7 +87,7 @@ class _Shared:
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
-    """Resolve every name of the config, for all devices or those given. Allocates no array.
+    """Resolves every name of the config, for all devices or those given. Allocates no array.
 
     In a run of several processes all of them must call this.
 

@@ -78,7 +78,7 @@ def train_and_evaluate(
     faults: Faults = NO_FAULTS,
     defaults: ConfigDict | None = None,
 ) -> Scalars:
-    """Train as `config` says; resume by itself from what `workdir` holds.
+    """Trains as `config` says; resumes by itself from what `workdir` holds.
 
     Args:
       config: all keys of configs/base.py.
@@ -266,7 +266,7 @@ class _Loop:
     # Start and end --------------------------------------------------------------------------------
 
     def begin(self, defaults: dict[str, Any] | None) -> None:
-        """Say and record what starts."""
+        """Says and records what starts."""
         run = self.run
         self._write_file("config.json", json.dumps(run.settings.record, indent=2, sort_keys=True))
         self._write_file("data.txt", self.corpus.summary())
@@ -295,7 +295,7 @@ class _Loop:
             self.metrics.event(self.start, Event.ALREADY_FINISHED, num_steps=num_steps)
 
     def end(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Say and record how the run ended, also if an exception of that class ended it."""
+        """Says and records how the run ended, also if an exception of that class ended it."""
         if kind is not None:
             reason = kind.__name__
         else:
@@ -317,7 +317,7 @@ class _Loop:
         self.metrics.say(closing_line(reason, self.step, seconds, lines, self.workdir))
 
     def _write_file(self, name: str, text: str) -> None:
-        """Write a file of the workdir, in the first process only."""
+        """Writes a file of the workdir, in the first process only."""
         if jax.process_index() == 0:
             Path(self.workdir, name).write_text(text + "\n", encoding="utf-8")
 
@@ -341,7 +341,7 @@ class _Loop:
     # One step -------------------------------------------------------------------------------------
 
     def train(self) -> Scalars:
-        """Train to the last step, or until a signal asks to stop."""
+        """Trains to the last step, or until a signal asks to stop."""
         settings, pending, written = self.settings, None, {}
         for step in range(self.start + 1, settings.num_steps + 1):
             batch = self._next_batch(step, pending)
@@ -409,7 +409,7 @@ class _Loop:
             raise
 
     def _enter_stage(self, step: int) -> None:
-        """Switch the policy where the precision schedule says so."""
+        """Switches the policy where the precision schedule says so."""
         before, following = self.position.stage, self.run.at(step)
         if following is before:
             return
@@ -428,7 +428,7 @@ class _Loop:
         return (stage.begins, seeding) not in self.compiled
 
     def _start_step(self, step: int, batch: Batch) -> _Dispatched:
-        """Dispatch a step. Where its program is new, say how long it compiled and what it runs."""
+        """Dispatches a step. Where its program is new, says how long it compiled, and what runs."""
         if not self._compiles(step):
             return self._dispatch(step, batch)
         self.metrics.say("compiling the training step…")
@@ -459,7 +459,7 @@ class _Loop:
         return dispatched
 
     def _check_gemms(self, step: int) -> tuple[list[tuple[Stage, Summary, dict[str, int]]], float]:
-        """Find the GEMMs of each new stage's step, and its memory by kind.
+        """Finds the GEMMs of each new stage's step, and its memory by kind.
 
         Returns them, and the seconds in which the programs compiled. Raises if FP8 is required and
         a GEMM is not.
@@ -494,7 +494,7 @@ class _Loop:
         return checked, compiling
 
     def _go_on_with(self, run: Run, stage: Stage) -> None:
-        """Take a run of the same state, since the programs of `stage` take too much memory."""
+        """Takes a run of the same state, since the programs of `stage` take too much memory."""
         layers = run.layers
         for line in labeled(
             "layers",
@@ -525,7 +525,7 @@ class _Loop:
         return _Dispatched(step=step, out=out, batch=batch, seeded=seeded, telemetry=telemetry)
 
     def _read(self, dispatched: _Dispatched) -> Scalars:
-        """Wait for a step and return its scalars. If it was rejected, climb the ladder."""
+        """Waits for a step and returns its scalars. If it was rejected, climbs the ladder."""
         host: dict[str, Any] = jax.device_get(dispatched.out)
         step = dispatched.step
         self.telemetry.write(step, dispatched.telemetry)  # also of a step that ends the run

@@ -10,7 +10,7 @@ from fp8jax.lm.training.run import Run, Stage
 
 
 def memory_by_kind(run: Run, stage: Stage, total: int) -> dict[str, int]:
-    """Return bytes on each device by kind: those of a step of a stage, and their total.
+    """Returns bytes on each device by kind: those of a step of a stage, and their total.
 
     Weights, optimizer state, histories and batch are exact, from shapes and shardings; gradients
     are all of them in float32; "activations" is what the total has beyond these, at least 0, work
@@ -32,5 +32,5 @@ def memory_by_kind(run: Run, stage: Stage, total: int) -> dict[str, int]:
 
 
 def gradient_bytes(params: Any) -> int:
-    """Return the bytes on each device of float32 gradients, sharded like the parameters."""
+    """Returns the bytes on each device of float32 gradients, sharded like the parameters."""
     return device_bytes(jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params))

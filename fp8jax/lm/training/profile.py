@@ -46,7 +46,7 @@ class Profile:
         return self._running and self._steps is not None and step == self._steps[1]
 
     def stop(self, state: TrainState | None = None) -> None:
-        """End a running trace, once `state` is ready."""
+        """Ends a running trace, once `state` is ready."""
         if self._running:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()

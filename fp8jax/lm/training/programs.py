@@ -95,7 +95,7 @@ class Compilation:
 
 
 def dump_hlo(run: Run, directory: str | os.PathLike[str]) -> list[Path]:
-    """Write every program of training and validation as text, before and after XLA.
+    """Writes every program of training and validation as text, before and after XLA.
 
     Args:
       run: from `build(config)`.

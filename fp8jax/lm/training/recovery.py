@@ -49,7 +49,7 @@ class Recovery:
     def settle(
         self, step: int, scalars: dict[str, Any], position: Position, batch: Batch
     ) -> dict[str, Any]:
-        """Try rungs until the step is settled; returns the step's scalars.
+        """Tries rungs until the step is settled; returns the step's scalars.
 
         `position` is changed in place: by a repeated step its state, by a rollback all of it.
 

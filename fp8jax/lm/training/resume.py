@@ -53,7 +53,7 @@ def as_begun(config: ConfigDict, workdir: Path) -> ConfigDict:
 def read_checkpoint(
     checkpointer: Checkpointer, run: Run, corpus: Corpus
 ) -> tuple[Restored | None, list[str]]:
-    """Read the newest sound checkpoint of this config; also list what has changed since.
+    """Reads the newest sound checkpoint of this config; also lists what has changed since.
 
     Returns:
       None without a checkpoint. Optional parts whose keys differ are not read.

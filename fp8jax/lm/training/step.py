@@ -233,7 +233,7 @@ def train_step(
     gnmr: Gnmr | None = None,
     inject: Callable[[Any, Batch], Any] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Take one optimizer step; a rejected step returns the old state, bit for bit.
+    """Takes one optimizer step; a rejected step returns the old state, bit for bit.
 
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.

@@ -39,7 +39,7 @@ class StopRequest(contextlib.AbstractContextManager):
             raise KeyboardInterrupt
 
     def agree(self) -> None:
-        """Let all processes of a run have the signal of any; each must call this at the same step.
+        """Lets all processes of a run have the signal of any; each must call this at the same step.
 
         A scheduler may send a signal to one process alone. If that one stopped, the others would
         wait for it for ever.

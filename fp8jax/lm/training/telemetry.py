@@ -72,7 +72,7 @@ class Telemetry:
         return self._programs[key]
 
     def dispatch(self, step: int, position: Position, batch: Batch) -> Any:
-        """Measure the step, counted from 1, that `position` and `batch` begin.
+        """Measures the step, counted from 1, that `position` and `batch` begin.
 
         Returns what `write` takes; None if the step is not sampled.
         """
@@ -86,7 +86,7 @@ class Telemetry:
         return program(position.state, {name: batch[name] for name in names}), position.stage
 
     def write(self, step: int, dispatched: Any) -> None:
-        """Begin to write what `dispatch` has returned, in the first process only.
+        """Begins to write what `dispatch` has returned, in the first process only.
 
         First ends what an earlier call has begun: call it for every step, before the step's metrics
         are written, so that curves are written in the order of steps.
@@ -96,13 +96,13 @@ class Telemetry:
             self._writing = step, self._writer.submit(self._write_file, step, *dispatched)
 
     def finish(self) -> None:
-        """Return when all that `write` has begun is written; raises its error."""
+        """Returns when all that `write` has begun is written; raises its error."""
         if self._writing is not None:
             (step, scalars), self._writing = self._writing, None
             self._metrics.curves(step, scalars.result())
 
     def _write_file(self, step: int, measured: Any, stage: Stage) -> dict[str, float]:
-        """Write the rows of a step, in the writer's thread; returns its scalars."""
+        """Writes the rows of a step, in the writer's thread; returns its scalars."""
         statistics, promoted = jax.device_get(measured)
         rows = stage.model.telemetry_rows(statistics, step=step, promoted=promoted)
         self._files.write(step, rows)

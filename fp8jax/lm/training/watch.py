@@ -34,7 +34,7 @@ class LayerWatch:
         return len(layers)
 
     def validated(self, step: int, amaxes: list[float]) -> None:
-        """Warn of layers that grow. After a warning the count starts again."""
+        """Warns of layers that grow. After a warning the count starts again."""
         self.amaxes = [*self.amaxes[-GROWTHS:], amaxes]
         if layers := growing(self.amaxes):
             values = {layer: [round(each[layer], 3) for each in self.amaxes] for layer in layers}
