@@ -142,6 +142,13 @@ def _without_broken(copy: Path, batch: list[Covering], killed: dict[str, str]) -
     return {name: how for name, how in killed.items() if name not in broken}
 
 
+def finders(copy: Path, mutant: Mutant, tests: list[Covering]) -> dict[str, str]:
+    """Those of a few test functions that find a mutant and pass without it, and how."""
+    with copies.fault(copy, mutant):
+        killed, _ = _run_batch(copy, tests, len(tests))
+    return _without_broken(copy, tests, killed)
+
+
 def run(
     copy: Path, mutant: Mutant, tests: list[Covering], outcome: Outcome, limit_s: float
 ) -> None:
