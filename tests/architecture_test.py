@@ -29,8 +29,8 @@ MAX_FUNCTION_LINES = 60
 MAX_LINES_OF = {"fp8jax/lm/training/loop.py:train_and_evaluate": 200}
 MAX_CONFIG_KEYS = 120
 IMPERATIVES = frozenset(
-    "Add Apply Check Compute Convert Create Draw Find Give Merge Multiply Quantize Raise Read Return"
-    " Take Write Yield".split()
+    "Add Apply Check Compute Convert Create Draw Find Give Merge Multiply Quantize Raise Read"
+    " Return Take Write Yield".split()
 )
 MAX_ARROWS = 60  # pairs of folders of which one imports from the other
 
