@@ -35,6 +35,7 @@ from fp8jax.gemm.vjp import (
     X_CASTS,
     VjpContext,
     cast_requests,
+    differentiable_once,
     forward,
     forward_matmul,
     input_gradient,
@@ -100,9 +101,11 @@ def _run(contexts: tuple[VjpContext, VjpContext], x, weights, x_casts: dict[str,
 
 
 def _mlp_fwd(contexts, x, weights):
-    y, qx, factors, observed = _run(contexts, x, weights, X_CASTS)
-    x = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
-    return y, _Residuals(x, factors, weights, observed)
+    recipes = [context.recipe for context in contexts]
+    once = differentiable_once(x, weights, *recipes)
+    y, qx, factors, observed = _run(contexts, *once, X_CASTS)
+    kept = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
+    return y, _Residuals(kept, factors, weights, observed)
 
 
 def _mlp_bwd(contexts, saved: _Residuals, dy):
@@ -122,7 +125,8 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
     for weight, observed, (dw, amax) in zip(saved.weights, saved.observed, found, strict=True):
         of_g = Observed(record(weight.history_of("g"), "g", dy, amax), {})
         cotangents.append(cotangent(weight, dw, observed.also(of_g), first.recipe))
-    return sum_cotangents([dx_gate, dx_up]), tuple(cotangents)
+    dx = sum_cotangents([dx_gate, dx_up])
+    return differentiable_once(dx, cotangents, first.recipe, second.recipe)
 
 
 def _gradients(context: VjpContext, x: Operand, weight: Weight, qg) -> tuple[jax.Array, jax.Array]:

@@ -29,6 +29,7 @@ from fp8jax.gemm.vjp import (
     JointAmax,
     VjpContext,
     backward,
+    differentiable_once,
     forward,
     quantize_operand,
 )
@@ -58,7 +59,9 @@ def _forward(pair: Pair, promoted, x, weight: Weight) -> tuple[jax.Array, Observ
 
 
 def _fwd(pair: Pair, promoted, x, weight: Weight):
-    y, observed = _forward(pair, promoted, x, weight)
+    recipes = [context.recipe for context in pair]
+    x_once, (once,) = differentiable_once(x, (weight,), *recipes)
+    y, observed = _forward(pair, promoted, x_once, once)
     return y, (promoted, x, weight, observed)
 
 
@@ -75,6 +78,7 @@ def _bwd(pair: Pair, saved: Any, g: jax.Array):
 
     (low, high), (promoted, x, weight, observed) = pair, saved
     dx, of_weight = lax.cond(promoted, with_recipe(high), with_recipe(low), x, weight, observed, g)
+    dx, (of_weight,) = differentiable_once(dx, (of_weight,), low.recipe, high.recipe)
     return None, dx, of_weight
 
 

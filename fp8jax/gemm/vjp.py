@@ -8,12 +8,11 @@ Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant al
 axis multiply the result, others multiply block by block. Saved for the backward are
 
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
-         wgrad_x in high precision, x itself. Also with `requantize`, for an x that is kept anyway,
-         because the backward of what made it reads it: it is quantized in the backward, to the same
-         codes.
-    w    the operand as given, in practice the float32 parameter, which exists anyway. The backward
-         quantizes it again, so no gathered or cast weight is saved under any rematerialization
-         policy.
+         wgrad_x in high precision, x itself. With `requantize`, x itself, too: for an x that the
+         backward of what made it keeps anyway. It is quantized in the backward, to the same codes.
+    w    the weight as given, with its histories, key and probe (weight.py). Its value is in
+         practice the float32 parameter, which exists anyway. The backward quantizes it again, so no
+         gathered or cast weight is saved under any rematerialization policy.
     what the casts of x and w have observed: the next amax histories, and statistics where there are
     probes (weight.py).
 
@@ -72,7 +71,7 @@ from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 # Names for jax.checkpoint_policies.save_only_these_names.
 GEMM_OUTPUT, QUANTIZED_INPUT = "fp8jax.product", "fp8jax.operand"
 
-# Casts of the operands that two GEMMs read: name -> contracting axis.
+# Contracting axes of the casts of x, of g, and of w in the backward, by their names.
 X_CASTS = {"fwd_x": -1, "wgrad_x": -2}
 G_CASTS = {"dgrad_g": -1, "wgrad_g": -2}
 W_CASTS = {"dgrad_w": -1}  # of the backward
@@ -89,7 +88,8 @@ class VjpContext:
       recipe, backend: how operands are quantized and multiplied.
       dtype: of x and dx.
       out_dtype: of y.
-      seeded: whether no history is empty; if False, empty ones seed themselves (amax_history.py).
+      seeded: promise that no history is empty; if False, an empty one is read as the operand's own
+        amax (amax_history.py).
       requantize: whether x is saved for the backward and quantized there, instead of its codes.
       x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
       pooled: mesh axes whose devices share the scale of an operand.
@@ -108,13 +108,16 @@ class VjpContext:
 class _Residuals(NamedTuple):
     """What the forward saves for the backward."""
 
-    x: Operand  # as wgrad reads it, or as `_wgrad_x` quantizes it
+    x: Operand  # wgrad's operand, or the x from which `_wgrad_x` makes it
     weights: tuple[Weight, ...]
     observed: tuple[Observed, ...]  # of x and w; the backward adds g
 
 
 class JointAmax(NamedTuple):
-    """The amax of all weights that share x, for shared casts; None where each has its own scale."""
+    """The largest amax of all weights that share x, and of all gradients g of their results.
+
+    For shared casts; None where each has its own scale.
+    """
 
     w: jax.Array | None = None
     g: jax.Array | None = None
@@ -272,6 +275,7 @@ def forward(
     rows_x: dict[Any, Rows] = {}  # of one x: measured once for all probes with one what-if recipe
     for weight in weights:
         y, of_w = forward_matmul(context, qx["fwd_x"], weight, x.dtype, joint)
+        # A probe may have no what-if recipe, and a weight no probe.
         like = None if weight.probe is None else (weight.probe.what_if,)
         if like not in rows_x:
             rows_x[like] = measure(weight.probe, x, qx, x_casts, weight.key)
@@ -282,7 +286,7 @@ def forward(
 
 
 def _sharing(weights: Sequence[Weight]) -> Weight:
-    """Returns what quantizes an x that weights share: the first, with the largest history of x."""
+    """Returns the weight whose key and history of x quantize an x that all of these share."""
     largest = largest_of(tuple(weight.history_of("x") for weight in weights))
     return dataclasses.replace(weights[0], histories=largest)
 
@@ -308,7 +312,7 @@ def forward_matmul(
 
 @jax.custom_jvp
 def _first_derivative(arrays: Any) -> Any:
-    """Returns arrays, gradients or what they are computed from, that nobody may differentiate.
+    """Returns the arrays; whoever differentiates them is refused.
 
     JAX would differentiate the casts of forward and backward, which are constant almost everywhere:
     second derivatives would be wrong, mostly zero.
@@ -324,27 +328,39 @@ def _refuse_second_derivative(primals, tangents):
     )
 
 
-def _matmuls_fwd(context: VjpContext, x, weights: tuple[Weight, ...]):
-    given = weights  # saved as given: a loop over layers stacks anything else a second time
-    if context.recipe.casts:  # whose derivatives are zero: they would hide a second derivative
-        x, values = _first_derivative((x, [weight.value for weight in weights]))
-        weights = tuple(map(_with_value, weights, values))
-    casts = {"fwd_x": -1} if _requantizes(context, weights) else X_CASTS
-    ys, qx, observed = forward(context, x, weights, casts)
-    if _requantizes(context, weights):
-        kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
-    else:
-        # The barrier keeps XLA from saving x itself and quantizing it in the backward.
-        kept = checkpoint_name(lax.optimization_barrier(qx["wgrad_x"]), QUANTIZED_INPUT)
-    return ys, _Residuals(kept, given, observed)
+def differentiable_once(
+    x: jax.Array, weights: Sequence[Weight], *recipes: Recipe
+) -> tuple[jax.Array, tuple[Weight, ...]]:
+    """Returns x and weights, or their cotangents, with a first derivative only.
+
+    Casts have zero derivatives: a second derivative would be zero without a word. Recipes without
+    casts have all derivatives.
+    """
+    if not any(recipe.casts for recipe in recipes):
+        return x, tuple(weights)
+    x, values = _first_derivative((x, [weight.value for weight in weights]))
+    return x, tuple(map(_with_value, weights, values))
 
 
 def _with_value(weight: Weight, value: Any) -> Weight:
     return dataclasses.replace(weight, value=value)
 
 
+def _matmuls_fwd(context: VjpContext, x, weights: tuple[Weight, ...]):
+    # What is saved is what was given: a loop over layers stacks anything else a second time.
+    requantizes = _requantizes(context, weights)
+    casts = {"fwd_x": -1} if requantizes else X_CASTS
+    ys, qx, observed = forward(context, *differentiable_once(x, weights, context.recipe), casts)
+    if requantizes:
+        kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
+    else:
+        # The barrier keeps XLA from saving x itself and quantizing it in the backward.
+        kept = checkpoint_name(lax.optimization_barrier(qx["wgrad_x"]), QUANTIZED_INPUT)
+    return ys, _Residuals(kept, weights, observed)
+
+
 def _requantizes(context: VjpContext, weights: Sequence[Weight]) -> bool:
-    """Whether the backward quantizes x. Probes measure both of its casts in the forward."""
+    """Whether the backward quantizes x. Not with probes: they measure both casts in the forward."""
     return context.requantize and all(weight.probe is None for weight in weights)
 
 
@@ -369,10 +385,7 @@ def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ..
         dxs.append(dx)
         cotangents.append(of_weight)
     dx = summed_like(sum_cotangents(dxs), context.x_axes)
-    if context.recipe.casts:
-        dx, dws = _first_derivative((dx, [weight.value for weight in cotangents]))
-        cotangents = list(map(_with_value, cotangents, dws))
-    return dx, tuple(cotangents)
+    return differentiable_once(dx, cotangents, context.recipe)
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
@@ -399,7 +412,8 @@ def backward(
     g = g.astype(context.dtype)
     qg, amax = quantize_operand(context, g, G_CASTS, weight, joint.g)
     dx, qw = input_gradient(context, weight, qg, joint.w)
-    again = measure(weight.probe, weight.value, qw, W_CASTS, weight.key)  # w has been recorded
+    # Statistics alone: the forward has recorded the amax of w.
+    again = measure(weight.probe, weight.value, qw, W_CASTS, weight.key)
     observed = observed.also(Observed({}, again))
     dw = weight_gradient(context, x, weight, qg)
     observed = observed.also(observe(weight, g, amax, qg, G_CASTS))

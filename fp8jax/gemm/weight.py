@@ -102,7 +102,7 @@ def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe)
         for operand, history in weight.histories.items()
     }
     rows = observed.rows
-    if weight.probe is not None:  # XLA drops what was measured for nothing
+    if weight.probe is not None:  # XLA then drops what the forward measured of the same codes
         rows = rows | repeated(recipe, weight.probe.what_if, rows)
     return dataclasses.replace(
         weight,
@@ -114,7 +114,9 @@ def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe)
 
 
 def combining(x: jax.Array, weight: Weight) -> Weight:
-    """Returns a weight whose cotangents combine over several uses as their kind does.
+    """Returns a weight whose cotangents combine over several uses: maxima of histories and peaks.
+
+    All else is added.
 
     Raises ValueError where `jax.vmap` maps x and not the histories (shared_leaf.py).
     """

@@ -113,6 +113,21 @@ def test_y_alone_is_the_same():
     np.testing.assert_array_equal(interpret(jax.jit(f), x, ws, states), with_grads[0])
 
 
+@needs_pallas
+def test_a_second_derivative_is_refused(monkeypatch):
+    """It would be zero: so are the derivatives of casts."""
+    monkeypatch.setattr(hardware, "device", lambda: H200)
+    recipe = RECIPES["fp8_block"]
+    x, ws, states, dy = mlp_arguments(*RAGGED, recipe)
+
+    def penalty(x):
+        mlp = functools.partial(whole, ws=ws, states=states, recipe=recipe)
+        return jnp.sum(jax.vjp(mlp, x)[1](dy)[0].astype(F32) ** 2)
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.eval_shape(jax.grad(penalty), x)
+
+
 def test_which_recipes_fuse(monkeypatch):
     """All others quantize by an amax of the array itself, in other formats, or not at all."""
     monkeypatch.setattr(hardware, "device", lambda: H200)

@@ -87,6 +87,23 @@ def test_what_is_kept_is_x_once():
     assert sorted(leaf.size for leaf in kept) == sorted([x.size, w.size])
 
 
+@pytest.mark.parametrize(("low", "high"), [("fp8_amax", "bf16"), ("bf16", "fp8_amax")])
+def test_a_second_derivative_is_refused(low, high):
+    """It would be zero: so are the derivatives of casts."""
+    x, w, _ = arrays()
+
+    def penalty(x, w):
+        def loss(x, w):
+            recipes = dict(low=RECIPES[low], high=RECIPES[high])
+            return jnp.sum(promotable_dot(x, Weight(w), jnp.asarray(False), **recipes) ** 3)
+
+        return sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1))(x, w))
+
+    for argument in (0, 1):
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            jax.eval_shape(jax.grad(penalty, argument), x, w)
+
+
 def test_a_high_recipe_with_histories_is_refused():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="'fp8_delayed' needs amax histories"):

@@ -1,7 +1,7 @@
 """Operands of a GEMM, quantized or in high precision, and the requests to quantize them.
 
 An operand is a matrix, or a batch of them, of which either axis may be contracted. `plain_matmul`
-multiplies operands in high precision; the backends (backends.py) multiply quantized ones.
+multiplies operands in high precision; the backends (choice.py) multiply quantized ones.
 """
 
 import dataclasses
