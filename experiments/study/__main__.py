@@ -11,7 +11,7 @@
     python -m experiments.study parity --plan=screen --ledger=docs/parity_ledger.jsonl \\
         --workdir=runs/parity --corpus=runs/corpus --commit=HASH --budget=570 --machine=1500
     python -m experiments.study parity_table --ledger=docs/parity_ledger.jsonl \\
-        --manifest=docs/parity_corpus.json --output=docs/parity.json
+        --manifest=docs/parity_corpus.json --output=docs/parity.json --setting=dfa4e814d324ced6
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -57,7 +57,7 @@ from experiments.study import (
 from fp8jax.device import xla
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.training.recovery import StoppedError
-from fp8jax.lookup import lookup
+from fp8jax.lookup import lookup, unknown
 from fp8jax.numerics.policy import POLICIES
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
@@ -118,6 +118,13 @@ _CORPUS = flags.DEFINE_string("corpus", "", "The folder that `corpus` has writte
 
 
 _MANIFEST = flags.DEFINE_string("manifest", "", "The committed manifest of the corpus.")
+
+
+_SETTING = flags.DEFINE_string(
+    "setting",
+    "",
+    "The digest of the setting whose lines `parity_table` judges; by default configs/study.py's.",
+)
 
 
 _COMMIT = flags.DEFINE_string("commit", "", "The commit of the code, for the ledger.")
@@ -234,7 +241,10 @@ def _parity() -> None:
 def _parity_table() -> None:
     lines = parity_ledger.read(Path(_LEDGER.value))
     data = corpus.digest_of(Path(_MANIFEST.value))
-    found = parity_analysis.verdicts(parity_ledger.comparable(lines, parity_plan.setting(), data))
+    setting = _SETTING.value or parity_plan.setting()
+    if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
+        raise unknown("setting", setting, settings)
+    found = parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
     print(parity_analysis.table(found))
     if _OUTPUT.value:
         parity_analysis.write_json(Path(_OUTPUT.value), found)
@@ -280,7 +290,12 @@ _COMMANDS = (
         takes=["machine"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
-    _Study(name="parity_table", run=_parity_table, needs=["ledger", "manifest"], takes=["output"]),
+    _Study(
+        name="parity_table",
+        run=_parity_table,
+        needs=["ledger", "manifest"],
+        takes=["output", "setting"],
+    ),
     _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
 )
 

@@ -1,8 +1,10 @@
 """The study of parity: what it runs, how it survives, and what it detects, on made-up ledgers."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
+import re
 import sys
 import time
 
@@ -10,12 +12,13 @@ import numpy as np
 import pytest
 
 from configs import base, study
-from experiments.study import parity_analysis, parity_ledger, parity_parts, parity_plan
+from experiments.study import corpus, parity_analysis, parity_ledger, parity_parts, parity_plan
 from experiments.study import parity_runner as runner
 from experiments.study.parity_parts import SCORE, TRAIN, Part
 from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, PLANS, Arm, Chain
 from fp8jax.lm.model.models import model_config
 from fp8jax.numerics.names import as_policy
+from tests.support import ROOT
 
 # The plan -----------------------------------------------------------------------------------------
 
@@ -359,3 +362,61 @@ def test_ledgers_of_two_machines_become_one(tmp_path):
     path.write_text('{"arm": "bf16"}\n')
     with pytest.raises(ValueError, match="ledger.jsonl:1 is no line of a ledger"):
         parity_ledger.read(path)
+
+
+# What is committed --------------------------------------------------------------------------------
+
+# Of run 1 and run 2 (docs/parity.md); theirs differ by the name of a folder.
+SETTINGS = ("f273a0483ed36634", "dfa4e814d324ced6")
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """For each setting, the verdicts of the committed ledger."""
+    lines = parity_ledger.read(DOCS / "parity_ledger.jsonl")
+    assert {line.setting for line in lines} == set(SETTINGS)
+    data = corpus.digest_of(DOCS / "parity_corpus.json")
+    return {
+        setting: parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
+        for setting in SETTINGS
+    }
+
+
+def test_the_setting_is_the_committed_ledger_s():
+    """A key or a default that is renamed in configs/base.py parts the study from its ledger."""
+    assert parity_plan.setting() == SETTINGS[0]
+    config = study.get_config()
+    config.cache_dir = "~/.cache/fp8jax/lm/data"  # what parted run 2
+    text = json.dumps(json.loads(config.to_json()), sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == SETTINGS[1]
+
+
+def test_committed_numbers_are_those_of_the_page_s_command(committed):
+    page = (DOCS / "parity.md").read_text(encoding="utf-8")
+    (setting,) = re.findall(r"--output=docs/parity.json --setting=(\w+)", page)
+    numbers = json.loads((DOCS / "parity.json").read_text(encoding="utf-8"))
+    assert numbers == parity_analysis.numbers(committed[setting])
+
+
+def test_gaps_on_the_page_are_the_ledger_s(committed):
+    """The first table: by arm, at 75M tokens in run 1 and 2, then at 151M."""
+    page = (DOCS / "parity.md").read_text(encoding="utf-8")
+    table = page.split("## What has run")[1].split("\n\n| ")[1].split("\n\n")[0]
+    shown = {}
+    for arm, cells in re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", table, re.M):
+        shown[arm] = [cell.strip() for cell in cells.split("|")][:4]
+    gaps = {
+        (setting, verdict.arm, verdict.fork): f"{verdict.gaps[0]:+.3f}"
+        for setting, found in committed.items()
+        for verdict in found
+        if 0 in verdict.gaps
+    }
+    columns = list(itertools.product(("75M", "150M"), SETTINGS))
+    told = {
+        (setting, arm, fork): cell
+        for arm, cells in shown.items()
+        for (fork, setting), cell in zip(columns, cells, strict=True)
+        if cell
+    }
+    assert told == gaps and len(told) == 2 * (7 + 12)
