@@ -12,15 +12,16 @@ stretch of a run has the right proportions, not only the whole run. With 2 rows 
     rows of it so far     0    0    1    2    1    3    4
 
 The last line is arithmetic. With q, r = divmod(g, C), source s = source[r] has given q * p_s +
-rank[r] rows before position g. This number selects a row through Grain's random-access shuffle,
-which goes through all rows of s once in each epoch of s, in a new order every epoch.
+rank[r] rows before position g. So `grain.MapDataset.select_from_datasets` mixes the sources, with
+`_Selection` as its map; each source is a Grain dataset, whose random-access shuffle goes through
+all its rows once in each of its epochs, in a new order every epoch.
 
 So the row at position g depends only on the seed, the weights and g. A run can resume at any
 position with any batch size and number of processes, no iterator state is saved, and the number of
 rows that each source has given is known exactly. Drawing sources at random was rejected: it would
-know these numbers only after a replay. So was grain.MapDataset.mix, which has no closed form for
-them. `Position` needs them: when weights or sources change in mid-run, each source continues with
-its own next row.
+know these numbers only after a replay. So was the order of grain.MapDataset.mix, which begins each
+source at its first row. `Position` has these numbers: when weights or sources change in mid-run,
+each source continues with its own next row.
 
 Epochs. Row k of a source belongs to its epoch k // R, where R is its number of rows. Without
 weights, all sources end their epochs together, every sum(R) positions. A run of E epochs takes
@@ -32,6 +33,7 @@ into as many rows.
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -148,6 +150,25 @@ class _Cycle:
         }
 
 
+class _Selection(grain.transforms.DatasetSelectionMap):
+    """Grain's map from n to (source, its row) for the n-th row after a position of a schedule."""
+
+    def __init__(self, cycle: _Cycle, position: Position):
+        self._cycle = cycle
+        self._first = position.rows
+        self._base = [position.base[name] for name in cycle.schedule]
+        self._proportions = list(cycle.schedule.values())
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        cycles, place = divmod(self._first + index, self._cycle.length)
+        source = int(self._cycle.source[place])
+        earlier = cycles * self._proportions[source] + int(self._cycle.rank[place])
+        return source, self._base[source] + earlier
+
+
 def _total(counts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
     """Adds two dicts by name. `counts` has all the names, and the result has their order."""
     return {name: n + (more[name] if name in more else 0) for name, n in counts.items()}
@@ -235,19 +256,12 @@ class Mixture:
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed must be in [0, 2^32), got {seed}")
         places = {name: number for number, name in enumerate(position.base)}
-        names = list(self.rows)
-        readers = [
-            _reader(rows, seed, places[name], num_epochs) for name, rows in self.rows.items()
+        datasets = [
+            _dataset(rows, seed, places[name], num_epochs) for name, rows in self.rows.items()
         ]
-
-        def read(n: int) -> Row:
-            cycles, place = divmod(position.rows + n, self._cycle.length)
-            source = self._cycle.source[place]
-            name = names[source]
-            earlier = cycles * self.schedule[name] + int(self._cycle.rank[place])
-            return readers[source](position.base[name] + earlier)
-
-        return read
+        mixed = grain.MapDataset.select_from_datasets(datasets, _Selection(self._cycle, position))
+        mixed[0]  # Grain initializes its statistics on first use, which is not thread-safe
+        return mixed.__getitem__
 
     def _require_own(self, position: Position) -> None:
         if list(position.schedule.items()) != list(self.schedule.items()):
@@ -257,32 +271,24 @@ class Mixture:
             )
 
 
-def _reader(rows: Rows, seed: int, place: int, num_epochs: int | None) -> Callable[[int], Row]:
-    """Returns a function from k >= 0 to the row that a source gives as its k-th."""
-    order, count = _order(len(rows), seed, place), len(rows)
+def _dataset(rows: Rows, seed: int, place: int, num_epochs: int | None) -> grain.MapDataset[Row]:
+    """Returns the endless rows of a source: epoch after epoch, each with a new shuffle.
+
+    The run's first source (place 0) uses the seed itself; each later source has a seed of its own.
+    """
+    count = len(rows)
     padding = {key: np.zeros_like(value) for key, value in rows[0].items()}
 
     @functools.lru_cache(maxsize=4)  # two epochs meet in a batch, and two threads read batches
     def epoch(number: int) -> Rows:
         return rows.epoch(number, (seed, place)) if isinstance(rows, DealtRows) else rows
 
-    def read(k: int) -> Row:
+    def read(k: int, index: int) -> Row:
         number = k // count
         if num_epochs is not None and number >= num_epochs:
             return padding
-        return epoch(number)[int(order[k])]
+        return epoch(number)[int(index)]
 
-    return read
-
-
-def _order(count: int, seed: int, place: int) -> grain.MapDataset[int]:
-    """Returns an endless order of `count` rows: epoch after epoch, each with a new shuffle.
-
-    The run's first source (place 0) uses the seed itself; each later source has a seed of its own.
-    """
-    if place:
-        seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+    own = int(np.random.SeedSequence([seed, place]).generate_state(1)[0]) if place else seed
     # Permutes indices instead of rows, so that only the rows of a batch are read.
-    order = grain.MapDataset.range(count).seed(seed).shuffle().repeat()
-    order[0]  # grain initializes its statistics on first use, which is not thread-safe
-    return order
+    return grain.MapDataset.range(count).seed(own).shuffle().repeat().map_with_index(read)

@@ -4,6 +4,7 @@ import itertools
 import json
 from fractions import Fraction
 
+import grain
 import numpy as np
 import pytest
 
@@ -104,6 +105,31 @@ def test_the_order_within_a_mixture_is_pinned():
     found = sequence(mixture_of("1", "1", rows=(8, 8)), 16, seed=0)
     assert [row for source, row in found if source == 0] == [1, 2, 4, 5, 3, 7, 0, 6]
     assert [row for source, row in found if source == 1] == [1, 6, 0, 7, 2, 3, 5, 4]
+
+
+@pytest.mark.parametrize("first", [0, 5, 1234])
+@pytest.mark.parametrize("num_epochs", [None, 2])
+def test_rows_are_those_of_an_independent_computation(first, num_epochs):
+    proportions, sizes, base, seed, count = [7, 3], [70, 110], [13, 48], 3, 400
+    mixture = mixture_of("0.7", "0.3")
+    position = Position(
+        schedule=mixture.schedule, base=dict(zip("ab", base, strict=True)), rows=first
+    )
+    seeds = [seed, int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])]
+    orders = [
+        grain.MapDataset.range(size).seed(own).shuffle().repeat()
+        for size, own in zip(sizes, seeds, strict=True)
+    ]
+    sources = np.resize(dealt(proportions), first + count)
+    given = np.eye(2, dtype=int)[sources].cumsum(0) - 1 + base  # rows of each source until then
+    expected = []
+    for source, numbers in zip(sources[first:], given[first:], strict=True):
+        k = int(numbers[source])
+        ended = num_epochs is not None and k >= num_epochs * sizes[source]
+        expected.append((0, 0) if ended else (source, orders[source][k]))
+    read = mixture.reader(position, seed=seed, num_epochs=num_epochs)
+    for n in (*range(count), 17, 0, count - 1):  # in order, then at random
+        assert tuple(read(n)["tokens"].tolist()) == expected[n]
 
 
 @pytest.mark.parametrize("weights", [("0.7", "0.3"), ("6", "10", "15"), ()])
