@@ -220,7 +220,7 @@ DATA = (
     ),
     M("_text_corpus", "comparison", 'document_masking or split != "train"', "document_masking"),
     M(
-        "mixture:_order",
+        "mixture:_dataset",
         "key",
         "np.random.SeedSequence([seed, place])",
         "np.random.SeedSequence([place])",
