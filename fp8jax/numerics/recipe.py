@@ -123,7 +123,7 @@ class Cast:
 
     @property
     def timing(self) -> str:
-        """Where the amax comes from: "current", "delayed" or "constant"."""
+        """The timing by which the scale gets its amax, "current", "delayed" or "constant"."""
         if isinstance(self.scale, Delayed):
             return "delayed"
         return "constant" if isinstance(self.scale, Constant) else "current"
