@@ -23,7 +23,7 @@ from fp8jax.gemm.backends.operands import Operand
 from fp8jax.gemm.histories import amax_history
 from fp8jax.gemm.histories.amax_history import Histories, record, to_float32
 from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
-from fp8jax.gemm.probe import Probe, Rows, measure, repeated
+from fp8jax.gemm.probe import Rows, measure, repeated
 from fp8jax.gemm.probe import as_cotangent as probe_cotangent
 from fp8jax.gemm.probe import combining as combining_probe
 from fp8jax.gemm.sharding.manual_axes import largest_like, summed_like, varying
@@ -48,10 +48,10 @@ class Weight:
       scope: name of its module in the compiled program; "" adds none.
     """
 
-    value: Any
-    histories: Histories = dataclasses.field(default_factory=dict)
+    value: Any  # JAX makes weights of placeholders, too
+    histories: Any = dataclasses.field(default_factory=dict)
     key: Any = None
-    probe: Probe | None = None
+    probe: Any = None
     scope: str = ""
 
     def history_of(self, operand: str) -> Histories:

@@ -73,7 +73,7 @@ def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
         (dict(history=-1), ["history=-1", "at least one"]),
         (dict(history=4, amax="mean"), ["unknown amax", "'mean'", "newest"]),
         (dict(history=4, rule=Constant(2.0)), ["Constant(value=2.0)", "delayed scaling"]),
-        (dict(history=4, rule="nvfp4"), ["NvFp4()", "delayed scaling"]),
+        (dict(history=4, rule=SCALES["nvfp4"]), ["NvFp4()", "delayed scaling"]),
     ],
 )
 def test_delayed_scaling_needs_a_history_and_a_rule_of_an_amax(kwargs, named):
