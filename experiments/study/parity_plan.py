@@ -105,6 +105,20 @@ _RATES = tuple(
     for rate in ("1e-3", "2e-3", "4e-3", "8e-3")
 )
 
+# The same run six times at each of two rates: without a compilation cache each process times GEMM
+# algorithms anew, so that what the losses scatter by is what any change of program does.
+_REPEATS = tuple(
+    Arm(
+        name=f"bf16_{rate}_repeat{number}",
+        precision="bf16",
+        changes=(f"learning_rate={rate}",),
+        environment=(("JAX_ENABLE_COMPILATION_CACHE", "false"),),
+        tokens_per_second=9e5,
+    )
+    for number in range(1, 7)
+    for rate in ("1e-3", "2e-3")
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
@@ -136,6 +150,8 @@ _HEADLINE = (*_BF16, _NULL_ARM, *_FP8, *_FP4)
 PLANS = {
     # The learning rate, in BF16; with a seed that no other plan has.
     "rate": Plan(arms=_RATES, seeds=(100,), forks=FORKS[:1]),
+    # What one seed scatters by, in BF16, at two rates; with a seed that no other plan has.
+    "repeats": Plan(arms=_REPEATS, seeds=(101,), forks=FORKS[:1]),
     # All arms with one seed, to 150M tokens.
     "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
     # What the page is about, with intervals; the controls are of the same plan.
