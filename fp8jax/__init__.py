@@ -21,6 +21,7 @@ from fp8jax.numerics.schedule import PrecisionSchedule
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, NV16x16, Tile
 
 xla.set_xla_flags()
+xla.launch_in_order()
 
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402

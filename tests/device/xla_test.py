@@ -64,6 +64,15 @@ def test_a_dry_run_takes_no_memory_of_a_gpu(monkeypatch, before, after):
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("8", "8")])
+def test_one_queue_of_launches_unless_named(monkeypatch, before, after):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)
+    xla.launch_in_order()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == after
+
+
 def test_too_late_on_a_gpu_is_said(monkeypatch):
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", "")
