@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fp8jax.lm.model.models import MODELS
     from fp8jax.lm.model.telemetry import measure_forward
     from fp8jax.lm.model.transformer import Transformer
+    from fp8jax.lm.training.config import base_config
     from fp8jax.lm.training.loop import train_and_evaluate
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "Tile",
     "Transformer",
     "assert_fp8",
+    "base_config",
     "cast",
     "dequantize",
     "dot_general",
@@ -84,6 +86,7 @@ _ON_FIRST_USE = {
     "assert_fp8": "fp8jax.analysis.any_program",
     "gemm_table": "fp8jax.analysis.any_program",
     "gemms": "fp8jax.analysis.any_program",
+    "base_config": "fp8jax.lm.training.config",
     "MODELS": "fp8jax.lm.model.models",
     "ModelConfig": "fp8jax.lm.model.config",
     "measure_forward": "fp8jax.lm.model.telemetry",

@@ -35,7 +35,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import command
+from experiments import subcommands
 from experiments.bench import (
     accumulation,
     decoding,
@@ -49,7 +49,9 @@ from experiments.bench import (
 )
 from experiments.bench.report import Report, write
 from experiments.bench.timing import Timer
+from experiments.config_keys import RUN_KEYS
 from fp8jax.device import hardware, xla
+from fp8jax.lm.cli import command
 
 _SHAPES = flags.DEFINE_list(
     "shapes",
@@ -224,7 +226,7 @@ def _mesh_compile(shapes: Sequence[str], timed: Timer) -> Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Benchmark(command.Command):
+class _Benchmark(subcommands.Command):
     """A command and what it measures.
 
     Attributes:
@@ -313,12 +315,12 @@ _TRAINING = _Benchmark(
 
 
 def main(arguments: Sequence[str]) -> None:
-    benchmark = command.choose(_COMMANDS, arguments)
+    benchmark = subcommands.choose(_COMMANDS, arguments)
     operators.share_device()
     xla.set_compilation_cache()
     if benchmark.name == "step" and flags.FLAGS["config"].present:
         benchmark = _TRAINING
-    command.check_flags(benchmark, (*_COMMANDS, _TRAINING))
+    subcommands.check_flags(benchmark, (*_COMMANDS, _TRAINING))
     timed = functools.partial(
         timing.time_in_turns,
         rounds=_ROUNDS.value,
@@ -343,4 +345,4 @@ def _write(name: str, report: Report, words: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, config=RUN_KEYS)

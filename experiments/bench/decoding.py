@@ -29,12 +29,12 @@ from experiments.bench.report import Report, Row
 from experiments.bench.timing import Program, Timer
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
-from fp8jax.lm.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.model.cache import empty_cache
 from fp8jax.lm.model.config import ModelConfig, flops_per_token
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.models import model_config
+from fp8jax.lm.model.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.numerics.names import as_policy
 

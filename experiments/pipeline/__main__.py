@@ -15,10 +15,10 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 import fp8jax  # noqa: F401  # sets the XLA flags, before JAX starts
-from experiments import command
-from experiments.config_flag import PIPELINE_KEYS
+from experiments.config_keys import PIPELINE_KEYS
 from experiments.pipeline import plan, report, stages
 from fp8jax.device import xla
+from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.records.workdir_lock import refuse_url
 

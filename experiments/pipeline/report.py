@@ -13,9 +13,9 @@ from typing import Any
 from experiments.markdown import markdown_table
 from experiments.pipeline.figures import Figures, Results, figures
 from experiments.pipeline.plan import TRAINING, Plan
-from experiments.report import charts, compare
-from experiments.report.page import page_template, report, signature
-from experiments.report.tables import Table
+from fp8jax.lm.cli import charts, compare
+from fp8jax.lm.cli.page import page_template, report, signature
+from fp8jax.lm.cli.tables import Table
 from fp8jax.lm.figures.run_files import RunFiles, read_run
 
 _STAGES = {

@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import logging
 
-from experiments.command import INTERRUPTED
+from fp8jax.lm.cli.command import INTERRUPTED
 from fp8jax.lm.records.differences import config_difference, listed
 from fp8jax.lm.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
 

@@ -35,7 +35,8 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import config_flags
 
-from experiments import command
+from experiments import subcommands
+from experiments.config_keys import RUN_KEYS
 from experiments.study import (
     attention_ties,
     bias_sweep,
@@ -55,6 +56,7 @@ from experiments.study import (
     recipe_page,
 )
 from fp8jax.device import xla
+from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.training.recovery import StoppedError
 from fp8jax.lookup import lookup, unknown
@@ -260,7 +262,7 @@ def _parse_integers(flag: str, texts: Sequence[str]) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Study(command.Command):
+class _Study(subcommands.Command):
     """A command and what it runs."""
 
     run: Callable[[], None]
@@ -301,8 +303,8 @@ _COMMANDS = (
 
 
 def main(arguments: Sequence[str]) -> None:
-    study = command.choose(_COMMANDS, arguments)
-    command.check_flags(study, _COMMANDS)
+    study = subcommands.choose(_COMMANDS, arguments)
+    subcommands.check_flags(study, _COMMANDS)
     study.run()
 
 
@@ -311,5 +313,6 @@ if __name__ == "__main__":
         main,
         errors=(*command.ERRORS, StoppedError, DamagedError, ImportError),
         verbosity=logging.INFO,
+        config=RUN_KEYS,
         quiet=("jax", "matplotlib"),  # matplotlib logs when it builds its font cache
     )

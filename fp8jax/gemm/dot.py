@@ -28,7 +28,7 @@ from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.histories.amax_history import SEED_ENTRIES, Histories
 from fp8jax.gemm.probe import Probe
 from fp8jax.gemm.sharding.explicit_axes import with_automatic_axes
-from fp8jax.gemm.sharding.manual_axes import check_manual, pooled_axes, varying
+from fp8jax.gemm.sharding.manual_axes import is_untracked, pooled_axes, varying
 from fp8jax.gemm.vjp import VjpContext, quantized_matmuls
 from fp8jax.gemm.weight import Weight, combining
 from fp8jax.numerics.names import as_recipe
@@ -156,7 +156,12 @@ def dot_general_shared(
         preferred_element_type=preferred_element_type,
         seeded=seeded,
     )
-    check_manual(context.recipe)
+    if context.recipe.histories and is_untracked():
+        raise NotImplementedError(
+            f"recipe {context.recipe.name!r} has amax histories, which jax.shard_map with"
+            " check_vma=False and jax.pmap would add up over devices: use jax.shard_map with"
+            " check_vma=True"
+        )
     context = dataclasses.replace(
         context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, values)
     )

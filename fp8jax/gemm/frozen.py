@@ -26,10 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.device import hardware
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import QuantizedOperand
-from fp8jax.gemm.backends.weights_only import contracting_last, weights_only_matmul
+from fp8jax.gemm.backends.weights_only import (
+    contracting_last,
+    multiplies_codes,
+    weights_only_matmul,
+)
 from fp8jax.gemm.dot import make_context
 from fp8jax.gemm.probe import as_cotangent, combining, deposit
 from fp8jax.gemm.sharding.explicit_axes import is_explicit
@@ -166,15 +169,10 @@ def freeze_kernels(
         operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, weight, joint)
         operand = operands["fwd_w"]
         assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
-        if _weights_only_on_gpu(recipe):
+        if multiplies_codes(recipe):
             operand = contracting_last(operand)
         frozen.append(FrozenKernel(operand, (kernel.shape[0], kernel.shape[1]), chosen.name))
     return tuple(frozen)
-
-
-def _weights_only_on_gpu(recipe: Recipe) -> bool:
-    """Whether weights_only.py may multiply."""
-    return recipe.fwd_x is None and hardware.device().platform == "gpu"
 
 
 # Multiplying --------------------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def frozen_dot(
         )
     context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
-    if _weights_only_on_gpu(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
+    if multiplies_codes(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
         multiplying = dataclasses.replace(context.backend, matmul=matmul)
         context = dataclasses.replace(context, backend=multiplying)
     frozen = tuple(

@@ -5,7 +5,7 @@ read. Its *cotangent* is the statistics of the step: so the gradient g is measur
 inside the one VJP (vjp.py), from the very codes that the GEMMs multiply. A program without probes
 has no trace of them. Statistics combine as cotangents do:
 
-    peaks   by maximum (shared_leaf.py; `combine` over microbatches): amaxes and scales
+    peaks   by maximum (shared_leaf.py; telemetry/measure.py over microbatches): amaxes and scales
     sums    by addition: counts and energies, from which the host computes shares and ratios
             (telemetry/rows.py)
 
@@ -122,18 +122,6 @@ def module_probe(module: nn.Module) -> Probe | None:
 def combining(probe: Probe | None) -> Probe | None:
     """Returns a probe whose cotangents combine as the module's docstring says."""
     return probe and dataclasses.replace(probe, peaks=combining_by_max(probe.peaks))
-
-
-def combine(a: Any, b: Any) -> Any:
-    """Returns the statistics of two parts of a batch as one; arrays without a probe are peaks."""
-
-    def both(one: Any, other: Any) -> Any:
-        if not isinstance(one, Probe):
-            return jnp.maximum(one, other)
-        peaks = jnp.maximum(one.peaks, other.peaks)
-        return dataclasses.replace(one, peaks=peaks, sums=one.sums + other.sums)
-
-    return jax.tree.map(both, a, b, is_leaf=lambda node: isinstance(node, Probe))
 
 
 # Measuring ----------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import jax
 
-from fp8jax.device.hardware import Device, device
+from fp8jax.device import hardware
+from fp8jax.device.hardware import Device
 
 HOPPER = (9, 0)  # compute capability
 OLDEST_JAX = (0, 11)  # the first version whose Pallas has what the kernels use
@@ -22,8 +23,22 @@ def jax_too_old() -> str | None:
     return None
 
 
+def refuses_here() -> str | None:
+    """Returns why the kernels cannot run in this process, or None if they can."""
+    return jax_too_old() or refuses(hardware.device())
+
+
+def faulty_ptxas() -> str | None:
+    """Returns why causal kernels cannot be compiled with this CUDA, or None if they can."""
+    version = hardware.cuda_version()
+    if version is not None and 12_080 <= version < 12_091:
+        # JAX refuses its own causal kernels of this kind there.
+        return f"it needs another CUDA than {version}: ptxas of 12.8 to 12.9.0 is faulty"
+    return None
+
+
 def require() -> None:
     """Raises NotImplementedError if the kernels cannot run here."""
-    reason = jax_too_old() or refuses(device())
+    reason = refuses_here()
     if reason is not None:
         raise NotImplementedError(reason)

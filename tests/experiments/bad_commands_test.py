@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from experiments import command
+from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
 from fp8jax.lm.records.workdir_lock import lock_workdir

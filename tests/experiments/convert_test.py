@@ -79,7 +79,7 @@ SLOW = """
 import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 from fp8jax.lm.interop import write
-from experiments import command, convert
+from fp8jax.lm.cli import command, convert
 
 def save_file(*args, **kwargs):
     print("writing", flush=True)

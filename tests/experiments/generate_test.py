@@ -124,7 +124,7 @@ def test_a_line_of_a_file_is_a_prompt(tmp_path, generate, monkeypatch):
     path.write_bytes("one\u2028two\x0cthree\r\nfour\n".encode())
     with pytest.raises(SystemExit):
         generate("--from=nowhere", f"--prompts_file={path}")
-    module = sys.modules["experiments.generate"]
+    module = sys.modules["fp8jax.lm.cli.generate"]
     assert module._texts() == ["one\u2028two\x0cthree", "four"]
 
 

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 
 from configs import pipeline
-from experiments.config_flag import PIPELINE_KEYS
+from experiments.config_keys import PIPELINE_KEYS
 from experiments.pipeline import evaluation, figures, plan, stages, training
 from experiments.pipeline.chains import read_chains
 from experiments.pipeline.stages import Stage, StageError
-from experiments.report import charts
+from fp8jax.lm.cli import charts
 from fp8jax.lm.data.chat_tokenizer import write_chat_tokenizer
 from fp8jax.lm.inference.accuracy import paired_difference, share
 from fp8jax.lm.inference.paired import measured

@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from experiments.report.page import report
+from fp8jax.lm.cli.page import report
 from fp8jax.lm.figures.run_files import read_run
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 import fp8jax
-from experiments.report import charts
-from experiments.report.first_look import spikes
-from experiments.report.page import report
 from fp8jax import telemetry
+from fp8jax.lm.cli import charts
+from fp8jax.lm.cli.first_look import spikes
+from fp8jax.lm.cli.page import report
 from fp8jax.lm.figures.run_files import read_run
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.metrics import Metrics
@@ -229,7 +229,7 @@ def test_a_checkout_that_is_not_installed(tmp_path, monkeypatch):
 def test_the_command(tmp_path, capsys):
     run, other = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")
     output = tmp_path / "new" / "page.html"
-    with command_here("report.__main__") as call:
+    with command_here("report") as call:
         call(str(run), str(other), f"--output={output}")
         assert "wrote" in capsys.readouterr().out
         assert "x/run, y/run" in output.read_text()

@@ -16,7 +16,6 @@ from fp8jax.gemm.probe import (
     COUNTS,
     PEAKS,
     Probe,
-    combine,
     deposit,
     empty_probe,
     row_names,
@@ -26,6 +25,7 @@ from fp8jax.gemm.promotable import promotable_dot
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import CASTS
+from fp8jax.telemetry.measure import combine
 from tests.support import h200, reference
 
 P = PartitionSpec

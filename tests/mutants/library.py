@@ -345,7 +345,12 @@ FIGURES = (
     ),
     M("promotions", "sign", "(begin - 0.5, end - begin)", "(begin + 0.5, end - begin)"),
     M("grids:grids", "dropped call", "worse(old, number)", "number"),
-    M("losses", "swapped arguments", "gaps(smooth[i], smooth[0])", "gaps(smooth[0], smooth[i])"),
+    M(
+        "loss_curves:losses",
+        "swapped arguments",
+        "gaps(smooth[i], smooth[0])",
+        "gaps(smooth[0], smooth[i])",
+    ),
     M(
         "number_formats",
         "comparison",

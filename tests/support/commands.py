@@ -1,4 +1,4 @@
-"""The programs of experiments/, in this process, and in processes of their own."""
+"""The commands, in this process, and in processes of their own."""
 
 import contextlib
 import importlib
@@ -15,8 +15,10 @@ from unittest import mock
 from absl import flags
 
 import fp8jax.lm.training.loop  # noqa: F401  # defines Grain's flags, which are not the program's
-from experiments import command
-from experiments.config_flag import RUN_KEYS, Keys
+from experiments.config_keys import RUN_KEYS
+from fp8jax.lm.cli import command
+from fp8jax.lm.cli.config_flag import Keys
+from fp8jax.lm.cli.main import COMMANDS
 from tests.support import ROOT
 
 
@@ -27,6 +29,7 @@ def command_here(name: str, keys: Keys = RUN_KEYS) -> Iterator[Callable[..., Non
     Where the program would end with an error, it raises SystemExit: its argument is the exit code,
     or the line that Python writes to stderr before it ends with 1. `keys` are those of --config.
     """
+    source = f"fp8jax.lm.cli.{name}" if name in COMMANDS else f"experiments.{name}"
     known = set(flags.FLAGS)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -36,8 +39,8 @@ def command_here(name: str, keys: Keys = RUN_KEYS) -> Iterator[Callable[..., Non
 
     def run(*given: str) -> None:
         forget_flags()
-        sys.modules.pop(f"experiments.{name}", None)
-        module = importlib.import_module(f"experiments.{name}")  # defines its flags anew
+        sys.modules.pop(source, None)
+        module = importlib.import_module(source)  # defines its flags anew
         errors = getattr(module, "ERRORS", command.ERRORS)
         arguments = [name, *given]
         with (

@@ -4,6 +4,7 @@ README.md shows them in its picture of the layers, which readme_test.py compares
 """
 
 LAYERS = (
+    "lm/cli",
     "lm/training",
     "lm/inference",
     "lm/interop",

@@ -26,11 +26,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.device import hardware
 from fp8jax.gemm.backends.operands import Operand, PlainOperand, QuantizedOperand, plain_matmul
 from fp8jax.numerics.quantization import dequantize
+from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.tiles import spread
 
 Matmul = Callable[[Operand, Operand, jnp.dtype, str], jax.Array]  # as `Backend.matmul`
+
+
+def multiplies_codes(recipe: Recipe) -> bool:
+    """Whether this module may multiply for a recipe on the default device."""
+    return recipe.fwd_x is None and hardware.device().platform == "gpu"
 
 
 def weights_only_matmul(x: jax.Array, ws: Sequence[QuantizedOperand]) -> Matmul | None:

@@ -15,7 +15,7 @@ not. Where both vary (a GEMM for each expert, or a split contracting axis) devic
 scales, and so does every cast with a scale for each tile or row.
 
 With `check_vma=False` JAX does not say what varies, and adds up histories of replicated modules:
-`check_manual` refuses recipes with histories there.
+recipes with histories are refused there (`is_untracked`).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,6 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-
-from fp8jax.numerics.recipe import Recipe
 
 Axes = frozenset[str]
 
@@ -73,11 +71,7 @@ def largest_over(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 
-def check_manual(recipe: Recipe) -> None:
-    """Raises NotImplementedError for histories where JAX does not track what varies."""
+def is_untracked() -> bool:
+    """Whether devices run this code each by itself, and JAX does not track what varies."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    if recipe.histories and axes and not varying(lax.axis_index(axes[0])):
-        raise NotImplementedError(
-            f"recipe {recipe.name!r} has amax histories, which jax.shard_map with check_vma=False"
-            " and jax.pmap would add up over devices: use jax.shard_map with check_vma=True"
-        )
+    return bool(axes) and not varying(lax.axis_index(axes[0]))

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fp8jax.device import hardware
 from fp8jax.kernels import requirements
 
 _LARGEST_HEAD = 128  # a larger one would need more registers than a warpgroup has
@@ -12,13 +11,9 @@ _LARGEST_HEAD = 128  # a larger one would need more registers than a warpgroup h
 
 def refuses(q_BTNH: Array | jax.ShapeDtypeStruct) -> str | None:
     """Returns why the kernels cannot run these queries on this device, or None."""
-    reason = requirements.jax_too_old() or requirements.refuses(hardware.device())
+    reason = requirements.refuses_here() or requirements.faulty_ptxas()
     if reason is not None:
         return reason
-    version = hardware.cuda_version()
-    if version is not None and 12_080 <= version < 12_091:
-        # JAX refuses its own causal kernels of this kind there.
-        return f"it needs another CUDA than {version}: ptxas of 12.8 to 12.9.0 is faulty"
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, got {q_BTNH.dtype}"
     if q_BTNH.shape[3] > _LARGEST_HEAD:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from fp8jax.lm.inference.prepare import inference_model, prepare
 from fp8jax.lm.inference.sampling import Rule, draw
 from fp8jax.lm.model.cache import Caches, empty_cache
+from fp8jax.lm.model.prepare import inference_model, prepare
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 

@@ -21,9 +21,9 @@ from jaxtyping import Int32, Integer
 from fp8jax.device import hardware
 from fp8jax.lm.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
 from fp8jax.lm.inference.memory import array_bytes, require_memory
-from fp8jax.lm.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.model.cache import CACHES, empty_cache
+from fp8jax.lm.model.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lookup import lookup
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from fp8jax.lm.inference.prepare import inference_model
 from fp8jax.lm.model.cache import empty_cache
 from fp8jax.lm.model.chunked_loss import chunk_length, join_chunks, split_chunks, token_losses
+from fp8jax.lm.model.prepare import inference_model
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
 

@@ -12,7 +12,6 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.interop.folders import (
@@ -38,6 +37,7 @@ from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_float32
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.run_checkpoint import NAMES, PARAMS, require_version
+from fp8jax.nn import HISTORIES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule

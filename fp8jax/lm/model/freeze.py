@@ -20,11 +20,11 @@ import jax
 from jax import lax
 
 from fp8jax.gemm.frozen import FrozenKernel, StackedKernel, freeze_kernels, has_frozen
-from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.gemm.weight import Weight
 from fp8jax.lm.model.config import MLPS
 from fp8jax.lm.model.stretches import Stretch, stretches
 from fp8jax.lm.model.transformer import Transformer
+from fp8jax.nn import HISTORIES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe

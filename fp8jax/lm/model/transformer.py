@@ -27,9 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.frozen import has_frozen, take_layers
-from fp8jax.gemm.histories.amax_history import HISTORIES, to_max_combining
 from fp8jax.gemm.modules import Dense, Fp8DotGeneral
-from fp8jax.gemm.probe import TELEMETRY
 from fp8jax.gemm.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.attention import Implementation
@@ -41,6 +39,7 @@ from fp8jax.lm.model.norms import norm_layer
 from fp8jax.lm.model.probes import transformer_probes, transformer_rows
 from fp8jax.lm.model.stretches import Stretch, is_exact, stretches
 from fp8jax.lookup import lookup
+from fp8jax.nn import HISTORIES, TELEMETRY, to_max_combining
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
@@ -249,6 +248,10 @@ class Transformer(nn.Module):
             self.variable(AMAXES, "layers", lambda: stacked)
         return x_BLD, None if cache is None else _joined(caches)
 
+    def backend_of(self, recipe: Recipe) -> str:
+        """Returns the name of the backend that runs a recipe here; raises if none can."""
+        return choose_backend(self.backend, recipe).name
+
     def _stack(self, policy: Policy) -> tuple[Any, Any]:
         """Returns the parameters and histories of all layers; their leaves are [n_layers, ...].
 
@@ -262,7 +265,7 @@ class Transformer(nn.Module):
 
         if self.is_initializing():
             for path in c.linears:
-                choose_backend(self.backend, policy.recipe(path))  # raises if it cannot run it
+                self.backend_of(policy.recipe(path))  # raises if it cannot run it
         # Initial parameters do not depend on the policy, and casts are slow to trace.
         plain = block.clone(policy=as_policy("bf16"))
 

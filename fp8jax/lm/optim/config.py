@@ -102,7 +102,7 @@ class OptimizerConfig:
 
     @classmethod
     def from_config(cls, config: ConfigDict) -> "OptimizerConfig":
-        """Returns the optimizer settings of a run's config (configs/base.py).
+        """Returns the optimizer settings of a run's config (fp8jax.base_config).
 
         `name` is `config.optimizer`; every other field has the same name in the config.
         """

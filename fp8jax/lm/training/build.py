@@ -37,8 +37,8 @@ from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_master
 from fp8jax.lm.optim.optimizers import make_optimizer, schedule_steps
 from fp8jax.lm.stability.faults import inject_gradient
 from fp8jax.lm.stability.gnmr import Gnmr
-from fp8jax.lm.stability.ladder import Ladder
 from fp8jax.lm.stability.spikes import SpikeDetector
+from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import (
     LayerChoice,
     Sizes,

@@ -27,7 +27,6 @@ import jax
 
 from fp8jax.analysis.gemms import find_gemms, format_table
 from fp8jax.device import hardware, xla
-from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.model.config import flops_per_token
 from fp8jax.lm.model.transformer import count_params
@@ -281,8 +280,4 @@ def bytes_in_use(run: Run) -> int | None:
 def _backends(run: Run) -> dict[str, str]:
     model = run.stages[0].model
     recipes = [stage.policy.recipe(path) for stage in run.stages for path in model.config.modules]
-    return {
-        recipe.name: choose_backend(model.backend, recipe).name
-        for recipe in recipes
-        if recipe.casts
-    }
+    return {recipe.name: model.backend_of(recipe) for recipe in recipes if recipe.casts}

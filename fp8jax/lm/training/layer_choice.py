@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from fp8jax.device import hardware
-from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.lm.model.attention import ATTENTIONS
 from fp8jax.lm.model.chunked_loss import CHUNK_BYTES
 from fp8jax.lm.model.config import MLPS, ModelConfig
@@ -180,7 +179,7 @@ def sizes_of(
     for path in c.modules:
         recipe = policy.recipe(path)
         # What is emulated is multiplied as bfloat16 numbers, and may be kept so.
-        narrow = 2 if choose_backend(model.backend, recipe).name == "emulated" else 1
+        narrow = 2 if model.backend_of(recipe) == "emulated" else 1
         codes[path] = 2 if recipe.wgrad_x is None else narrow
         weights[path] = 2 if recipe.fwd_w is None else narrow
     promoted = None if model.high is None else True

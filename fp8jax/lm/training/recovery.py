@@ -1,4 +1,4 @@
-"""What is done about a rejected step: the rungs of the ladder (lm/stability/ladder.py), in order.
+"""What is done about a rejected step: the rungs of the ladder (lm/training/ladder.py), in order.
 
 The compiled step has already selected the old state. What is left to decide is whether to repeat
 the batch in high precision, go on with the next one, go back to a checkpoint, or stop.

@@ -17,7 +17,7 @@ from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.lm.stability.ladder import Ladder
+from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import LayerChoice
 from fp8jax.lm.training.optional_state import OptionalState
 from fp8jax.lm.training.policy_switch import leaves_by_path

@@ -17,7 +17,7 @@ from fp8jax.lm.records.sinks import check_sink
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run; each field but two is the config key of that name (configs/base.py).
+    """Settings of a run; each field but two is the config key of that name (fp8jax.base_config).
 
     Attributes:
       warmup_steps: those of the warm-up, which are fewer than the key if that does not fit.

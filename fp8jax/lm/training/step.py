@@ -18,9 +18,8 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.gemm.histories.amax_history import HISTORIES, combine_max, empty_max
+from fp8jax.gemm.histories.amax_history import combine_max, empty_max
 from fp8jax.gemm.histories.updates import next_histories
-from fp8jax.gemm.probe import TELEMETRY, combine
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
@@ -30,7 +29,9 @@ from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
 from fp8jax.lm.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.lm.stability.spikes import SpikeDetector, judge
+from fp8jax.nn import HISTORIES, TELEMETRY
 from fp8jax.numerics.names import as_policy
+from fp8jax.telemetry.measure import combine
 
 
 @flax.struct.dataclass

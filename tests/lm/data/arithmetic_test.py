@@ -188,7 +188,8 @@ def test_command(tmp_path, capsys):
 KILLED = """
 import os, signal, sys
 from fp8jax.lm.data import arithmetic_files
-from experiments import arithmetic, command
+from experiments import arithmetic
+from fp8jax.lm.cli import command
 
 line, made = arithmetic_files._line, []
 

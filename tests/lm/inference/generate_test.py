@@ -12,11 +12,11 @@ from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.inference import memory
 from fp8jax.lm.inference.decoding import NO_TOKEN, Requests, complete, prefill
 from fp8jax.lm.inference.generate import Generator, bucket
-from fp8jax.lm.inference.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.model.cache import empty_cache
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.prepare import compiler_options, inference_model, prepare
 from fp8jax.lm.model.transformer import Transformer
 from tests.support.tiny_models import WORDS, tiny_model
 

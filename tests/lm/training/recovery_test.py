@@ -7,7 +7,7 @@ import pytest
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.stability.bad_steps import ACCEPTED, SPIKE
-from fp8jax.lm.stability.ladder import Ladder
+from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.recovery import Recovery
 from fp8jax.lm.training.resume import Position
 from fp8jax.lm.training.run import Run, Stage

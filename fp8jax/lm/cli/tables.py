@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments.report.compare import all_keys, differences, other_validation, why_not
-from experiments.report.first_look import number, own_events
+from fp8jax.lm.cli.compare import all_keys, differences, other_validation, why_not
+from fp8jax.lm.cli.first_look import number, own_events
 from fp8jax.lm.figures.run_files import RunFiles
 from fp8jax.lm.records.events import Event
 from fp8jax.telemetry.rows import NO_LAYER, Row

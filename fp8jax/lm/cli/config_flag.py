@@ -1,9 +1,8 @@
 """Checks --config=FILE[:SIZE] and --config.KEY=VALUE before absl and ml_collections parse them.
 
 Their own errors for a wrong file or key name neither of the two, take several lines or are
-tracebacks. A config must have the keys of configs/base.py: all of them, since the run reads them,
-and no other, since the run would ignore it. A pipeline's config must have those of
-configs/pipeline.py.
+tracebacks. A config must have the keys of `fp8jax.base_config()`: all of them, since the run reads
+them, and no other, since the run would ignore it.
 """
 
 import dataclasses
@@ -16,21 +15,27 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from configs import base, pipeline
+from fp8jax.lm.training.config import base_config
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys that configs must have: those of `file`, a module of configs/ with `get_config`."""
+    """The keys that configs must have.
 
-    file: str
+    Attributes:
+      name: what has them, for people.
+      begin: the expression that a config begins with.
+      get_config: returns a config that has them all.
+    """
+
+    name: str
+    begin: str
     get_config: Callable[[], ConfigDict]
 
 
-RUN_KEYS = Keys("configs/base.py", base.get_config)
-PIPELINE_KEYS = Keys("configs/pipeline.py", pipeline.get_config)
+RUN_KEYS = Keys("fp8jax.base_config()", "fp8jax.base_config()", base_config)
 
 
 def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
@@ -43,10 +48,10 @@ def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
     if (spec := _value_of_config(arguments)) is None:
         return
     config = _load(spec)
-    _require_keys(spec, config, keys.get_config(), keys.file)
+    _require_keys(spec, config, keys.get_config(), keys)
     for argument in arguments:
         if match := _OVERRIDE.fullmatch(argument):
-            _require_key(config, match[1], keys.file)
+            _require_key(config, match[1], keys)
 
 
 def _value_of_config(arguments: Sequence[str]) -> str | None:
@@ -110,36 +115,35 @@ def _name(error: Exception) -> str:
 
 
 def _require_keys(
-    spec: str, config: ConfigDict, whole: ConfigDict, file: str, group: str = ""
+    spec: str, config: ConfigDict, whole: ConfigDict, keys: Keys, group: str = ""
 ) -> None:
     """Raises ValueError unless both have the same keys, in their groups, too."""
     for key in config:
         if key not in whole:
-            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole, file)}")
+            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole, keys)}")
     if missing := [group + key for key in whole if key not in config]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"--config={spec} lacks {', '.join(missing[:3])}{more}: begin with "
-            f"{file.removesuffix('.py').replace('/', '.')}.get_config()"
+            f"--config={spec} lacks {', '.join(missing[:3])}{more}: begin with {keys.begin}"
         )
     for key, value in whole.items():
         if isinstance(value, ConfigDict):
             if not isinstance(config[key], ConfigDict):
                 raise ValueError(f"--config={spec}: {group}{key} must be a group of keys")
-            _require_keys(spec, config[key], value, file, f"{group}{key}.")
+            _require_keys(spec, config[key], value, keys, f"{group}{key}.")
 
 
-def _require_key(config: ConfigDict, path: str, file: str) -> None:
+def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
     """Raises ValueError unless the config has the key, such as "mesh_axes.data"."""
     node: object = config
     for key in path.split("."):
         if not isinstance(node, ConfigDict) or key not in node:
             known = node if isinstance(node, ConfigDict) else ()
-            raise ValueError(f"--config.{path}: {_unknown(path, key, known, file)}")
+            raise ValueError(f"--config.{path}: {_unknown(path, key, known, keys)}")
         node = node[key]
 
 
-def _unknown(path: str, key: str, known: Iterable[str], file: str) -> str:
+def _unknown(path: str, key: str, known: Iterable[str], keys: Keys) -> str:
     similar = difflib.get_close_matches(key, list(known), n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
-    return f"{file} has no key {path!r}{hint}"
+    return f"{keys.name} has no key {path!r}{hint}"

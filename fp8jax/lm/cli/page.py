@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jinja2
 
-from experiments.report import charts, compare, tables
-from experiments.report.charts import Chart, NoChart
-from experiments.report.first_look import FirstLook, first_look
-from experiments.report.tables import Happened, Table
+from fp8jax.lm.cli import charts, compare, tables
+from fp8jax.lm.cli.charts import Chart, NoChart
+from fp8jax.lm.cli.first_look import FirstLook, first_look
+from fp8jax.lm.cli.tables import Happened, Table
 from fp8jax.lm.figures.run_files import RunFiles
 
 _MOST_TENSORS = 8  # out of line that are shown at once

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8jax.lm.stability.ladder import STOP, Ladder
+from fp8jax.lm.training.ladder import STOP, Ladder
 
 
 def test_rungs_are_tried_in_their_order_within_their_budgets():

@@ -1,7 +1,7 @@
 """A report of one or more runs, as one HTML file that needs no network.
 
-    python -m experiments.report runs/a --output=report.html
-    python -m experiments.report runs/bf16 runs/fp8 runs/fp4 --output=report.html
+    fp8jax report runs/a --output=report.html
+    fp8jax report runs/bf16 runs/fp8 runs/fp4 --output=report.html
 
 Losses are compared with those of the first run. The runs may still be going on, be of an older
 version, or lack telemetry: the page says what is missing. Figures need matplotlib:
@@ -11,13 +11,16 @@ pip install 'fp8jax[plots]'.
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 
-from experiments import command
-from experiments.report.page import report
+from fp8jax.lm.cli import command
+from fp8jax.lm.cli.page import report
 from fp8jax.lm.figures.run_files import read_run
 
 _OUTPUT = flags.DEFINE_string("output", "report.html", "The file to write.")
+
+ERRORS = command.ERRORS
+VERBOSITY = logging.WARNING
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,7 +33,3 @@ def main(arguments: Sequence[str]) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     print(f"wrote {output}, {len(text.encode()) / 2**20:.1f} MiB")
-
-
-if __name__ == "__main__":
-    command.run(main)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from fp8jax.device import xla
 from fp8jax.gemm.frozen import layer_of
-from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.model.stretches import stretches
 from fp8jax.lm.model.transformer import Transformer
+from fp8jax.nn import HISTORIES
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy

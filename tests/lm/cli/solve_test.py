@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 
 from fp8jax.gemm.frozen import has_frozen
+from fp8jax.lm.cli import solve as solve_module
+from fp8jax.lm.cli.solve import chat_template, solve
 from fp8jax.lm.data.bpe import load_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
-from fp8jax.lm.inference import solve as solve_module
 from fp8jax.lm.inference.accuracy import measure_accuracy
 from fp8jax.lm.inference.problems import Problem
-from fp8jax.lm.inference.solve import chat_template, solve
 from fp8jax.lm.interop.trained import TrainedModel
 from tests.support.chat_templates import CHATML, HEADERS, write_chat_folder
 from tests.support.tiny_models import tiny_model

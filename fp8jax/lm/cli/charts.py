@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.report.compare import why_not
+from fp8jax.lm.cli.compare import why_not
 from fp8jax.lm.figures.run_files import RunFiles
 
 NO_MATPLOTLIB = (
@@ -43,7 +43,7 @@ def have_matplotlib() -> bool:
 
 def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
     """Returns the losses of runs that compare with the first one, and each other run's alone."""
-    from fp8jax import figures
+    from fp8jax.lm import figures
 
     first, *others = runs
     alone = [run for run in others if why_not(run, first)]
@@ -63,7 +63,7 @@ def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
 
 def memory_chart(run: RunFiles) -> Chart | NoChart:
     """Returns the memory of a training step by kind."""
-    from fp8jax import figures
+    from fp8jax.lm import figures
 
     return _chart(
         figures.memory_by_kind,
@@ -75,7 +75,7 @@ def memory_chart(run: RunFiles) -> Chart | NoChart:
 
 def telemetry_charts(run: RunFiles) -> list[Chart | NoChart]:
     """Returns the figures of a run's sampled casts, none without telemetry."""
-    from fp8jax import figures
+    from fp8jax.lm import figures
 
     if run.telemetry is None:
         return []
@@ -103,7 +103,7 @@ def telemetry_charts(run: RunFiles) -> list[Chart | NoChart]:
 
 def promotion_chart(run: RunFiles) -> Chart | NoChart:
     """Returns when GNMR promoted which layers."""
-    from fp8jax import figures
+    from fp8jax.lm import figures
 
     return _chart(
         figures.promotions,

@@ -1,1 +1,0 @@
-"""One page on one or more runs: `python -m experiments.report`."""

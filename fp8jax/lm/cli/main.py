@@ -1,0 +1,50 @@
+"""The program `fp8jax`: fp8jax COMMAND --flags
+
+    train      trains a model
+    generate   continues texts with a trained model, or chats
+    evaluate   measures a trained model beside BF16
+    convert    converts Hugging Face folders to workdirs, and back
+    tokenizer  trains a tokenizer
+    report     writes a page on one run or several
+
+`fp8jax COMMAND --help` has the flags of a command.
+"""
+
+import importlib
+import sys
+
+from absl import flags
+
+from fp8jax.lm.cli import command
+from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys
+
+COMMANDS = ("train", "generate", "evaluate", "convert", "tokenizer", "report")
+
+
+def main() -> None:
+    """Runs the command that the first argument names, with the other arguments as its flags."""
+    name = sys.argv[1] if len(sys.argv) > 1 else None
+    if name in ("--help", "-h", "help"):
+        print(__doc__)
+    elif name in COMMANDS:
+        sys.argv[:2] = [f"fp8jax {name}"]
+        run(name)
+    else:
+        said = "name a command" if name is None else f"there is no command {name!r}"
+        sys.exit(f"error: {said}: one of {', '.join(COMMANDS)}")
+
+
+def run(name: str, *, program: str | None = None, keys: Keys = RUN_KEYS) -> None:
+    """Runs a command with the flags of `sys.argv`, and exits.
+
+    Args:
+      name: one of `COMMANDS`.
+      program: how the command was started, where not as `fp8jax NAME`; its help says so.
+      keys: those that --config must have.
+    """
+    module = importlib.import_module(f"fp8jax.lm.cli.{name}")  # defines its flags
+    for flag in flags.FLAGS.get_flags_for_module(module.__name__):  # which --help shows
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    began = f"fp8jax {name}"
+    sys.modules["__main__"].__doc__ = (module.__doc__ or "").replace(began, program or began)
+    command.run(module.main, errors=module.ERRORS, verbosity=module.VERBOSITY, config=keys)
