@@ -1,9 +1,9 @@
 """What XLA must be told: its flags, compiler options and the compilation cache.
 
 `import fp8jax` calls `set_xla_flags` and `launch_in_order`, since XLA and CUDA read their variables
-when JAX's backends start. A program that trains or generates calls `set_compilation_cache` once. In a multi-host run that call
-must come after `jax.distributed.initialize`, because it asks JAX for the platform and so starts the
-backends.
+when JAX's backends start. A program that trains or generates calls `set_compilation_cache` once. In
+a multi-host run that call must come after `jax.distributed.initialize`, because it asks JAX for the
+platform and so starts the backends.
 """
 
 import hashlib
