@@ -2,7 +2,7 @@
 
 Written before the first run. For each arm and fork:
 
-    gap         100 (loss / BF16's loss - 1), of the same seed, fork, held-out rows and kind of card
+    gap         100 (loss / BF16's loss - 1), of the same seed, fork, held-out rows, code and card
     interval    of the mean gap over seeds: Student's t, 95%, one degree of freedom less than seeds
     differs     the interval leaves zero out, or training stopped in at least one seed
     equivalent  the whole interval lies within MARGIN of zero
@@ -28,7 +28,7 @@ from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL
 
 MARGIN = 0.2  # percent of BF16's loss, to either side; fixed before the first run
 
-_PAIRED = ("setting", "data", "rows", "card")  # what both members of a pair have in common
+_PAIRED = ("setting", "data", "rows", "card", "code")  # what both members of a pair have in common
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -330,7 +330,7 @@ def test_gaps_by_hand():
     )
 
 
-@pytest.mark.parametrize("field", ["setting", "data", "rows", "card"])
+@pytest.mark.parametrize("field", ["setting", "data", "rows", "card", "code"])
 def test_what_was_not_run_alike_is_no_pair(field):
     lines = [made(BASELINE, 0, 2.0), made("fp8_block", 0, 2.0, **{field: "other"})]
     with pytest.raises(ValueError, match=f"fp8_block, seed 0, 75M: {field} is other"):
