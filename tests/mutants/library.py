@@ -362,12 +362,12 @@ FIGURES = (
 TRAINING = (
     M("layer_norms", "dropped call", "jnp.sqrt(sum(squares))", "sum(squares)"),
     M(
-        "_Loop.train",
+        "hooks:decide",
         "dropped call",
-        "step % settings.valid_every == 0 or last",
-        "step % settings.valid_every == 0",
+        "now.step % settings.valid_every == 0 or last",
+        "now.step % settings.valid_every == 0",
     ),
-    M("_Loop._rows_read", "off by one", "(step - self.start)", "(step - self.start + 1)"),
+    M("_rows_read", "off by one", "(step - tools.start)", "(step - tools.start + 1)"),
     M("best_of", "comparison", "return min(", "return max("),
     M(
         "InitialState.read",

@@ -36,9 +36,9 @@ PLANTED = (
         "off by one in packing",
     ),
     _planted(
-        "_Loop.begin",
-        "if self.resumed:",
-        "if self.resumed and not self.start:",
+        "loop:_report_start",
+        "if changes is not None:",
+        "if changes is not None and not start:",
         "lost event: resume not written",
     ),
     _planted(
@@ -54,9 +54,9 @@ PLANTED = (
         "wrong key: all casts share one",
     ),
     _planted(
-        "_Loop.__init__",
-        'None if restored is None else restored.meta["position"]',
-        "None",
+        "train_and_evaluate",
+        'corpus.train.start(meta["position"])',
+        "corpus.train.start(None)",
         "missed resume field: the data's position",
     ),
     _planted(

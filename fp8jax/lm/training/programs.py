@@ -75,16 +75,10 @@ def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str
 
 
 class Compilation:
-    """Training programs of a stage that are compiled in a thread, while a run prepares its start.
-
-    Attributes:
-      stage: the stage.
-      names: of the programs, fields of `Programs`.
-    """
+    """Training programs of a stage that compile in a thread, while a run prepares its start."""
 
     def __init__(self, run: Run, stage: Stage, names: list[str]):
-        """Begins to compile."""
-        self.stage, self.names = stage, names
+        """Begins to compile the programs `names`, fields of `Programs`."""
         pool = ThreadPoolExecutor(1, "compilation")
         self._result = pool.submit(compile_programs, run, stage, names)
         pool.shutdown(wait=False)  # the thread ends with its work

@@ -24,7 +24,10 @@ from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.model.attention import ATTENTIONS
 from fp8jax.lm.records.checkpoint import Checkpointer, DamagedError
 from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.workdir_lock import lock_workdir
+from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training import loop
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.programs import abstract_numbers, lower_program
@@ -336,6 +339,45 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     )
     with pytest.raises(ValueError, match="profile=3:4 does not lie within the steps 16 to 15"):
         train_and_evaluate(config, str(tmp_path), profile=(3, 4))
+
+
+def test_what_happens_around_a_step_in_this_order(data, tmp_path, monkeypatch):
+    """A step is read once the next one runs, or where something after it is due. One is rejected,
+    and a signal that comes after step 6 takes effect after step 7."""
+    config = one_layer(data, num_steps=9, valid_every=5, recovery="skip:1")
+    config.update(sample_every=5, sample_tokens=24, sample_prompt="The ")
+    order = []
+
+    def record(owner, name, *of):
+        """Records calls of a function, with the arguments at some places."""
+        original = getattr(owner, name)
+
+        def recorded(*arguments, **named):
+            order.append(" ".join([name, *(str(arguments[place]) for place in of)]))
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    for name, *of in (("event", 2, 1), ("write", 1), ("sample", 1)):
+        record(Metrics, name, *of)
+    record(Checkpointer, "save", 1)
+    record(loop, "_dispatch")
+    record(jax.profiler, "start_trace")
+    record(jax.profiler, "stop_trace")
+    faults = Faults.parse("nan_loss@2,sigterm@6")
+    train_and_evaluate(config, str(tmp_path), profile=(3, 4), faults=faults)
+    assert "\n".join(order).replace("_dispatch", "step").split("\n") == [
+        "event start 0",
+        *["step", "event stage 0"],
+        *["step", "write 1"],
+        *["start_trace", "step", "event skip 2", "write 2"],
+        *["step", "write 3", "stop_trace", "event profiled 4"],
+        *["step", "write 4"],
+        *["write 5", "sample 5", "save 5", "event checkpoint 5"],
+        "step",
+        *["step", "write 6", "write 7", "save 7", "event checkpoint 7", "event stopped 7"],
+        "event end 7",
+    ]
 
 
 def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_path):

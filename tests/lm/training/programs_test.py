@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from fp8jax.lm.training import loop, programs
+from fp8jax.lm.training import loop, new_programs, programs
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.programs import Compilation
@@ -22,14 +22,14 @@ def test_a_run_compiles_its_programs_once(data, tmp_path, monkeypatch):
         calls.append((stage.policy.name, *names))
         return original(run, stage, names)
 
-    def begin(run, defaults):
-        began.append(run.began)
-        original_begin(run, defaults)
+    def report_start(tools, now, *others):
+        began.append(now.clock)
+        original_report(tools, now, *others)
 
-    original, original_begin = programs.compile_programs, loop._Loop.begin
-    monkeypatch.setattr(loop._Loop, "begin", begin)
+    original, original_report = programs.compile_programs, loop._report_start
+    monkeypatch.setattr(loop, "_report_start", report_start)
     monkeypatch.setattr(programs, "compile_programs", compile_programs)
-    monkeypatch.setattr(loop, "compile_programs", compile_programs)
+    monkeypatch.setattr(new_programs, "compile_programs", compile_programs)
     monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
     config = one_layer(data, precision="one_linear", num_steps=5)
     train_and_evaluate(config, str(tmp_path / "run"))

@@ -14,7 +14,7 @@ import pytest
 
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.run_checkpoint import require_version
-from fp8jax.lm.training import loop
+from fp8jax.lm.training import hooks
 from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.runs import numbers, one_layer
 from tests.support.text import compressed, generated_text, json_lines, write_generated_text
@@ -94,7 +94,7 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
 def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
     """The first version, whose meta names none, and any other one: by number, before training."""
     config = one_layer(data, num_steps=1, valid_batches=1)
-    monkeypatch.setattr(loop, "CHECKPOINT_VERSION", 1)
+    monkeypatch.setattr(hooks, "CHECKPOINT_VERSION", 1)
     train_and_evaluate(config, str(tmp_path))
     monkeypatch.undo()
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())

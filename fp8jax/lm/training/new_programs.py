@@ -1,0 +1,149 @@
+"""Training programs before the first step that runs them: compiled, and checked for FP8 GEMMs."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fp8jax.analysis.gemms import Summary, find_gemms, format_table, require_fp8, summarize
+from fp8jax.analysis.size_gate import is_measured_here
+from fp8jax.device import xla
+from fp8jax.lm.records.events import Event
+from fp8jax.lm.records.metrics import Metrics
+from fp8jax.lm.training.console import labeled
+from fp8jax.lm.training.memory import memory_by_kind
+from fp8jax.lm.training.programs import Compilation, compile_programs, training_programs
+from fp8jax.lm.training.resume import Position
+from fp8jax.lm.training.run import Run, Stage
+
+
+class NewPrograms:
+    """Compiles what a step is the first to run, and then says how long it took, and what runs.
+
+    Attributes:
+      unchecked: stages whose compiled step is still to be checked for FP8 GEMMs.
+    """
+
+    def __init__(self, workdir: str, run: Run, metrics: Metrics, start: int, *, fresh: bool):
+        """Begins to compile the programs of a fresh run in a thread, which `compile` waits for.
+
+        Those of several processes compile when all of them need the program, so that none waits for
+        another in between.
+        """
+        self._workdir, self._metrics, self._first = workdir, metrics, start + 1
+        self._begun: Compilation | None = None
+        if fresh and jax.process_count() == 1:
+            self._begun = Compilation(run, run.stages[0], training_programs(run.stages[0]))
+        self.unchecked = [run.at(start + 1)]
+        if run.settings.require_fp8_gemms:
+            self.unchecked += [stage for stage in run.stages if stage.begins > start]
+        self._compiled: set[tuple[int, bool]] = set()  # (begin of the stage, whether it seeds)
+        self._precision: list[str] = []  # of precision.txt
+        self._checked: list[tuple[Stage, Summary, dict[str, int]]] = []  # since the last report
+        self._began: float | None = None  # the compilation that is still to be reported
+
+    def needed(self, run: Run, step: int, position: Position) -> bool:
+        """Whether the training program of a step is to be compiled first."""
+        stage = run.at(step)
+        seeding = position.seeding if stage is position.stage else stage.seeds
+        return (stage.begins, seeding) not in self._compiled
+
+    def compile(self, run: Run, step: int, position: Position) -> Run:
+        """Compiles the programs of a step, and finds the GEMMs of each new stage's step.
+
+        Returns the run to go on with: one of the same state if the programs take too much memory;
+        then `position` has its stage. Raises if FP8 is required and a GEMM is not.
+        """
+        self._metrics.say("compiling the training step…")
+        compiling = 0.0
+        while self.unchecked and (step == self._first or not position.seeding):
+            stage = self.unchecked.pop(0)
+            seeds = stage is position.stage and position.seeding
+            names = training_programs(stage) if seeds else ["step"]
+            # What was begun is the first that is asked for.
+            begun, self._begun = self._begun, None
+            programs, seconds = (
+                compile_programs(run, stage, names) if begun is None else begun.result()
+            )
+            compiling += seconds
+            if (smaller := run.smaller(programs.values())) is not None:
+                most, run = run.layers.most, smaller
+                self._say(
+                    "layers",
+                    f"the compiled step takes more than {most / 2**30:,.1f} GiB: now"
+                    f" remat={run.layers.remat} and unroll={run.layers.unroll}",
+                )
+                self.unchecked = [run.at(one.begins + 1) for one in (stage, *self.unchecked)]
+                position.stage = run.at(position.stage.begins + 1)
+                write_config(self._workdir, run)
+                continue
+            self._check(run, stage, programs["step"])
+        self._compiled.add((position.stage.begins, position.seeding))
+        self._began = time.perf_counter() - compiling
+        return run
+
+    def report(self, run: Run, step: int) -> float | None:
+        """Says what the dispatch of a step has compiled; returns when that ended, None for nothing.
+
+        The first call of a program that `compile` has not compiled compiles it.
+        """
+        if self._began is None:
+            return None
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, None
+        self._metrics.say(f"compiled it in {seconds:.1f} s")
+        for stage, summary, memory in self._checked:
+            named = f"policy {stage.policy.name}: " if len(run.stages) > 1 else ""
+            details = "; see precision.txt" if summary.cast else ""
+            self._say("precision", f"{named}{summary}{details}")
+            self._metrics.event(
+                step - 1,
+                Event.STAGE,
+                policy=stage.policy.name,
+                fp8_gemms=summary.fp8,
+                cast_gemms=summary.cast,
+                compile_s=round(seconds, 2),
+                memory=memory,
+            )
+            if stage.slower and is_measured_here():
+                self._say("size gate", stage.slower)
+        self._checked = []
+        return now
+
+    def _check(self, run: Run, stage: Stage, step: Any) -> None:
+        """Finds the GEMMs of a stage's compiled step, and its memory by kind."""
+        gemms = find_gemms(
+            step.as_text(),
+            stage.policy,
+            stage.model.config.linears,
+            backend=stage.model.backend,
+            high=stage.high,
+        )
+        self._compiled.add((stage.begins, False))
+        title = f"GEMMs of a training step, policy {stage.policy.name}:"
+        self._precision += [title, format_table(gemms), ""]
+        if stage.gains and is_measured_here():
+            self._precision += [stage.gains, ""]
+        write_file(self._workdir, "precision.txt", "\n".join(self._precision[:-1]))
+        if run.settings.require_fp8_gemms:
+            require_fp8(gemms)
+        memory = memory_by_kind(run, stage, xla.program_bytes(step))
+        self._checked.append((stage, summarize(gemms), memory))
+
+    def _say(self, label: str, text: str) -> None:
+        for line in labeled(label, text):
+            self._metrics.say(line)
+
+
+def write_config(workdir: str, run: Run) -> None:
+    """Writes config.json: the run's config, with how its layers run."""
+    text = json.dumps(run.settings.record, indent=2, sort_keys=True)
+    write_file(workdir, "config.json", text)
+
+
+def write_file(workdir: str, name: str, text: str) -> None:
+    """Writes a file of the workdir, in the first process only."""
+    if jax.process_index() == 0:
+        Path(workdir, name).write_text(text + "\n", encoding="utf-8")
