@@ -351,7 +351,7 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
 
 
 class Summary(NamedTuple):
-    """How many GEMMs run in FP8 or FP4, of how many that recipes cast to it.
+    """How many GEMMs run in FP8 or FP4, of how many whose operands recipes quantize.
 
     Attributes:
       reasons: why the others do not, each reason once.
@@ -363,10 +363,14 @@ class Summary(NamedTuple):
 
     def __str__(self) -> str:
         if not self.cast:
-            return "no GEMM is cast to FP8"
+            return "no GEMM is quantized"
+        if self.fp8 == self.cast:
+            return f"all {self.cast} quantized GEMMs multiply in FP8"
         first, more = self.reasons[:1], len(self.reasons) - 1
         others = f" (and {more} other reasons)" if more > 0 else ""
-        return ": ".join([f"{self.fp8} of {self.cast} GEMMs in FP8", *first]) + others
+        some = f"{self.fp8} of {self.cast} quantized GEMMs multiply in FP8, the others do not"
+        none = f"{self.cast} quantized GEMMs, none of which multiplies in FP8"
+        return ": ".join([some if self.fp8 else none, *first]) + others
 
 
 def summarize(gemms: Iterable[Gemm]) -> Summary:

@@ -11,7 +11,7 @@ from configs import base
 from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
-from fp8jax.lm.records.events import SILENT
+from fp8jax.lm.records.events import ROUTINE
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training.build import build
 from fp8jax.numerics.policy import POLICIES, Policy
@@ -94,4 +94,4 @@ def numbers(workdir: Path) -> list[dict]:
 
 def happened(workdir: Path) -> list[dict]:
     """Every event but those of an undisturbed run: its start, stages, checkpoints and end."""
-    return [event for event in read_jsonl(workdir / "events.jsonl") if event["kind"] not in SILENT]
+    return [event for event in read_jsonl(workdir / "events.jsonl") if event["kind"] not in ROUTINE]

@@ -40,5 +40,5 @@ class Cause(enum.StrEnum):
     NON_FINITE = "non_finite"
 
 
-# The console says these in its own words (lm/training/console.py).
-SILENT = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})
+# Every run has these.
+ROUTINE = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})

@@ -21,7 +21,8 @@ import jax
 from absl import logging
 
 from fp8jax.lm.records.display import Display
-from fp8jax.lm.records.events import SILENT
+from fp8jax.lm.records.event_words import in_words
+from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import append_line, keep_lines
 from fp8jax.lm.records.sinks import Sink
 from fp8jax.lm.records.tensorboard import open_tensorboard
@@ -74,7 +75,7 @@ class Metrics:
             directory / "tensorboard", start_step + 1 if start_step else 0
         )
         self._sink = sink
-        self._display = Display(num_steps, start_step)
+        self._display = Display(num_steps)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -122,12 +123,12 @@ class Metrics:
         self._tensorboard.add_text("sample", text, step)
         self.say(f"step {step}: sample:\n{text}")
 
-    def event(self, step: int, kind: str, **fields: Any) -> None:
-        """Writes and logs what happened after `step` steps; kinds in `SILENT` are only written.
+    def event(self, step: int, kind: Event, **fields: Any) -> None:
+        """Writes what happened after `step` steps, and says it in words (event_words.py).
 
         Args:
           step: the number of finished steps.
-          kind: a value of `Event` (lm/records/events.py).
+          kind: lm/records/events.py.
           **fields: the fields of the event. A value that JSON cannot represent is written as its
             str().
 
@@ -137,16 +138,19 @@ class Metrics:
         if not self._writes:
             return
         append_line(self._events_file, {"time": _now(), "step": step, "kind": kind, **fields})
-        if kind not in SILENT:
-            text = "".join(f"  {name}={value}" for name, value in fields.items())
-            self.say(f"step {step}: {kind}{text}")
+        if words := in_words(kind, fields):
+            self.say(f"step {step}: {words}")
 
     def say(self, text: str) -> None:
         """Logs a text, above the progress bar if there is one."""
-        if not self._writes:
-            return
-        with self._display.aside():
+        if self._writes:
             logging.info("%s", text)
+
+    def say_last(self, text: str) -> None:
+        """Logs a text after the last step's line."""
+        if self._writes:
+            self._display.close()
+            self.say(text)
 
     def close(self) -> None:
         """Shows the last step on the display, and closes all files."""

@@ -4,7 +4,9 @@ Everything else is in the workdir: the whole config in config.json, all sources 
 GEMM in precision.txt.
 """
 
+import os
 import platform
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from fp8jax.lm.records.differences import changed_values
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.settings import Settings
 
-_WIDTH = 100  # columns
+_MOST_COLUMNS = 100
 _MOST_SOURCES = 6  # with a line of their own
 _MOST_LINES = 8  # of changed config keys
 
@@ -27,12 +29,19 @@ def labeled(label: str, text: str) -> list[str]:
     """Returns `label  text`, wrapped; the label has a column of its own."""
     return textwrap.wrap(
         text,
-        _WIDTH,
+        _columns(),
         initial_indent=f"{label:<10} ",
         subsequent_indent=" " * 11,
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _columns() -> int:
+    """The width of stderr's terminal, or what lines have elsewhere."""
+    if not sys.stderr.isatty():
+        return _MOST_COLUMNS
+    return min(_MOST_COLUMNS, os.get_terminal_size(sys.stderr.fileno()).columns)
 
 
 def start_lines(run: Run, corpus: Corpus, defaults: Mapping[str, Any] | None) -> list[str]:
@@ -105,7 +114,7 @@ def _epochs(settings: Settings, corpus: Corpus) -> str:
 def closing_line(
     reason: str, step: int, seconds: float, lines: Iterable[Mapping[str, Any]], workdir: str
 ) -> str:
-    """Returns how the run ended, its best validation loss, and where everything lies.
+    """Returns two lines: how the run ended and its best loss; where everything lies.
 
     Args:
       reason: "finished", the name of a signal, or that of an error.
@@ -120,7 +129,8 @@ def closing_line(
         parts.append(f"valid_loss {last['valid_loss']:.4f} at step {last['step']:,}")
         if best is not None and best["step"] != last["step"]:
             parts.append(f"best {best['valid_loss']:.4f} at step {best['step']:,}")
-    return f"{', '.join(parts)}. All files are in {workdir}"
+    again = ". The same command goes on from there" if reason.startswith("SIG") else ""
+    return f"{', '.join(parts)}\nAll files are in {workdir}{again}"
 
 
 def best_of(lines: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -332,4 +332,4 @@ def _report_end(
         best_valid_loss=None if best is None else best["valid_loss"],
         best_step=None if best is None else best["step"],
     )
-    tools.metrics.say(closing_line(reason, now.finished, seconds, lines, workdir))
+    tools.metrics.say_last(closing_line(reason, now.finished, seconds, lines, workdir))

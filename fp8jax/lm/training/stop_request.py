@@ -2,6 +2,8 @@
 
 import contextlib
 import signal
+import socket
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any
@@ -12,6 +14,9 @@ from jax.experimental import multihost_utils
 
 class StopRequest(contextlib.AbstractContextManager):
     """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts.
+
+    A thread answers the first one at once: Python calls its own handlers only when the main thread
+    runs Python again, which a compilation may keep from it for minutes.
 
     The first Ctrl-C raises KeyboardInterrupt at the end of the context, unless that ends with
     another exception: whoever calls learns that the user wants to stop, and trains nothing else.
@@ -25,6 +30,11 @@ class StopRequest(contextlib.AbstractContextManager):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
+            self._received, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno())
+            self._answering = threading.Thread(target=self._answer, daemon=True)
+            self._answering.start()
         return self
 
     def __exit__(
@@ -35,6 +45,11 @@ class StopRequest(contextlib.AbstractContextManager):
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            self._wakeup.close()  # which ends the thread
+            self._answering.join()
+            self._received.close()
         if self.signal == signal.SIGINT.name and error is None:
             raise KeyboardInterrupt
 
@@ -47,6 +62,15 @@ class StopRequest(contextlib.AbstractContextManager):
         number = 0 if self.signal is None else signal.Signals[self.signal].value
         largest = int(multihost_utils.process_allgather(np.int32(number)).max())
         self.signal = signal.Signals(largest).name if largest else None
+
+    def _answer(self) -> None:
+        """Says that the first signal has come."""
+        while received := self._received.recv(1):
+            if received[0] in (signal.SIGTERM, signal.SIGINT):
+                name = signal.Signals(received[0]).name
+                text = f"{name}: the run saves its state and stops; Ctrl-C now stops it at once"
+                print(text, file=sys.stderr, flush=True)
+                return
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number).name

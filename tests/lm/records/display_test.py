@@ -1,6 +1,5 @@
-"""The display: a bar on a terminal, few and complete lines elsewhere."""
+"""The display away from a terminal (terminal_test.py has that): few and complete lines."""
 
-import io
 import math
 
 from fp8jax.lm.records import display
@@ -46,19 +45,3 @@ def test_the_last_step_is_shown_once(tmp_path, capsys):
     _run(tmp_path, range(1, 11))
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[1] for line in lines] == ["1/10", "10/10"]
-
-
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_a_bar(tmp_path, monkeypatch):
-    terminal = _Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    with Metrics(tmp_path, num_steps=10, start_step=4) as out:
-        out.write(9, {"loss": 1.25, "learning_rate": 3e-4})
-        out.write(10, {"loss": 1.125, "learning_rate": 3e-4})
-    said = terminal.getvalue()
-    assert "4/10" in said and "10/10" in said and "loss 1.1250  lr 3.0e-04" in said
-    assert "step 10/10" not in said

@@ -17,6 +17,7 @@ import pytest
 from absl import logging
 
 from fp8jax.lm.records import jsonl
+from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
 from tests.support import ROOT
@@ -55,7 +56,7 @@ def test_a_line_is_in_the_file_when_write_returns(tmp_path):
         for step in (1, 2, 3):
             out.write(step, {"loss": 1.0})
             assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == step
-            out.event(step, "skip", reason="non-finite")
+            out.event(step, Event.STAGE, policy="bf16")
             assert read_jsonl(tmp_path / "events.jsonl")[-1]["step"] == step
 
 
@@ -89,16 +90,16 @@ def test_a_fresh_run_drops_the_old_lines_but_no_event(tmp_path):
     with Metrics(tmp_path, num_steps=10) as out:
         out.write(0, {"valid_loss": 2.0})
         out.write(1, {"loss": 1.0})
-        out.event(1, "resume", fromm="nothing", path=tmp_path)
+        out.event(1, Event.CHECKPOINT, fromm="nothing", path=tmp_path)
     with open(tmp_path / "events.jsonl", "ab") as file:
         file.write(b'{"time"')
     with Metrics(tmp_path, num_steps=10) as out:
-        out.event(0, "begin", rate=math.inf, nested={"losses": [1.5, math.nan]})
+        out.event(0, Event.START, rate=math.inf, nested={"losses": [1.5, math.nan]})
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
     first, second = read_jsonl(tmp_path / "events.jsonl")
     assert list(first) == ["time", "step", "kind", "fromm", "path"]
     assert first["time"].endswith("+00:00") and first["path"] == str(tmp_path)
-    assert (second["step"], second["kind"], second["rate"]) == (0, "begin", math.inf)
+    assert (second["step"], second["kind"], second["rate"]) == (0, "start", math.inf)
     assert second["nested"] == {"losses": [1.5, "NaN"]}
 
 
@@ -185,16 +186,16 @@ def test_events_are_logged(tmp_path):
     logging.set_verbosity(logging.INFO)
     try:
         with Metrics(tmp_path, num_steps=10) as out:
-            out.event(3, "skip", reason="loss", loss=7.5)
+            out.event(3, Event.SKIP, cause=Cause.SPIKE, loss=7.5, grad_norm=2e9, spent={})
     finally:
         logging.set_verbosity(verbosity)
         logger.removeHandler(handler)
-    assert "step 3: skip  reason=loss  loss=7.5" in seen
+    assert "step 3: loss 7.5, grad_norm 2e+09: a spike; the batch is skipped" in seen
 
 
 def test_only_the_first_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with Metrics(tmp_path / "run", num_steps=10) as out:
         out.write(1, {"loss": 1.0})
-        out.event(1, "start")
+        out.event(1, Event.START)
     assert not (tmp_path / "run").exists()

@@ -53,16 +53,20 @@ def test_the_end_names_the_best_loss_and_the_folder():
         {"step": 6, "loss": 6.0, "valid_loss": 2.25},
     ]
     assert closing_line("finished", 6, 3723.4, lines, "runs/a") == (
-        "finished at step 6 after 1:02:03, valid_loss 2.2500 at step 6, best 1.5000 at step 4."
-        " All files are in runs/a"
+        "finished at step 6 after 1:02:03, valid_loss 2.2500 at step 6, best 1.5000 at step 4"
+        "\nAll files are in runs/a"
     )
     assert closing_line("SIGINT", 1, 2.0, lines[:1], "runs/a") == (
-        "SIGINT at step 1 after 0:00:02. All files are in runs/a"
+        "SIGINT at step 1 after 0:00:02\nAll files are in runs/a."
+        " The same command goes on from there"
     )
     assert best_of(lines[:2]) is None and best_of(lines)["step"] == 4
 
 
 def test_one_line_on_precision():
-    assert str(Summary(252, 252, ())) == "252 of 252 GEMMs in FP8"
-    assert str(Summary(0, 0, ())) == "no GEMM is cast to FP8"
-    assert str(Summary(1, 9, ("a", "b", "c"))) == "1 of 9 GEMMs in FP8: a (and 2 other reasons)"
+    assert str(Summary(252, 252, ())) == "all 252 quantized GEMMs multiply in FP8"
+    assert str(Summary(0, 0, ())) == "no GEMM is quantized"
+    assert str(Summary(1, 9, ("a", "b", "c"))) == (
+        "1 of 9 quantized GEMMs multiply in FP8, the others do not: a (and 2 other reasons)"
+    )
+    assert str(Summary(0, 9, ("a",))) == "9 quantized GEMMs, none of which multiplies in FP8: a"

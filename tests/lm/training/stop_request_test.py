@@ -1,6 +1,11 @@
 """Signals as requests: the first one is noted, and Ctrl-C is raised at the end."""
 
+import hashlib
+import io
+import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -47,3 +52,27 @@ def test_another_error_comes_first():
     with pytest.raises(ValueError), StopRequest():
         signal.raise_signal(signal.SIGINT)
         raise ValueError
+
+
+class _Timed(io.StringIO):
+    """Knows when something was last written to it."""
+
+    at = float("inf")
+
+    def write(self, text):
+        self.at = time.monotonic()
+        return super().write(text)
+
+
+def test_ctrl_c_is_answered_while_the_main_thread_runs_no_python(monkeypatch):
+    said = _Timed()
+    monkeypatch.setattr("sys.stderr", said)
+    with pytest.raises(KeyboardInterrupt):
+        with StopRequest() as stop:
+            begin = time.monotonic()
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            while stop.signal is None:  # a call is one piece of C, half a second or more
+                hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000)
+            handled = time.monotonic()
+    assert begin < said.at < handled
+    assert said.getvalue().startswith("SIGINT: the run saves its state and stops; Ctrl-C")

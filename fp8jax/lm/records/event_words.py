@@ -1,0 +1,67 @@
+"""What the console says of an event; events.jsonl has its fields."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fp8jax.lm.records.events import Cause, Event
+
+_Fields = Mapping[str, Any]
+
+
+def in_words(kind: Event, fields: _Fields) -> str:
+    """Returns an event as a sentence without its end; "" for one that is said elsewhere."""
+    return _WORDS[kind](fields) if kind in _WORDS else ""
+
+
+def _resumed(fields: _Fields) -> str:
+    seeding = "; the next step seeds its amax histories" if fields["seeding"] else ""
+    changes = "".join(f"; changed: {change}" for change in fields["changes"])
+    return f"the run goes on from here{seeding}{changes}"
+
+
+def _switched(fields: _Fields) -> str:
+    seeding = ", and seeds its amax histories" if fields["seeding"] else ""
+    return f"the next step trains in {fields['to']} instead of {fields['from']}{seeding}"
+
+
+def _promoted(fields: _Fields) -> str:
+    layers = ", ".join(map(str, fields["layers"])) or "none"
+    return f"layers in high precision by GNMR from here on: {layers}"
+
+
+def _growing(fields: _Fields) -> str:
+    return f"SwiGLU outputs keep growing in layers {', '.join(map(str, fields['amaxes']))}"
+
+
+def _rejected(remedy: str) -> Callable[[_Fields], str]:
+    def say(fields: _Fields) -> str:
+        why = "a spike" if fields["cause"] == Cause.SPIKE else "not finite"
+        return f"loss {fields['loss']:g}, grad_norm {fields['grad_norm']:g}: {why}; {remedy}"
+
+    return say
+
+
+_WORDS: dict[Event, Callable[[_Fields], str]] = {
+    Event.CHECKPOINT: lambda fields: f"saving {fields['path']}",
+    Event.RESUME: _resumed,
+    Event.ALREADY_FINISHED: lambda fields: (
+        f"num_steps={fields['num_steps']} leaves nothing to train"
+    ),
+    Event.STOPPED: lambda fields: f"stopped by {fields['signal']}, with its state saved",
+    Event.DATA_FAILED: lambda fields: f"no batch came: {fields['reason']}",
+    Event.DAMAGED_CHECKPOINT: lambda fields: (
+        f"this checkpoint is damaged, an older one is read instead: {fields['reason']}"
+    ),
+    Event.BEST_CHECKPOINT: lambda fields: (
+        f"the best checkpoint on disk, valid_loss {fields['valid_loss']:.4f}"
+    ),
+    Event.PRECISION_SWITCH: _switched,
+    Event.TELEMETRY: lambda fields: f"compiled what samples casts in {fields['compile_s']:.1f} s",
+    Event.PROFILED: lambda fields: f"the trace is in {fields['directory']}",
+    Event.PROMOTION: _promoted,
+    Event.SWIGLU_GROWS: _growing,
+    Event.REPEAT: _rejected("the step is repeated"),
+    Event.SKIP: _rejected("the batch is skipped"),
+    Event.ROLLBACK: _rejected("back to the newest checkpoint"),
+    Event.STOP: _rejected("the run ends"),
+}
