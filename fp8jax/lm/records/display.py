@@ -151,9 +151,10 @@ class _Bar:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         place = f"{self._step}/{self._num_steps} "
         numbers = [*self._numbers]
-        while numbers and len(place) + _LEAST_BAR + _width(numbers) > options.max_width:
+        width = options.max_width - len("^C")  # which a terminal writes behind it
+        while numbers and len(place) + _LEAST_BAR + _width(numbers) > width:
             numbers.pop(-2 if len(numbers) > 2 else -1)  # the loss and the time left stay longest
-        columns = max(options.max_width - len(place) - _width(numbers), 1)
+        columns = max(width - len(place) - _width(numbers), 1)
         line = Table.grid()
         line.add_row(
             Text(place, no_wrap=True),
