@@ -140,9 +140,10 @@ def _start(arguments: Sequence[str], cache: Path, workdir: Path) -> _Start:
             process.wait()
     events = read_jsonl(workdir / "events.jsonl")
     compiling = sum(event["compile_s"] for event in events if event["kind"] == Event.STAGE)
-    each = ", ".join(f"{line['step_s']:.1f}" for line in steps)
+    timed = [line["step_s"] for line in steps if line["step_s"] is not None]
+    each = ", ".join(f"{seconds:.1f}" for seconds in timed)
     stored = len(set(cache.glob("*-cache")) - before)
-    note = f"compiling the steps {compiling:.1f} s; steps {each} s; {stored} programs stored"
+    note = f"compiling the steps {compiling:.1f} s; later steps {each} s; {stored} programs stored"
     return _Start(seconds, compiling, note)
 
 

@@ -121,7 +121,7 @@ def _train(config: ConfigDict, workdir: Path) -> _Run:
         steps={
             line["step"]: line["step_s"]
             for line in read_jsonl(workdir / "metrics.jsonl")
-            if _FIRST < line["step"] < config.num_steps
+            if _FIRST < line["step"] < config.num_steps and line["step_s"] is not None
         },
     )
 

@@ -61,11 +61,16 @@ def measured(folder: Path) -> dict[str, Any]:
         "steps": lines[-1]["step"],
         "loss": statistics.fmean(line["loss"] for line in lines[-max(1, len(lines) // 20) :]),
         "valid_loss": valid[-1] if valid else None,
-        "step_s": statistics.median(line["step_s"] for line in lines),
-        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
+        "step_s": _median(lines, "step_s"),
+        "tokens_per_s": _median(lines, "tokens_per_s"),
         "memory": stages[-1]["memory"]["total"] if stages else None,
         "devices": _last(events, Event.START)["devices"],
     }
+
+
+def _median(lines: list[dict[str, Any]], name: str) -> float | None:
+    """Of the steps that have it: none whose program was new; None if all were."""
+    return statistics.median(found) if (found := [x[name] for x in lines if x[name]]) else None
 
 
 def _last(events: list[dict[str, Any]], kind: Event) -> dict[str, Any]:

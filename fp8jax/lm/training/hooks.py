@@ -71,6 +71,8 @@ class Dispatched:
       out: its metrics, on the device.
       seeded: whether it seeded amax histories.
       telemetry: what measured its casts, None if it was not sampled.
+      timed: whether its seconds are known. The first call of a program returns late, sometimes
+        only when the step is done.
     """
 
     step: int
@@ -78,6 +80,7 @@ class Dispatched:
     batch: Batch
     seeded: bool
     telemetry: Any
+    timed: bool = True
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -172,6 +175,7 @@ def report_compilation(tools: Tools, now: Now) -> None:
     """Says how long the program of the step compiled, where it is new, and what runs."""
     if (end := tools.programs.report(now.run, now.step)) is not None:
         now.clock = end
+        now.dispatched = dataclasses.replace(now.dispatched, timed=False)
 
 
 def write_step_before(tools: Tools, now: Now) -> None:
@@ -272,11 +276,14 @@ def _read(tools: Tools, now: Now, dispatched: Dispatched) -> Scalars:
         # A seeding step that was rejected has seeded nothing: the next one seeds.
         now.position.seeding = dispatched.seeded
         scalars = tools.recovery.settle(step, scalars, now.position, dispatched.batch)
-    return {**scalars, **_speed(now.run, step_s), "peak_memory_bytes": hardware.peak_memory()}
+    speed = _speed(now.run, step_s if dispatched.timed else None)
+    return {**scalars, **speed, "peak_memory_bytes": hardware.peak_memory()}
 
 
-def _speed(run: Run, step_s: float) -> Scalars:
-    """step_s (seconds), tokens_per_s (all devices), mfu (a fraction of 1, None if unknown)."""
+def _speed(run: Run, step_s: float | None) -> Scalars:
+    """step_s (seconds), tokens_per_s (all devices), mfu (a fraction of 1); None if unknown."""
+    if step_s is None:
+        return {"step_s": None, "tokens_per_s": None, "mfu": None}
     tokens, seq_len = run.settings.tokens_per_step, run.settings.seq_len
     flops = tokens * flops_per_token(run.stages[0].model.config, seq_len)
     peak = hardware.peak_flops(hardware.device_kind())

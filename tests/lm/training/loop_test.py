@@ -218,6 +218,9 @@ def test_a_run_writes_what_it_should(finished):
     times = [datetime.datetime.fromisoformat(line["time"]) for line in lines]
     assert times == sorted(times) and times[0].tzinfo is datetime.UTC
     assert {"loss", "grad_norm", "learning_rate", "step_s", "tokens_per_s", "mfu"} <= set(lines[0])
+    # The first call of a program returns late, so that its seconds are no step's.
+    speeds = [[line[name] for name in ("step_s", "tokens_per_s")] for line in lines]
+    assert speeds[0] == [None, None] and min(map(min, speeds[1:])) > 0
     assert [line["step"] for line in lines if "valid_loss" in line] == [10, 20]
     assert last["valid_loss"] < lines[9]["valid_loss"]
     # One source of ASCII: bytes are tokens but for the EOS of each document, which is no byte.
