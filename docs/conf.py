@@ -32,6 +32,7 @@ html_theme = "furo"
 html_title = "fp8jax"
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
+html_search_scorer = "docs/static/scorer.js"  # from the source folder
 html_extra_path = ["static/index.html"]  # leads from the site's root to docs/index.html
 html_copy_source = False
 html_show_copyright = False
