@@ -174,7 +174,7 @@ def trained(monkeypatch):
                 loss = factor * 4 / step
                 metrics.write(step, {"loss": loss} | ({} if step % 2 else {"valid_loss": loss}))
             if steps == 2:
-                metrics.event(3, Event.STOP, cause=Cause.NON_FINITE)
+                metrics.event(3, Event.STOP, cause=Cause.NON_FINITE, loss=9.0, grad_norm=9.0)
                 raise NonFiniteError("step 3: loss=nan is not finite")
 
     monkeypatch.setattr(loss_curves, "train_and_evaluate", train)
@@ -250,14 +250,16 @@ def test_a_config_with_the_size_gate_is_refused_before_anything_is_trained(train
 def test_what_a_run_leaves_is_read(tmp_path):
     """A resumed run that is lost in the end, written by what writes runs."""
     with Metrics(tmp_path, num_steps=9) as metrics:
-        metrics.event(2, Event.STOP, cause=Cause.NON_FINITE)  # of an older run
+        metrics.event(
+            2, Event.STOP, cause=Cause.NON_FINITE, loss=9.0, grad_norm=9.0
+        )  # of an older run
         for step in (1, 2, 3):
             metrics.write(step, {"loss": 1 / step} | ({"valid_loss": 0.5} if step == 2 else {}))
     assert loss_curves._read_curve(tmp_path) == loss_curves.Curve(
         {1: 1.0, 2: 0.5, 3: 1 / 3}, {2: 0.5}, None
     )
     with Metrics(tmp_path, num_steps=9, start_step=3) as metrics:
-        metrics.event(4, Event.STOP, cause=Cause.NON_FINITE)
+        metrics.event(4, Event.STOP, cause=Cause.NON_FINITE, loss=9.0, grad_norm=9.0)
     assert loss_curves._read_curve(tmp_path).failed == 4
 
 

@@ -61,15 +61,15 @@ def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
     ]
 
 
-def memory_chart(run: RunFiles) -> Chart | NoChart:
-    """Returns the memory of a training step by kind."""
+def memory_chart(runs: Sequence[RunFiles]) -> Chart | NoChart:
+    """Returns the memory of a training step by kind, of all runs on one axis."""
     from fp8jax.lm import figures
 
     return _chart(
-        figures.memory_by_kind,
-        run,
-        f"Bar chart: device memory of a training step of {run.name} by kind.",
-        f"{run.name}: what a training step keeps on each device.",
+        lambda runs, dark: figures.memory_by_kind(*runs, dark=dark),
+        runs,
+        f"Bar chart: device memory of a training step of {_and(runs)} by kind.",
+        "What a training step keeps on each device; thick line: all that XLA allocates.",
     )
 
 
@@ -125,7 +125,7 @@ def _chart(figure: Callable[..., Any], what: Any, alt: str, caption: str) -> Cha
     except NothingToDraw as nothing:
         return NoChart(f"No figure: {nothing}")
     except KeyError as key:  # lines of an older version
-        return NoChart(f"No figure of {figure.__name__}: this run's files have no {key}.")
+        return NoChart(f"No figure: the files of these runs have no {key}.")
     return Chart(_address(light), _address(dark), alt, caption)
 
 

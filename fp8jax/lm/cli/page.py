@@ -31,7 +31,6 @@ class _Run:
     casts: Table | None
     what_if: list[str]
     telemetry: list[Chart | NoChart]
-    memory: list[Chart | NoChart]
     promotions: list[Chart]
 
 
@@ -47,12 +46,14 @@ def report(runs: Sequence[RunFiles]) -> str:
         names=[run.name for run in runs],
         warnings=compare.warnings(runs),
         no_figures="" if drawn else charts.NO_MATPLOTLIB,
+        summary=tables.summary(runs),
         overview=tables.overview(runs),
         differences=tables.config(runs),
         losses=tables.losses(runs),
         loss_charts=charts.loss_charts(runs) if drawn else [],
         speeds=tables.speeds(runs),
         memory=tables.memory(runs),
+        memory_charts=[charts.memory_chart(runs)] if drawn else [],
         most_tensors=_MOST_TENSORS,
         most_steps=_MOST_STEPS,
         **signature(),
@@ -95,6 +96,5 @@ def _run(run: RunFiles, baseline: RunFiles, drawn: bool) -> _Run:
         casts=tables.worst_casts(run),
         what_if=tables.what_if(run),
         telemetry=charts.telemetry_charts(run) if drawn else [],
-        memory=[charts.memory_chart(run)] if drawn else [],
         promotions=[chart for chart in promotions if isinstance(chart, Chart)],
     )

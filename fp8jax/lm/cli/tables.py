@@ -43,6 +43,52 @@ def _side_by_side(
 # Runs ---------------------------------------------------------------------------------------------
 
 
+def summary(runs: Sequence[RunFiles]) -> Table:
+    """Returns what one compares first: loss, gap, time, throughput and memory of each run."""
+    facts: dict[str, Callable[[RunFiles], str]] = {
+        "precision": _precision,
+        "validation loss, nats a token": lambda run: _float(_last_valid(run), ".4f"),
+    }
+    if len(runs) > 1:
+        facts[f"above that of {runs[0].name}"] = lambda run: (
+            "–" if run is runs[0] else gap(run, runs[0])
+        )
+    facts |= {
+        "ms a step, median": _median("step_s", ",.1f", 1e3),
+        "tokens a second, median": _median("tokens_per_s", ",.0f"),
+        "memory of a step on a device, GiB": _step_memory,
+    }
+    return _side_by_side("In short", runs, facts)
+
+
+def _precision(run: RunFiles) -> str:
+    keys = all_keys(run)
+    said = _text(_last_event(run, Event.START, "policies"))
+    return said or (keys["precision"].strip("'") if "precision" in keys else "")
+
+
+def _last_valid(run: RunFiles) -> float | None:
+    values = _finite(run, "valid_loss")
+    return values[-1] if values else None
+
+
+def _median(name: str, pattern: str, scale: float = 1.0) -> Callable[[RunFiles], str]:
+    """The median of a metric, which leaves out what compiles and other rare delays."""
+
+    def find(run: RunFiles) -> str:
+        values = _finite(run, name)
+        return _float(scale * statistics.median(values), pattern) if values else ""
+
+    return find
+
+
+def _step_memory(run: RunFiles) -> str:
+    stages = [
+        e["memory"]["total"] for e in run.events if e["kind"] == Event.STAGE and "memory" in e
+    ]
+    return f"{max(stages) / 2**30:,.3f}" if stages else ""
+
+
 def overview(runs: Sequence[RunFiles]) -> Table:
     """Returns what each run trained, where."""
 
@@ -56,7 +102,7 @@ def overview(runs: Sequence[RunFiles]) -> Table:
         "What the runs are",
         runs,
         {
-            "precision": lambda run: started("policies")(run) or key("precision")(run),
+            "precision": _precision,
             "model": key("model"),
             "parameters": started("parameters"),
             "data": key("data"),
@@ -95,10 +141,6 @@ def losses(runs: Sequence[RunFiles]) -> Table:
         values = _finite(run, "loss")
         return statistics.fmean(values[-max(1, len(values) // 20) :]) if values else None
 
-    def valid(run: RunFiles) -> float | None:
-        values = _finite(run, "valid_loss")
-        return values[-1] if values else None
-
     def best(run: RunFiles) -> str:
         found = [
             (value, line["step"])
@@ -113,7 +155,7 @@ def losses(runs: Sequence[RunFiles]) -> Table:
 
     facts: dict[str, Callable[[RunFiles], str]] = {
         "training loss, last twentieth, nats a token": lambda run: _float(training(run), ".4f"),
-        "last validation loss, nats a token": lambda run: _float(valid(run), ".4f"),
+        "last validation loss, nats a token": lambda run: _float(_last_valid(run), ".4f"),
         "best validation loss": best,
         "last validation, bits a byte": bits,
     }
@@ -144,27 +186,20 @@ def gap(run: RunFiles, baseline: RunFiles) -> str:
 
 
 def speeds(runs: Sequence[RunFiles]) -> Table:
-    """Returns step times and throughput. Medians leave out what compiles and other rare delays."""
-
-    def middle(name: str, pattern: str, scale: float = 1.0) -> Callable[[RunFiles], str]:
-        def find(run: RunFiles) -> str:
-            values = _finite(run, name)
-            return _float(scale * statistics.median(values), pattern) if values else ""
-
-        return find
+    """Returns step times and throughput."""
 
     def slow(run: RunFiles) -> str:
         values = sorted(_finite(run, "step_s"))
         return f"{1e3 * values[int(0.95 * (len(values) - 1))]:,.1f}" if values else ""
 
     def compiled(run: RunFiles) -> str:
-        found = [
-            seconds
+        found = {  # stages that compile together say one time each, that of all of them
+            (event["kind"], event["step"]): seconds
             for event in own_events(run.events)
             if event["kind"] in (Event.STAGE, Event.TELEMETRY)
             and (seconds := number(event, "compile_s")) is not None
-        ]
-        return f"{sum(found):.1f}" if found else ""
+        }
+        return f"{sum(found.values()):.1f}" if found else ""
 
     def whole(run: RunFiles) -> str:
         return _float(number({"s": _last_event(run, Event.END, "seconds")}, "s"), ",.1f")
@@ -173,10 +208,10 @@ def speeds(runs: Sequence[RunFiles]) -> Table:
         "Speed",
         runs,
         {
-            "tokens a second, median": middle("tokens_per_s", ",.0f"),
-            "step, median, ms": middle("step_s", ",.1f", 1e3),
+            "tokens a second, median": _median("tokens_per_s", ",.0f"),
+            "step, median, ms": _median("step_s", ",.1f", 1e3),
             "step, slower than 95% of steps, ms": slow,
-            "share of the peak FLOP/s (MFU), median, %": middle("mfu", ".2f", 100),
+            "share of the peak FLOP/s (MFU), median, %": _median("mfu", ".2f", 100),
             "compiling, s": compiled,
             "whole last start of the program, s": whole,
         },

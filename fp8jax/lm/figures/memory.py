@@ -1,5 +1,6 @@
 """What the memory of a training step is taken by."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fp8jax.lm.figures.run_files import RunFiles
@@ -17,22 +18,22 @@ KINDS = {
 _HATCHES = ("", "//", "xx", "--", "\\\\", "++")
 
 
-def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
-    """Returns the memory of each stage's training step on each device, by kind, in GiB.
+def memory_by_kind(*runs: RunFiles, dark: bool = False) -> Any:
+    """Returns the memory of each run's and stage's training step on each device, by kind, in GiB.
 
     The thick line is what XLA allocates in all: less than the kinds add up to where it does not
     hold all gradients at once. The dashed line is the largest peak that the device reported, with
     the programs of validation and initialization.
 
     Args:
-      run: a run; its events have the memory of each stage.
+      *runs: their events have the memory of each stage.
       dark: whether to draw for dark pages.
 
     Returns:
       A `matplotlib.figure.Figure`.
 
     Raises:
-      NothingToDraw: the run is of a version that did not record it.
+      NothingToDraw: the runs are of a version that did not record it.
       ImportError: matplotlib is not installed.
 
     Example:
@@ -43,17 +44,14 @@ def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
       >>> fp8jax.figures.memory_by_kind(run).axes[0].get_xlabel()
       'memory on each device, GiB'
     """
-    stages = {
-        event["policy"]: event["memory"]
-        for event in run.events
-        if event["kind"] == Event.STAGE and {"policy", "memory"} <= event.keys()
-    }
-    if not stages:
-        raise NothingToDraw(f"{run.name} did not record its memory by kind: it is older")
-    unit, label = _unit(max(memory["total"] for memory in stages.values()))
+    rows = [row for run in runs for row in _stages(run, named=len(runs) > 1)]
+    if not rows:
+        names = " and ".join(run.name for run in runs)
+        raise NothingToDraw(f"{names} did not record memory by kind: an older version wrote them")
+    unit, label = _unit(max(memory["total"] for _, memory, _ in rows))
     with style(dark=dark) as look:
-        figure, ((axis,),) = panels(1, 1, height=1.2 + 0.5 * len(stages))
-        for row, memory in enumerate(stages.values()):
+        figure, ((axis,),) = panels(1, 1, height=1.2 + 0.5 * len(rows))
+        for row, (_, memory, peak) in enumerate(rows):
             left = 0.0
             for i, (kind, name) in enumerate(KINDS.items()):
                 axis.barh(
@@ -70,25 +68,34 @@ def memory_by_kind(run: RunFiles, *, dark: bool = False) -> Any:
                 left += memory[kind] / unit
             total = memory["total"] / unit
             axis.vlines(total, row - 0.38, row + 0.38, color=look.text, linewidth=2)
+            if peak is not None:
+                place = (peak / unit, row - 0.38, row + 0.38)
+                said = None if row else "peak of the device"
+                axis.vlines(*place, color=look.muted, linestyle="--", label=said)
             axis.text(max(total, left), row, f"  {total:.3g}", va="center")
-        _draw_peak(axis, run, unit, look.muted)
-        axis.set_yticks(range(len(stages)), list(stages))
-        axis.set_ylim(len(stages) - 0.4, -0.6)
+        axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+        axis.set_ylim(len(rows) - 0.4, -0.6)
         axis.margins(x=0.1)
         axis.set_xlabel(f"memory on each device, {label}")
-        axis.set_title(f"{run.name}: memory of a training step; thick line: all that XLA allocates")
+        axis.set_title("memory of a training step; thick line: all that XLA allocates")
         figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
-def _unit(size: int) -> tuple[int, str]:
-    return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
-
-
-def _draw_peak(axis: Any, run: RunFiles, unit: int, color: str) -> None:
-    """Draws the largest peak that the device reported, if it reports any."""
+def _stages(run: RunFiles, *, named: bool) -> list[tuple[str, Mapping[str, int], int | None]]:
+    """The name of each stage, its memory by kind, and the largest peak that the device reported."""
+    stages = {
+        event["policy"]: event["memory"]
+        for event in run.events
+        if event["kind"] == Event.STAGE and {"policy", "memory"} <= event.keys()
+    }
     name = "peak_memory_bytes"
     peaks = [line[name] for line in run.metrics if name in line and line[name] is not None]
-    if peaks:
-        peak = max(peaks) / unit
-        axis.axvline(peak, color=color, linestyle="--", label=f"peak of the device, {peak:.3g}")
+    return [
+        (f"{run.name}, {policy}" if named else policy, memory, max(peaks, default=None))
+        for policy, memory in stages.items()
+    ]
+
+
+def _unit(size: int) -> tuple[int, str]:
+    return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
