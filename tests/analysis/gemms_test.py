@@ -592,7 +592,7 @@ def test_products_of_layers_that_may_be_promoted(data, low, high):
     )
     linears = run.stages[0].model.config.linears
     gemms = find_gemms(
-        step_text(run), run.stages[0].policy, linears, backend="xla", high=run.stages[0].high
+        step_text(run), run.stages[0].policy, linears, backend="xla", high=POLICIES[high]
     )
     assert {g.module for g in gemms} <= {*linears, "layers/attention", UNNAMED}
     counts = collections.Counter()

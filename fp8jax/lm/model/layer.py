@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.gemm.frozen import FrozenKernel, has_frozen
 from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
@@ -25,6 +25,7 @@ from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
 from fp8jax.lm.model.config import BIASES, MLPS, ModelConfig
 from fp8jax.lm.model.norms import RMSNorm, norm_layer
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.rope import rotate
 from fp8jax.numerics.formats import folded, power_of_two_below
 from fp8jax.numerics.module_paths import MODULES
@@ -63,8 +64,7 @@ class Linears:
       config, policy, backend: as in `Transformer`.
       path: path of the part, such as "layers/mlp".
       key: random key of the layer, or None.
-      high: policy of promoted layers, or None.
-      promoted: bool [], whether this layer is promoted; None where no layer ever is.
+      promotion: of this layer; None where no layer ever is promoted.
       real_BL: bool [B, L], False for positions that carry zeros into every linear; None for none.
       seeded: as in `Transformer`.
     """
@@ -74,8 +74,7 @@ class Linears:
     backend: str | None
     path: str
     key: Any
-    high: Policy | None = None
-    promoted: Any = None
+    promotion: Promotion | None = None
     real_BL: Any = None
     seeded: bool = True
 
@@ -90,13 +89,13 @@ class Linears:
         """
         x = self.masked(x)
         layers = [self.layer(linear) for linear in linears]
-        if self.promoted is not None and self.high is not None:
+        if self.promotion is not None:
             if input_scale is not None:
                 raise ValueError(
                     "a layer with mlp='smooth_swiglu' cannot be promoted: use another mlp or turn "
                     "promotions off"
                 )
-            return tuple(self._promotable(layer, x, self.high) for layer in layers)
+            return tuple(self._promotable(layer, x, self.promotion) for layer in layers)
         return together(layers, x, self.keys(linear.name for linear in linears), input_scale)
 
     def masked(self, x_BLK):
@@ -128,8 +127,8 @@ class Linears:
     def _path_of(self, name: str) -> str:
         return f"{self.path}/{name}"
 
-    def _promotable(self, layer: Dense, x, high: Policy) -> Array:
-        """Applies the linear in its own recipe, or in that of `high` if the layer is promoted."""
+    def _promotable(self, layer: Dense, x, promotion: Promotion) -> Array:
+        """Applies the linear in its own recipe, or in the promotion's if the layer is promoted."""
         name = str(layer.name)
         (key,) = self.keys([name])
         weight, bias = layer.variables_for(x.shape[-1], key, name)
@@ -138,9 +137,9 @@ class Linears:
         y = promotable_dot(
             x,
             weight,
-            self.promoted,
+            promotion.layers,
             low=as_recipe(layer.recipe),
-            high=high.recipe(self._path_of(name)),
+            high=promotion.policy.recipe(self._path_of(name)),
             backend=self.backend,
         )
         return add_bias(y, bias)
@@ -151,7 +150,7 @@ class Linears:
         Its kernels have no biases and no promotions, and gate and up share a recipe. They take the
         scales of arrays that are never whole, so no history may be empty.
         """
-        if self.promoted is not None or not self.seeded:
+        if self.promotion is not None or not self.seeded:
             return False
         gate, up, down = (self._path_of(name) for name in ("gate", "up", "down"))
         recipe = self.policy.recipe(gate)
@@ -284,7 +283,6 @@ class Block(nn.Module):
       config: shape of the model.
       policy: decides the recipes of the layer's linears by their paths.
       backend, attention: as in `Transformer`.
-      high: policy of the layer while it is promoted, or None.
       zero_padding, seeded: as in `Transformer`.
     """
 
@@ -292,7 +290,6 @@ class Block(nn.Module):
     policy: Policy
     backend: str | None
     attention: str | Implementation | None
-    high: Policy | None = None
     zero_padding: bool = False
     seeded: bool = True
 
@@ -303,7 +300,7 @@ class Block(nn.Module):
         segments_BL: Int[Array, "B L"],
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
-        promoted: Bool[Array, ""] | None = None,
+        promotion: Promotion | None = None,
         cache: KVCache | None = None,
     ) -> Float[Array, "B L D"] | tuple[Float[Array, "B L D"], KVCache]:
         """Returns the layer's output; with a cache, also the cache with the new tokens."""
@@ -317,8 +314,7 @@ class Block(nn.Module):
                 self.backend,
                 path,
                 key,
-                self.high,
-                promoted,
+                promotion,
                 real_BL,
                 self.seeded,
             )

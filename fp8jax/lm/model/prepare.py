@@ -18,7 +18,7 @@ from fp8jax.numerics.policy import Policy
 
 def inference_model(model: Transformer) -> Transformer:
     """Returns the model without what only training has, and with zeros in padding."""
-    return model.clone(remat="none", high=None, zero_padding=True)
+    return model.clone(remat="none", zero_padding=True)
 
 
 def compiler_options(model: Transformer) -> dict[str, bool | int]:

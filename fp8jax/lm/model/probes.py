@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fp8jax.gemm.probe import PROBE, empty_probe
 from fp8jax.lm.model.layer import HIDDEN
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.stretches import is_exact, stretches
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
@@ -48,13 +49,13 @@ def transformer_probes(model: Any, what_if: Policy | None = None) -> dict[str, A
 
 
 def transformer_rows(
-    model: Any, statistics: dict[str, Any], *, step: int, promoted: Any = None
+    model: Any, statistics: dict[str, Any], *, step: int, promotion: Promotion | None = None
 ) -> list[Row]:
     """Returns the rows of one measured step or forward pass.
 
     Args:
       statistics: a tree as `transformer_probes` returns, of NumPy arrays.
-      promoted: bool [layers], which ran in the policy `model.high`; None for none.
+      promotion: which layers ran in another policy, with a NumPy array; None for none.
     """
     policy, n_layers = as_policy(model.policy), model.config.n_layers
     rows: list[Row] = []
@@ -62,7 +63,7 @@ def transformer_rows(
         group, _, rest = path.partition("/")
         if group == "layers":
             part, _, name = rest.partition("/")
-            recipes = _recipes(model, policy, path, promoted)
+            recipes = _recipes(policy, path, n_layers, promotion)
             probe = statistics["layers"][part][name][PROBE]
             rows += rows_of(probe, path, recipes, step=step, layers=range(n_layers))
         elif path in statistics:
@@ -76,13 +77,12 @@ def transformer_rows(
     return rows
 
 
-def _recipes(model: Any, policy: Policy, path: str, promoted: Any) -> list[Recipe]:
+def _recipes(policy: Policy, path: str, n_layers: int, promotion: Promotion | None) -> list[Recipe]:
     """Returns the recipe that the linear at `path` ran in each layer."""
     recipes: list[Recipe] = []
-    for stretch in stretches(policy, model.config.n_layers):
-        low = high = stretch.policy.recipe(path)
-        if model.high is not None and not is_exact(stretch.policy):
-            high = as_policy(model.high).recipe(path)
+    for stretch in stretches(policy, n_layers):
+        here = None if is_exact(stretch.policy) else promotion
         for layer in range(stretch.begin, stretch.end):
-            recipes.append(high if promoted is not None and promoted[layer] else low)
+            ran = here.policy if here is not None and here.layers[layer] else stretch.policy
+            recipes.append(ran.recipe(path))
     return recipes

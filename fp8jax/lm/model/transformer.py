@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.frozen import has_frozen, take_layers
@@ -37,6 +37,7 @@ from fp8jax.lm.model.embedding import look_up
 from fp8jax.lm.model.layer import AMAXES, Block, fold_in
 from fp8jax.lm.model.norms import norm_layer
 from fp8jax.lm.model.probes import transformer_probes, transformer_rows
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.stretches import Stretch, is_exact, stretches
 from fp8jax.lookup import lookup
 from fp8jax.nn import HISTORIES, TELEMETRY, to_max_combining
@@ -72,8 +73,6 @@ class Transformer(nn.Module):
       unroll: layers in one iteration of the loop over layers. n_layers removes the loop, which
         takes longer to compile and saves the copies into and out of the stack.
       dtype: dtype of the activations and of the residual stream.
-      high: policy of promoted layers, a key of `POLICIES` or a `Policy` without histories. None
-        where no layer is ever promoted.
       zero_padding: whether positions of segment 0 carry zeros into every linear, so that they raise
         no amax. Training packs its rows and has next to no padding.
       seeded: promise that no amax history is empty, as after a first step. With False, empty ones
@@ -101,7 +100,6 @@ class Transformer(nn.Module):
     remat: str = "none"
     unroll: int = 1
     dtype: Any = jnp.bfloat16
-    high: str | Policy | None = None
     zero_padding: bool = False
     seeded: bool = True
 
@@ -115,10 +113,10 @@ class Transformer(nn.Module):
         return transformer_probes(self, what_if)
 
     def telemetry_rows(
-        self, statistics: dict[str, Any], *, step: int, promoted: Any = None
+        self, statistics: dict[str, Any], *, step: int, promotion: Promotion | None = None
     ) -> list[Row]:
         """Returns the rows of what the probes have measured (probes.py)."""
-        return transformer_rows(self, statistics, step=step, promoted=promoted)
+        return transformer_rows(self, statistics, step=step, promotion=promotion)
 
     @nn.compact
     def __call__(
@@ -127,7 +125,7 @@ class Transformer(nn.Module):
         segments_BL: Int[Array, "B L"],
         positions_BL: Int[Array, "B L"],
         key: Shaped[Array, "..."] | None = None,
-        promoted: Bool[Array, " layers"] | None = None,
+        promotion: Promotion | None = None,
         *,
         head: bool = True,
         cache: Caches | None = None,
@@ -142,7 +140,7 @@ class Transformer(nn.Module):
           segments_BL: number of each token's document within its row, from 1; 0 is padding.
           positions_BL: position of each token within its segment.
           key: random key, for policies that round stochastically.
-          promoted: which layers run in the policy `high` instead; None for none.
+          promotion: which layers run in another policy instead; None for none.
           head: False leaves out the head, and returns its input x_BLD in `dtype` and its weight
             w_DV as stored: the logits are x_BLD w_DV if the head's recipe casts nothing
             (chunked_loss.py).
@@ -167,7 +165,7 @@ class Transformer(nn.Module):
             table_PD: Any = self.param("position_embedding", init, (c.learned_positions, c.d_model))
             x_BLD += look_up(table_PD, positions_BL, "positions", self.dtype)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
-        inputs = _LayerInputs(segments_BL, positions_BL, key, promoted)
+        inputs = _LayerInputs(segments_BL, positions_BL, key, promotion)
         x_BLD, cache = self._layers(policy, x_BLD, inputs, cache)
         if only_B is not None:
             x_BLD = jnp.take_along_axis(x_BLD, only_B[:, None, None], axis=1)
@@ -226,7 +224,7 @@ class Transformer(nn.Module):
         if self.is_initializing():  # the row has one token, which not every attention accepts
             return x_BLD, cache
         watching, amaxes = self.is_mutable_collection(AMAXES), []
-        if cache is not None and (watching or inputs.promoted is not None):
+        if cache is not None and (watching or inputs.promotion is not None):
             raise ValueError("a cache is for inference: without promotions and amaxes of outputs")
         caches: list[Any] = []
         for stretch in stretches(policy, self.config.n_layers):
@@ -306,7 +304,7 @@ class _LayerInputs(NamedTuple):
     segments_BL: Any
     positions_BL: Any
     key: Any
-    promoted: Any
+    promotion: Any
 
 
 # Functions, not methods of Transformer: flax would add a method's name to the name scopes of the
@@ -335,22 +333,20 @@ def _run_stretch(
       x after the stretch, and if `watching` the amax [layers of the stretch] of each output in a
       layer, else None.
     """
-    high = None if is_exact(stretch.policy) or model.high is None else as_policy(model.high)
     block = Block(
         model.config,
         stretch.policy,
         model.backend,
         model.attention,
-        high,
         model.zero_padding,
         model.seeded,
         parent=None,
     )
 
     def layer(x_BLD, scanned):
-        variables, index, promoted = scanned
+        variables, index, promotion = scanned
         key = fold_in(inputs.key, index)
-        arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promoted
+        arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promotion
         return _apply_layer(block, variables, arguments, watching)
 
     separate = isinstance(variables["params"], tuple)
@@ -363,8 +359,10 @@ def _run_stretch(
     part = _part_of(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
         part[HISTORIES] = to_max_combining(part[HISTORIES])
-    promoted = None if high is None or inputs.promoted is None else inputs.promoted[begin:end]
-    scanned = (part, jnp.arange(begin, end), promoted)
+    promotion = None
+    if inputs.promotion is not None and not is_exact(stretch.policy):
+        promotion = inputs.promotion[begin:end]
+    scanned = (part, jnp.arange(begin, end), promotion)
     if separate:
         return _run_one_by_one(layer, x_BLD, scanned)
     return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
@@ -372,11 +370,11 @@ def _run_stretch(
 
 def _run_one_by_one(layer: Callable[..., Any], x_BLD: Array, scanned: Any) -> tuple[Array, Any]:
     """Does what `lax.scan` does, with variables that are tuples; `layer` is traced once."""
-    variables, indices, promoted = scanned
+    variables, indices, promotion = scanned
     layer, outs = jax.jit(layer), []
     for i, index in enumerate(indices):
         own = {name: _layer_of(tree, i) for name, tree in variables.items()}
-        x_BLD, out = layer(x_BLD, (own, index, None if promoted is None else promoted[i]))
+        x_BLD, out = layer(x_BLD, (own, index, None if promotion is None else promotion[i]))
         outs.append(out)
     return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 

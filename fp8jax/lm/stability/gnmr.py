@@ -37,6 +37,7 @@ class Gnmr:
         afterwards.
       beta: the threshold of the acceleration.
       most: the largest number of layers that are promoted at a time.
+      precision: the policy of promoted layers, without delayed scaling.
       lock: how many steps a layer stays a candidate after its score was above 1.
       window: the number of ratios in the queue.
       random: the probability that a step promotes a layer at random; None promotes layers by their
@@ -48,6 +49,7 @@ class Gnmr:
     most: int
     lock: int
     window: int
+    precision: str
     random: float | None = None
 
     def __post_init__(self):

@@ -198,8 +198,6 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     """The draft of the stage that trains in `policy`."""
     words = shared.tokenizer.vocab_size
     model, gated = _model(config, shared.shape, policy, words, shared.mesh)
-    if shared.gnmr is not None:
-        model = model.clone(high=config.gnmr_precision)
     initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
     boxed = initial.eval_shape()
     state = jax.tree.map(
@@ -218,6 +216,7 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
         masters=gradient_bytes(state.params) if copies else 0,
         accumulates=config.grad_accum > 1,
         seeds=bool(jax.tree.leaves(state.histories)),
+        promotes=shared.gnmr is not None,
     )
     return _Draft(model=model, gated=gated, initial=initial, state=state, sizes=sizes)
 
@@ -243,6 +242,7 @@ def _stage(
         carried=carried,
         gains=draft.gated.report,
         slower=draft.gated.slower,
+        gnmr=shared.gnmr,
         programs=_programs(config, shared, model, draft.initial, state, shardings),
     )
 
@@ -280,7 +280,7 @@ def _programs(
     bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
     # It runs once: what counts is its compile time, which a loop over the layers shortens.
     seeding = model.clone(seeded=False, unroll=min(model.unroll, _SEEDING_UNROLL))
-    repeating = model.clone(policy=config.recovery_precision, high=None)
+    repeating = model.clone(policy=config.recovery_precision)
     # They run seldom. A loop compiles fastest, and computes the same.
     measured, measured_seeding = model.clone(unroll=1), seeding.clone(unroll=1)
     return Programs(
@@ -290,7 +290,9 @@ def _programs(
         step=compiled(model),
         repeat_step=compiled(repeating, repeat_step),
         eval_step=jax.jit(
-            lambda s, b: eval_step(s, b, model=model, token_bytes_V=jnp.asarray(bytes_V)),
+            lambda s, b: eval_step(
+                s, b, model=model, token_bytes_V=jnp.asarray(bytes_V), gnmr=shared.gnmr
+            ),
             compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
         ),
         telemetry=_telemetry(config, shared, measured),
@@ -311,7 +313,12 @@ def _telemetry(
     def measured(state, batch):
         probes = model.telemetry_probes(what_if)
         return telemetry_step(
-            state, batch, model=model, grad_accum=config.grad_accum, probes=probes
+            state,
+            batch,
+            model=model,
+            grad_accum=config.grad_accum,
+            probes=probes,
+            gnmr=shared.gnmr,
         )
 
     return jax.jit(
@@ -435,6 +442,7 @@ def _gnmr(config: ConfigDict) -> Gnmr | None:
         most=config.gnmr_most,
         lock=config.gnmr_lock,
         window=config.gnmr_window,
+        precision=config.gnmr_precision,
         random=config.gnmr_random,
     )
     if config.gnmr_alpha:

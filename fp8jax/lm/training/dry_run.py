@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.analysis.gemms import find_gemms, format_table
+from fp8jax.analysis.gemms import format_table
 from fp8jax.device import hardware, xla
 from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.model.config import flops_per_token
@@ -265,9 +265,8 @@ def make_plan(run: Run) -> Plan:
 
 
 def _gemms(stage: Stage, program: Any) -> str:
-    paths, backend = stage.model.config.linears, stage.model.backend
-    gemms = find_gemms(program.as_text(), stage.policy, paths, backend=backend, high=stage.high)
-    return f"GEMMs of a training step, policy {stage.policy.name}:\n{format_table(gemms)}"
+    table = format_table(stage.gemms(program))
+    return f"GEMMs of a training step, policy {stage.policy.name}:\n{table}"
 
 
 def bytes_in_use(run: Run) -> int | None:

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.model.layer import AMAXES
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.training.policy_switch import leaves_by_path
 from fp8jax.lm.training.step import TrainState, accumulate, as_variables
@@ -49,6 +50,7 @@ def find_bad(
     state: TrainState,
     batch: Batch,
     grad_accum: int,
+    promotion: Promotion | None = None,
     *,
     inject: Callable[[Any, Batch], Any] | None = None,
 ) -> dict[str, dict[str, Array]]:
@@ -57,9 +59,10 @@ def find_bad(
     The kinds are "weight", "output" (of a part of a layer) and "gradient".
 
     Args:
+      promotion: of the step.
       inject: as in `train_step`.
     """
-    loss, grads, _ = accumulate(model, state, batch, grad_accum)
+    loss, grads, _ = accumulate(model, state, batch, grad_accum, promotion)
     if inject is not None:
         grads = inject(grads, batch)
     key = state.key if as_policy(model.policy).stochastic else None

@@ -264,12 +264,9 @@ def restart_clock(tools: Tools, now: Now) -> None:
 
 def _read(tools: Tools, now: Now, dispatched: Dispatched) -> Scalars:
     """Waits for a step and returns its scalars. If it was rejected, climbs the ladder."""
-    host: dict[str, Any] = jax.device_get(dispatched.out)
-    step = dispatched.step
+    step, host = dispatched.step, jax.device_get(dispatched.out)
     tools.telemetry.write(step, dispatched.telemetry)  # also of a step that ends the run
-    if "promoted" in host:
-        host["promoted"] = tools.watch.promoted(step, host["promoted"])
-    scalars = {name: float(value) for name, value in host.items()}
+    scalars = tools.watch.stepped(step, host)
     end = time.perf_counter()
     step_s, now.clock = end - now.clock, end
     if rejection_cause(scalars):

@@ -166,12 +166,14 @@ def sizes_of(
     masters: int,
     accumulates: bool,
     seeds: bool,
+    promotes: bool,
 ) -> Sizes:
     """Returns the sizes of a step with `rows` rows of a microbatch on each device.
 
     Args:
       model: with its attention chosen.
       mesh: of all devices.
+      promotes: whether layers may run in another policy.
       others: as in `Sizes`.
     """
     c, policy = model.config, as_policy(model.policy)
@@ -182,8 +184,8 @@ def sizes_of(
         narrow = 2 if model.backend_of(recipe) == "emulated" else 1
         codes[path] = 2 if recipe.wgrad_x is None else narrow
         weights[path] = 2 if recipe.fwd_w is None else narrow
-    promoted = None if model.high is None else True
-    mlp = Linears(c, policy, model.backend, "layers/mlp", None, None, promoted)
+    mlp = Linears(c, policy, model.backend, "layers/mlp", None)
+    fusible = MLPS[c.mlp].fusible and not promotes
     heads = c.n_heads // tensor
     scores = model.attention == ATTENTIONS["xla"]
     return Sizes(
@@ -193,7 +195,7 @@ def sizes_of(
         fsdp=mesh.shape["fsdp"],
         codes=codes,
         weights=weights,
-        fused=MLPS[c.mlp].fusible and mlp.fuses(jax.ShapeDtypeStruct((1, c.d_model), model.dtype)),
+        fused=fusible and mlp.fuses(jax.ShapeDtypeStruct((1, c.d_model), model.dtype)),
         # Probabilities in bfloat16 and float32; or the output and one float32 number of each row.
         attention=6 * heads * seq_len if scores else heads * (2 * c.head_dim + 4),
         whole_logits=bool(policy.recipe("lm_head").casts),

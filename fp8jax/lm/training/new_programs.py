@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.analysis.gemms import Summary, find_gemms, format_table, require_fp8, summarize
+from fp8jax.analysis.gemms import Summary, format_table, require_fp8, summarize
 from fp8jax.analysis.size_gate import is_measured_here
 from fp8jax.device import xla
 from fp8jax.lm.records.events import Event
@@ -114,13 +114,7 @@ class NewPrograms:
 
     def _check(self, run: Run, stage: Stage, step: Any) -> None:
         """Finds the GEMMs of a stage's compiled step, and its memory by kind."""
-        gemms = find_gemms(
-            step.as_text(),
-            stage.policy,
-            stage.model.config.linears,
-            backend=stage.model.backend,
-            high=stage.high,
-        )
+        gemms = stage.gemms(step)
         self._compiled.add((stage.begins, False))
         title = f"GEMMs of a training step, policy {stage.policy.name}:"
         self._precision += [title, format_table(gemms), ""]

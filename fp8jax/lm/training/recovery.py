@@ -108,8 +108,9 @@ class Recovery:
         stage = position.stage
         model = stage.model.clone(seeded=not position.seeding)
         parts = self.run.settings.grad_accum
-        find = jax.jit(lambda s, b: find_bad(model, s, b, parts, inject=inject_gradient))
-        flags = jax.device_get(find(position.state, batch))
+        find = jax.jit(lambda s, b, p: find_bad(model, s, b, parts, p, inject=inject_gradient))
+        promotion = stage.promotion(position.state)
+        flags = jax.device_get(find(position.state, batch, promotion))
         return first_bad(flags) or "nothing, when computed again"
 
 

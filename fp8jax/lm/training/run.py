@@ -12,17 +12,20 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from fp8jax.analysis.gemms import Gemm, find_gemms
 from fp8jax.device import xla
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.interop.initial_weights import InitialWeights
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.transformer import Transformer
+from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import LayerChoice
 from fp8jax.lm.training.optional_state import OptionalState
 from fp8jax.lm.training.policy_switch import leaves_by_path
 from fp8jax.lm.training.settings import Settings
-from fp8jax.lm.training.step import StepNumbers, TrainState
+from fp8jax.lm.training.step import StepNumbers, TrainState, promotion_of
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 
@@ -46,8 +49,9 @@ class Programs:
       step: every other step.
       repeat_step: a rejected step once more, in the policy `recovery_precision`.
       eval_step: (state, batch) -> sums over the batch, see `step.eval_step`.
-      telemetry: (state, batch) -> statistics of every cast in that step, and the promoted layers
-        (`step.telemetry_step`); seed_telemetry is that of a seeding step. None without telemetry.
+      telemetry: (state, batch) -> statistics of every cast in that step, and which layers ran in
+        another policy (`step.telemetry_step`); seed_telemetry is that of a seeding step. None
+        without telemetry.
       sample: state -> tokens of a generated text; None if the config asks for no samples.
     """
 
@@ -74,6 +78,7 @@ class Stage:
       carried: names of the amax histories that it takes over from the stage before.
       gains: the size gate's report on its linears; "" if nothing is quantized.
       slower: which linears are predicted to be slower than in BF16; "" if none is.
+      gnmr: chooses layers that run in another policy; None for none.
     """
 
     begins: int
@@ -83,15 +88,25 @@ class Stage:
     carried: frozenset[str]
     gains: str
     slower: str
+    gnmr: Gnmr | None
 
     @property
     def policy(self) -> Policy:
         return as_policy(self.model.policy)
 
-    @property
-    def high(self) -> Policy | None:
-        """The policy of layers that GNMR promotes, None without GNMR."""
-        return None if self.model.high is None else as_policy(self.model.high)
+    def promotion(self, state: TrainState) -> Promotion | None:
+        """Which layers run in another policy in the next step."""
+        return promotion_of(self.gnmr, state)
+
+    def gemms(self, step: Any) -> list[Gemm]:
+        """The GEMMs of the stage's compiled training step."""
+        return find_gemms(
+            step.as_text(),
+            self.policy,
+            self.model.config.linears,
+            backend=self.model.backend,
+            high=None if self.gnmr is None else as_policy(self.gnmr.precision),
+        )
 
     @property
     def seeds(self) -> bool:

@@ -24,6 +24,7 @@ from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.lm.model.layer import AMAXES, HIDDEN
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
@@ -88,12 +89,12 @@ def loss_sum(
     histories: Any,
     batch: Batch,
     key: Array | None,
-    promoted: Array | None = None,
+    promotion: Promotion | None = None,
     total: Any = 1.0,
     probes: Any = None,
 ) -> Float[Array, ""]:
     """The sum of the tokens' weighted negative log-likelihoods, in nats, divided by `total`."""
-    return _loss(model, params, histories, batch, key, promoted, total, probes=probes)[0]
+    return _loss(model, params, histories, batch, key, promotion, total, probes=probes)[0]
 
 
 def _loss(
@@ -102,7 +103,7 @@ def _loss(
     histories: Any,
     batch: Batch,
     key: Array | None,
-    promoted: Array | None,
+    promotion: Promotion | None,
     total: Any,
     watched: tuple[str, ...] = (),
     probes: Any = None,
@@ -121,7 +122,7 @@ def _loss(
         as_variables(params, histories, probes),
         *inputs,
         key,
-        promoted,
+        promotion,
         head=whole,
         mutable=[*watched],
     )
@@ -132,13 +133,19 @@ def _loss(
     return chunked_loss(recipe, positions, *out, targets, weights, total), seen
 
 
-def _promoted(model: Transformer, state: TrainState) -> Array | None:
-    """bool [layers]: which layers run in high precision; None without GNMR."""
-    return None if model.high is None else state.gnmr["promoted"]
+def promotion_of(gnmr: Gnmr | None, state: TrainState) -> Promotion | None:
+    """Which layers run in another policy in the next step; None without GNMR."""
+    if gnmr is None:
+        return None
+    return Promotion(as_policy(gnmr.precision), state.gnmr["promoted"])
 
 
 def accumulate(
-    model: Transformer, state: TrainState, batch: Batch, grad_accum: int
+    model: Transformer,
+    state: TrainState,
+    batch: Batch,
+    grad_accum: int,
+    promotion: Promotion | None = None,
 ) -> tuple[Float[Array, ""], Any, Any]:
     """Mean loss, its float32 gradients and the next histories, over `grad_accum` microbatches.
 
@@ -151,7 +158,7 @@ def accumulate(
 
     def microbatch_loss(params, histories, micro, index):
         key = _microbatch_key(model, state, index)
-        return loss_sum(model, params, histories, micro, key, _promoted(model, state), total)
+        return loss_sum(model, params, histories, micro, key, promotion, total)
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
@@ -191,8 +198,14 @@ def _microbatches(batch: Batch, grad_accum: int) -> tuple[Batch, Array]:
 
 
 def telemetry_step(
-    state: TrainState, batch: Batch, *, model: Transformer, grad_accum: int, probes: Any
-) -> Any:
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    grad_accum: int,
+    probes: Any,
+    gnmr: Gnmr | None = None,
+) -> tuple[Any, Promotion | None]:
     """The statistics of every cast in the training step of this state and batch.
 
     It computes the step's loss and gradients as `train_step` does, and changes nothing. Parts of a
@@ -201,25 +214,26 @@ def telemetry_step(
 
     Args:
       probes: zeros (lm/model/probes.py).
+      gnmr: as in `train_step`.
 
     Returns:
-      A tree like `probes`; and `promoted`, bool [layers], None without GNMR.
+      A tree like `probes`; and which layers ran in another policy.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    params, promoted = to_float32(state.params), _promoted(model, state)
+    params, promotion = to_float32(state.params), promotion_of(gnmr, state)
 
     def microbatch_loss(probes, micro, index):
         key = _microbatch_key(model, state, index)
-        return loss_sum(model, params, state.histories, micro, key, promoted, total, probes)
+        return loss_sum(model, params, state.histories, micro, key, promotion, total, probes)
 
     grad = jax.grad(microbatch_loss)
     if grad_accum == 1:
-        return grad(probes, batch, 0), promoted
+        return grad(probes, batch, 0), promotion
 
     def body(statistics, scanned):
         return combine(statistics, grad(probes, *scanned)), None
 
-    return lax.scan(body, probes, _microbatches(batch, grad_accum))[0], promoted
+    return lax.scan(body, probes, _microbatches(batch, grad_accum))[0], promotion
 
 
 def train_step(
@@ -238,14 +252,14 @@ def train_step(
 
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.
-      gnmr: chooses the layers that run in high precision in the next step, None for none.
+      gnmr: chooses the layers that run in another policy in the next step, None for none.
       inject: changes the gradients where a batch asks for a fault (lm/stability/faults.py).
 
     Returns:
       The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
       learning_rate; verdict with a detector; promoted, bool [layers], with GNMR.
     """
-    loss, grads, histories = accumulate(model, state, batch, grad_accum)
+    loss, grads, histories = accumulate(model, state, batch, grad_accum, promotion_of(gnmr, state))
     if inject is not None:
         grads = inject(grads, batch)
     grad_norm = optax.tree.norm(grads)
@@ -265,12 +279,11 @@ def train_step(
         spikes=state.spikes,
         gnmr=state.gnmr,
     )
+    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
     if gnmr is not None:
         norms = layer_norms(grads)
         seen = update_gnmr(gnmr, state.gnmr, norms, state.key, numbers.gnmr_first_steps)
         new = dataclasses.replace(new, gnmr=seen)
-    metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
-    if gnmr is not None:
         metrics["promoted"] = state.gnmr["promoted"]
     if detector is None:
         return select_if(is_finite(loss, grad_norm), new, state), metrics
@@ -291,24 +304,31 @@ def layer_norms(grads: Any) -> Float[Array, " layers"]:
 def repeat_step(
     state: TrainState, batch: Batch, numbers: StepNumbers, **settings: Any
 ) -> tuple[TrainState, dict]:
-    """`train_step` with a model that has neither amax histories nor promotions; both stay."""
+    """`train_step` without amax histories and GNMR; what the state has of both stays."""
     new, metrics = train_step(dataclasses.replace(state, histories={}), batch, numbers, **settings)
     return dataclasses.replace(new, histories=state.histories), metrics
 
 
 def eval_step(
-    state: TrainState, batch: Batch, *, model: Transformer, token_bytes_V: Array
+    state: TrainState,
+    batch: Batch,
+    *,
+    model: Transformer,
+    token_bytes_V: Array,
+    gnmr: Gnmr | None = None,
 ) -> dict[str, Array]:
     """Sums over one batch: nats, tokens (predicted ones) and bytes (of text, of these tokens); and
     hidden, float32 [layers], the largest magnitude of the input of each layer's mlp/down.
 
     Args:
       token_bytes_V: bytes of UTF-8 text that each token stands for.
+      gnmr: as in `train_step`.
     """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if as_policy(model.policy).stochastic else None
+    promotion = promotion_of(gnmr, state)
     nats, watched = _loss(
-        model, state.params, state.histories, batch, key, _promoted(model, state), 1.0, (AMAXES,)
+        model, state.params, state.histories, batch, key, promotion, 1.0, (AMAXES,)
     )
     (hidden,) = watched[AMAXES]["layers"]["mlp"][HIDDEN]
     return {

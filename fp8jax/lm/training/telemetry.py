@@ -103,8 +103,8 @@ class Telemetry:
 
     def _write_file(self, step: int, measured: Any, stage: Stage) -> dict[str, float]:
         """Writes the rows of a step, in the writer's thread; returns its scalars."""
-        statistics, promoted = jax.device_get(measured)
-        rows = stage.model.telemetry_rows(statistics, step=step, promoted=promoted)
+        statistics, promotion = jax.device_get(measured)
+        rows = stage.model.telemetry_rows(statistics, step=step, promotion=promotion)
         self._files.write(step, rows)
         return summary(rows)
 

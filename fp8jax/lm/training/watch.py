@@ -1,6 +1,7 @@
-"""Events about layers over many steps: GNMR's promotions, and SwiGLU outputs that grow."""
+"""Events about layers over many steps: promotions, and SwiGLU outputs that grow."""
 
-import numpy as np
+from typing import Any
+
 from absl import logging
 
 from fp8jax.lm.records.events import Event
@@ -21,17 +22,19 @@ class LayerWatch:
         self._promoted: list[int] = []
         self.amaxes = amaxes
 
-    def promoted(self, step: int, flags: np.ndarray) -> int:
-        """The number of layers that ran in high precision; writes an event if others did before.
+    def stepped(self, step: int, numbers: dict[str, Any]) -> dict[str, float]:
+        """The scalars of a step; writes an event if other layers were promoted than before.
 
         Args:
-          flags: bool [layers].
+          numbers: what the step has returned. `promoted`, bool [layers], becomes their number.
         """
-        layers = [int(layer) for layer in flags.nonzero()[0]]
-        if layers != self._promoted:
-            self._metrics.event(step, Event.PROMOTION, layers=layers)
-        self._promoted = layers
-        return len(layers)
+        if "promoted" in numbers:
+            layers = [int(layer) for layer in numbers["promoted"].nonzero()[0]]
+            if layers != self._promoted:
+                self._metrics.event(step, Event.PROMOTION, layers=layers)
+            self._promoted = layers
+            numbers = numbers | {"promoted": len(layers)}
+        return {name: float(value) for name, value in numbers.items()}
 
     def validated(self, step: int, amaxes: list[float]) -> None:
         """Warns of layers that grow. After a warning the count starts again."""

@@ -15,7 +15,9 @@ from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
+from fp8jax.numerics.policy import POLICIES
 from tests.support.tiny_models import random_variables
 
 CONFIG = ModelConfig(
@@ -118,6 +120,6 @@ def test_another_policy_is_refused():
     exempt = freeze(Transformer(CONFIG, "fp8_block:bf16_last=1"), initial(model))
     with pytest.raises(ValueError, match="freeze for the model's own policy"):
         logits_of(model, exempt, TOKENS)
-    promoted, tokens = Transformer(CONFIG, "fp8_block", high="bf16"), jnp.asarray(TOKENS)
+    promotion, tokens = Promotion(POLICIES["bf16"], jnp.zeros(2, bool)), jnp.asarray(TOKENS)
     with pytest.raises(ValueError, match="layers with frozen kernels cannot be promoted"):
-        promoted.apply(frozen, tokens, tokens, tokens, None, jnp.zeros(2, bool))
+        model.apply(frozen, tokens, tokens, tokens, None, promotion)

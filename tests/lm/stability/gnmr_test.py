@@ -18,7 +18,7 @@ from tests.support.runs import corpus, tiny
 
 
 def settings(**changes) -> Gnmr:
-    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock=1, window=5)
+    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock=1, window=5, precision="bf16")
     return Gnmr(**(defaults | changes))
 
 

@@ -176,8 +176,8 @@ def sample(data, devices, **changes):
         rows = train_batches(corpus(*data).train, seed=0, batch_size=config.batch_size)
         batch = to_devices(next(rows), run.batch_sharding)
         rows.close()
-        statistics, promoted = jax.device_get(stage.programs.telemetry(state, batch))
-    return transformer_rows(stage.model, statistics, step=1, promoted=promoted)
+        statistics, promotion = jax.device_get(stage.programs.telemetry(state, batch))
+    return transformer_rows(stage.model, statistics, step=1, promotion=promotion)
 
 
 def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_numbers(
