@@ -15,11 +15,11 @@ need changes with them.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_cscale"
     config.model_overrides.n_layers = 2
     config.model_overrides.tie_embeddings = True

@@ -19,7 +19,7 @@ instead of blocks.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 SIZES = ("small", "gpt2_125m")
 
@@ -27,7 +27,7 @@ SIZES = ("small", "gpt2_125m")
 def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.attention = "stabilized"
     config.model_overrides.biases = "none"
     config.weight_decay = 0.0

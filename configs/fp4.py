@@ -21,7 +21,7 @@ ours. Give the text with --config.data and the tokenizer with --config.tokenizer
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 SIZES = ("small", "gpt2_125m", "gpt2_335m", "llama_125m", "llama_1b")
 
@@ -29,7 +29,7 @@ SIZES = ("small", "gpt2_125m", "gpt2_335m", "llama_125m", "llama_1b")
 def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp4_mixed"
     config.precision_schedule = ((0.0, "fp4_mixed"), (0.9, "bf16"))
     if size == "small":

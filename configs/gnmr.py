@@ -25,7 +25,7 @@ docs/results/recipe_readings.md.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 SAVED_IN_4_BITS = "fp4_naive:only=wgrad_x,wgrad_tile=token"
 SAVED_IN_8_BITS = "fp8_rowwise:only=wgrad_x,wgrad_tile=token"
@@ -45,7 +45,7 @@ SIZES = tuple(LEARNING_RATES)
 def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = SAVED_IN_4_BITS
     config.gnmr_precision = SAVED_IN_8_BITS
     config.gnmr_alpha = (1.5,)

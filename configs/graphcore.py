@@ -20,7 +20,7 @@ tokenizer with --config.tokenizer=bpe:PATH.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 SIZES = (
     "small",
@@ -40,7 +40,7 @@ SIZES = (
 def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_amax:qkv=shared"
     if size == "small":
         config.model = "gpt2_tiny"

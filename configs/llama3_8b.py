@@ -12,11 +12,11 @@ learning rate is that of the release; batch and steps are ours.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.model = "llama3_8b"
     config.precision = "fp8_delayed"
     config.mesh = "fsdp"

@@ -12,11 +12,11 @@ the text is Python's standard library; give yours with --config.data='text:/path
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.model = "llama_125m"
     config.model_overrides.vocab_size = 320  # bytes, padded to a multiple of 64
     config.seq_len = 1024

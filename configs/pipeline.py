@@ -6,7 +6,7 @@ is the tokenizer.json, {problems_1} and {problems_2} are folders of problems.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -34,11 +34,11 @@ def get_config() -> ml_collections.ConfigDict:
 
     # Training: whole configs, with all keys of configs/base.py. The pipeline sets their precision,
     # and for fine-tuning the model, the tokenizer, the weights to start from and the seed
-    config.cpt = base.get_config()  # continual pre-training
+    config.cpt = fp8jax.base_config()  # continual pre-training
     config.cpt.tokenizer = "bpe:{tokenizer}"  # of all stages
-    config.sft_1 = base.get_config()  # first stage of fine-tuning
+    config.sft_1 = fp8jax.base_config()  # first stage of fine-tuning
     config.sft_1.data = "chat:{problems_1}/train.jsonl"  # or conversations of yours
-    config.sft_2 = base.get_config()  # second stage, which follows on the first
+    config.sft_2 = fp8jax.base_config()  # second stage, which follows on the first
     config.sft_2.data = "chat:{problems_2}/train.jsonl"  # or conversations of yours
 
     # Evaluation of each trained and each exported model

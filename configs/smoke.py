@@ -10,11 +10,11 @@ give each its own --workdir.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_delayed"
     config.num_steps = 150
     config.warmup_steps = 15

@@ -20,7 +20,7 @@ a step, 50,000 steps. Give the text with --config.data and GPT-2's tokenizer wit
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 SIZES = ("small", "gpt2_125m")
 
@@ -28,7 +28,7 @@ SIZES = ("small", "gpt2_125m")
 def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size not in SIZES:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_current:head=fp8_current"
     config.optimizer = "stosignsgd"
     config.gradients = "e5m2"

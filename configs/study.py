@@ -18,11 +18,11 @@ with schedule=decay from one of its checkpoints. At the published sizes of H100 
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.model = "llama_60m"
     config.model_overrides.d_ff = 1408  # the model's own 1376 is no multiple of 128
     config.remat = "none"  # of all runs: only runs of one setting are compared

@@ -1,8 +1,8 @@
 """fp8jax: train and run transformers in FP8 and FP4, with JAX and Flax.
 
 `import fp8jax` provides formats, quantize, recipes, dot_general and linen modules. It also sets the
-XLA flag that FP8 needs (device/xla.py). The transformer and the trainer, with their dependencies
-(Orbax, Grain, TensorBoard), are imported on first use.
+XLA flag that FP8 needs (device/xla.py). The transformer and the trainer are imported on first use,
+with the packages that fp8jax[train] installs (Orbax, Grain, TensorBoard).
 """
 
 from fp8jax import histories, nn
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from fp8jax.lm.model.transformer import Transformer
     from fp8jax.lm.training.config import base_config
     from fp8jax.lm.training.loop import train_and_evaluate
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Accumulation",
@@ -103,7 +105,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"fp8jax.{name} is fp8jax.histories.{name} now")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'fp8jax' has no attribute {name!r}")
-    module = importlib.import_module(_ON_FIRST_USE[name])
+    try:
+        module = importlib.import_module(_ON_FIRST_USE[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
+            raise
+        what = f"fp8jax.{name} needs {error.name}: pip install 'fp8jax[train]'"
+        raise ModuleNotFoundError(what, name=error.name) from error
     value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value

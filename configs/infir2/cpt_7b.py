@@ -15,11 +15,11 @@ checkpoints here are ours. The baseline is --config.precision=bf16;
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_block_ue8m0"
     config.model = "qwen2.5_7b"
     config.mesh = "fsdp"

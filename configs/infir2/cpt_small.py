@@ -12,11 +12,11 @@ with --config.document_masking=False.
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_block_ue8m0"
     config.model = "qwen2_tiny"
     config.schedule = "wsd"

@@ -19,7 +19,7 @@ each. The settings of both stages are those of its scripts; its model card says 
 
 import ml_collections
 
-from configs import base
+import fp8jax
 
 STAGES = ("stage1", "stage2")
 
@@ -27,7 +27,7 @@ STAGES = ("stage1", "stage2")
 def get_config(stage: str = "stage1") -> ml_collections.ConfigDict:
     if stage not in STAGES:
         raise ValueError(f"stage {stage!r} is none of {', '.join(STAGES)}")
-    config = base.get_config()
+    config = fp8jax.base_config()
     config.precision = "fp8_block_ue8m0"
     config.model = "qwen2.5_1.5b"
     config.mesh = "fsdp"

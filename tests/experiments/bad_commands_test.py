@@ -171,6 +171,7 @@ CONFIGS = [
     ("no config", ["--config="], "--config=: there is no file ''"),
     ("missing", ["--config=nowhere.py"], "--config=nowhere.py: there is no file 'nowhere.py'"),
     ("folder", ["--config=configs"], "--config=configs: there is no file"),
+    ("name", ["--config=smok"], "there is no file 'smok'; configs by name: .*, smoke, stosignsgd"),
     ("no get_config", ["--config=DIR/empty.py"], "empty.py: the file has no function get_config"),
     ("syntax", ["--config=DIR/syntax.py"], "syntax.py: line 2: SyntaxError: "),
     ("name", ["--config=DIR/name.py"], "name.py: line 2: NameError: name 'confg' is not"),

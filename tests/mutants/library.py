@@ -307,7 +307,7 @@ TELEMETRY = (
     M("_with_peers", "comparison", "len(keys) >= _ENOUGH", "len(keys) > _ENOUGH"),
     M("outliers:_why", "sign", "2**-tensor.delay", "2**tensor.delay"),
     M(
-        "summary",
+        "summary:summary",
         "dropped call",
         "worse(scalars[tag], value) if tag in scalars else value",
         "value",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import app, flags, logging
 
-from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys, check_config_flags
+from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys, check_config_flags, with_files
 
 ERRORS = (ValueError, NotImplementedError, OSError)
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
@@ -78,7 +78,8 @@ def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
         if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
             sys.exit(f"error: the argument {argument!r} is not UTF-8")
     try:
-        check_config_flags(flags.FLAGS.read_flags_from_files(argv, force_gnu=False), config)
+        argv = with_files(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        check_config_flags(argv, config)
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, *ERRORS) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")

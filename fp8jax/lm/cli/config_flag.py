@@ -10,7 +10,7 @@ import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -37,6 +37,38 @@ class Keys:
 
 RUN_KEYS = Keys("fp8jax.base_config()", "fp8jax.base_config()", base_config)
 
+# A wheel has the files of configs/ beside this one; in a clone they are where they are.
+_INSTALLED = Path(__file__).with_name("configs")
+_CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "configs"
+
+
+def with_files(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with --config=NAME as the file NAME.py of configs/.
+
+    A value that is a file, or no such name, stays as it is. A size may follow, as in smoke:SIZE.
+    """
+    found = list(arguments)
+    for index, begin, value in _config_values(arguments):
+        path, colon, size = value.partition(":")
+        file = _CONFIGS / f"{path}.py"
+        if path and not Path(path).is_file() and file.is_file():
+            found[index] = f"{begin}{file}{colon}{size}"
+    return found
+
+
+def _config_values(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yields each value of --config, written with "=" or as the next argument.
+
+    Before it come the index of the argument that it is in, and what it has before the value.
+    """
+    for index, argument in enumerate(arguments):
+        name, equals, text = argument.partition("=")
+        if name in ("-config", "--config"):
+            if equals:
+                yield index, f"{name}=", text
+            elif index + 1 < len(arguments):
+                yield index + 1, "", arguments[index + 1]
+
 
 def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
     """Checks the config that the command line names, if it names one, and the keys it changes.
@@ -45,8 +77,10 @@ def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
       ValueError: the file cannot be run, or has no `get_config` that returns a config; the config
         lacks a key or has an unknown one; or the command line changes an unknown key.
     """
-    if (spec := _value_of_config(arguments)) is None:
+    specs = [value for _, _, value in _config_values(arguments)]
+    if not specs:
         return
+    spec = specs[-1]
     config = _load(spec)
     _require_keys(spec, config, keys.get_config(), keys)
     for argument in arguments:
@@ -54,21 +88,11 @@ def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
             _require_key(config, match[1], keys)
 
 
-def _value_of_config(arguments: Sequence[str]) -> str | None:
-    """Returns the value of the last --config, written with "=" or as the next argument."""
-    value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        name, equals, text = argument.partition("=")
-        if name in ("-config", "--config"):
-            value = text if equals else following
-    return value
-
-
 def _load(spec: str) -> ConfigDict:
     """Runs the file as ml_collections does: after the first colon comes get_config's argument."""
     path, colon, size = spec.partition(":")
     if not Path(path).is_file():
-        raise ValueError(f"--config={spec}: there is no file {path!r}")
+        raise ValueError(f"--config={spec}: there is no file {path!r}{_names(path)}")
     names = {"__name__": "config", "__file__": path}
     sizes = [size] if colon else []
     try:
@@ -89,6 +113,14 @@ def _load(spec: str) -> ConfigDict:
         kind = type(config).__name__
         raise ValueError(f"--config={spec}: get_config must return a ConfigDict, got {kind}")
     return config
+
+
+def _names(path: str) -> str:
+    """Returns the names that --config takes in place of a file, unless `path` names a file."""
+    if "." in path or "/" in path:
+        return ""
+    names = sorted(file.stem for file in _CONFIGS.glob("[!_]*.py"))
+    return f"; configs by name: {', '.join(names)}"
 
 
 def _takes(function: object, arguments: list[str]) -> bool:

@@ -12,11 +12,10 @@
 
 import importlib
 import sys
+from typing import TYPE_CHECKING
 
-from absl import flags
-
-from fp8jax.lm.cli import command
-from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys
+if TYPE_CHECKING:
+    from fp8jax.lm.cli.config_flag import Keys
 
 COMMANDS = ("train", "generate", "evaluate", "convert", "tokenizer", "report")
 
@@ -34,17 +33,27 @@ def main() -> None:
         sys.exit(f"error: {said}: one of {', '.join(COMMANDS)}")
 
 
-def run(name: str, *, program: str | None = None, keys: Keys = RUN_KEYS) -> None:
+def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) -> None:
     """Runs a command with the flags of `sys.argv`, and exits.
 
     Args:
       name: one of `COMMANDS`.
       program: how the command was started, where not as `fp8jax NAME`; its help says so.
-      keys: those that --config must have.
+      keys: those that --config must have, where not those of `fp8jax.base_config()`.
     """
-    module = importlib.import_module(f"fp8jax.lm.cli.{name}")  # defines its flags
+    try:
+        from absl import flags
+
+        from fp8jax.lm.cli import command, config_flag
+
+        module = importlib.import_module(f"fp8jax.lm.cli.{name}")  # defines its flags
+    except ModuleNotFoundError as error:
+        if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
+            raise
+        sys.exit(f"error: fp8jax {name} needs {error.name}: pip install 'fp8jax[train]'")
     for flag in flags.FLAGS.get_flags_for_module(module.__name__):  # which --help shows
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     began = f"fp8jax {name}"
     sys.modules["__main__"].__doc__ = (module.__doc__ or "").replace(began, program or began)
+    keys = keys or config_flag.RUN_KEYS
     command.run(module.main, errors=module.ERRORS, verbosity=module.VERBOSITY, config=keys)

@@ -2,8 +2,8 @@
 
 Colors are those of Okabe and Ito, which color-blind readers can tell apart. Each color comes with a
 marker and a line style of its own, and scales of colors grow steadily in lightness, so that figures
-stay legible in grayscale. matplotlib is an extra (`pip install fp8jax[plots]`) and is imported when
-a figure is made.
+stay legible in grayscale. matplotlib is an extra (`pip install 'fp8jax[plots]'`) and is imported
+when a figure is made.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Where a run's scalars go besides its own directory: Weights & Biases, or trackio on this machine.
 
-    --config.log_to=wandb:PROJECT        (pip install fp8jax[wandb])
-    --config.log_to=trackio:PROJECT      (pip install fp8jax[trackio]; the same functions, local)
+    --config.log_to=wandb:PROJECT        (pip install 'fp8jax[wandb]')
+    --config.log_to=trackio:PROJECT      (pip install 'fp8jax[trackio]'; the same functions, local)
 
 Both packages have the functions `init`, `log` and `finish`, and are imported only when asked for.
 """
@@ -79,7 +79,7 @@ def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, A
         package = importlib.import_module(PACKAGES[kind])
     except ImportError as error:
         raise ImportError(
-            f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install fp8jax[{kind}]"
+            f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install 'fp8jax[{kind}]'"
         ) from error
     return _PackageSink(package, project, Path(workdir), config)
 

@@ -92,7 +92,7 @@ def train_and_evaluate(
     """Trains as `config` says; resumes by itself from what `workdir` holds.
 
     Args:
-      config: all keys of configs/base.py.
+      config: all keys of `fp8jax.base_config()`.
       workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
         samples.jsonl, events.jsonl, checkpoints/, tensorboard/, telemetry/, profile/; hugging_face/
         with the files of a model or tokenizer that the config names by path.

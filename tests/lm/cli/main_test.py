@@ -1,0 +1,70 @@
+"""The program `fp8jax`: its commands, its configs by name, and what it says where packages lack.
+
+The wheel's program runs in .ci/run.
+"""
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fp8jax
+from fp8jax.lm import cli
+from fp8jax.lm.cli import config_flag, main
+from fp8jax.lm.cli.config_flag import with_files
+from tests.support import ROOT
+
+
+def said(monkeypatch, *given: str) -> str:
+    """What the program says at its end, as the line that Python writes to stderr."""
+    monkeypatch.setattr(sys, "argv", ["fp8jax", *given])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return str(ended.value)
+
+
+def test_the_program_names_its_commands(monkeypatch, capsys):
+    names = "one of train, generate, evaluate, convert, tokenizer, report"
+    assert said(monkeypatch) == f"error: name a command: {names}"
+    assert said(monkeypatch, "trian") == f"error: there is no command 'trian': {names}"
+    monkeypatch.setattr(sys, "argv", ["fp8jax", "--help"])
+    main.main()
+    help = capsys.readouterr().out
+    assert all(f"\n    {name} " in help for name in main.COMMANDS)
+    assert all((ROOT / f"experiments/{name}.py").is_file() for name in main.COMMANDS)
+
+
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_collections", None)
+    for name in ("fp8jax.lm.cli.config_flag", "fp8jax.lm.training.config"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(cli, "config_flag")
+    hint = "needs ml_collections: pip install 'fp8jax[train]'"
+    assert said(monkeypatch, "train", "--config=smoke") == f"error: fp8jax train {hint}"
+    monkeypatch.delitem(vars(fp8jax), "base_config", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="fp8jax.base_config needs ml_collections: pip"):
+        fp8jax.base_config  # noqa: B018
+
+
+def test_a_config_is_named_by_its_file_s_stem(monkeypatch, tmp_path):
+    configs = ROOT / "configs"
+    assert with_files(["x", "--config=smoke", "-config", "infir2/cpt_small", "--config"]) == [
+        "x",
+        f"--config={configs}/smoke.py",
+        "-config",
+        f"{configs}/infir2/cpt_small.py",
+        "--config",
+    ]
+    assert with_files(["--config=fp4:gpt2"]) == [f"--config={configs}/fp4.py:gpt2"]
+    monkeypatch.chdir(tmp_path)
+    Path("smoke").write_text("")  # a user's own file comes first
+    given = ["--config=smoke", "--config=nowhere", "--config=", "--configs=smoke", "config=smoke"]
+    assert with_files(given) == given
+    monkeypatch.setattr(config_flag, "_CONFIGS", tmp_path)  # as in a wheel
+    Path("mine.py").write_text("")
+    assert with_files(["--config=mine"]) == [f"--config={tmp_path}/mine.py"]
+
+
+def test_the_version_is_the_package_s():
+    assert fp8jax.__version__ == metadata.version("fp8jax")
