@@ -27,6 +27,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 60
     config.warmup_steps = 6
     config.learning_rate = 3e-3
-    config.valid_every = 30
-    config.valid_batches = 16
+    config.valid.every = 30
+    config.valid.batches = 16
     return config

@@ -36,8 +36,8 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.model = "gpt2_tiny"
         config.num_steps = 150
         config.warmup_steps = 15
-        config.valid_every = 50
-        config.valid_batches = 8
+        config.valid.every = 50
+        config.valid.batches = 8
         return config
     config.model = size
     config.attention = "stabilized_all_bf16"
@@ -46,7 +46,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.grad_accum = 4
     config.num_steps = 600_000
     config.warmup_steps = 2000
-    config.valid_every = 1000
-    config.valid_batches = 4
-    config.checkpoint_every = 1000
+    config.valid.every = 1000
+    config.valid.batches = 4
+    config.checkpoint.every = 1000
     return config

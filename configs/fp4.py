@@ -35,8 +35,8 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size == "small":
         config.num_steps = 150
         config.warmup_steps = 15
-        config.valid_every = 50
-        config.valid_batches = 8
+        config.valid.every = 50
+        config.valid.batches = 8
         return config
     config.model = size
     config.seq_len = 1024
@@ -44,7 +44,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.num_steps = 20_000
     config.warmup_steps = 1000
     config.learning_rate = 6e-4
-    config.valid_every = 500
-    config.valid_batches = 16
-    config.checkpoint_every = 500
+    config.valid.every = 500
+    config.valid.batches = 16
+    config.checkpoint.every = 500
     return config

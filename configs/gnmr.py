@@ -56,22 +56,22 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     if size == "small":
         config.num_steps = 150
         config.warmup_steps = 15
-        config.valid_every = 50
-        config.valid_batches = 8
+        config.valid.every = 50
+        config.valid.batches = 8
         return config
     if size == "naive":
         config.precision = "fp4_naive:fp4_tile=row,wgrad_tile=token"
         config.gnmr_precision = "fp8_current"
         config.num_steps = 400
         config.warmup_steps = 40
-        config.valid_every = 200
-        config.valid_batches = 8
+        config.valid.every = 200
+        config.valid.batches = 8
         return config
     config.model = size
     config.batch_size = 512
     config.num_steps = 20_000
     config.warmup_steps = 2000
-    config.valid_every = 500
-    config.valid_batches = 16
-    config.checkpoint_every = 500
+    config.valid.every = 500
+    config.valid.batches = 16
+    config.checkpoint.every = 500
     return config

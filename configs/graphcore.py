@@ -47,8 +47,8 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.model_overrides.mlp = "gelu"
         config.num_steps = 150
         config.warmup_steps = 15
-        config.valid_every = 50
-        config.valid_batches = 8
+        config.valid.every = 50
+        config.valid.batches = 8
         return config
     config.model = size
     config.mesh = "fsdp"
@@ -57,7 +57,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.num_steps = 10_000
     config.warmup_steps = 500
     config.learning_rate = 2e-4
-    config.valid_every = 500
-    config.valid_batches = 16
-    config.checkpoint_every = 500
+    config.valid.every = 500
+    config.valid.batches = 16
+    config.checkpoint.every = 500
     return config

@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.num_steps = 100_000
     config.warmup_steps = 2000
     config.learning_rate = 3e-4
-    config.valid_every = 1000
-    config.valid_batches = 2
-    config.checkpoint_every = 1000
+    config.valid.every = 1000
+    config.valid.batches = 2
+    config.checkpoint.every = 1000
     return config

@@ -23,6 +23,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 32
     config.num_steps = 200
     config.learning_rate = 6e-4
-    config.valid_batches = 16
-    config.checkpoint_every = 200
+    config.valid.batches = 16
+    config.checkpoint.every = 200
     return config

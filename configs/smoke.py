@@ -18,6 +18,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.precision = "fp8_delayed"
     config.num_steps = 150
     config.warmup_steps = 15
-    config.valid_every = 50
-    config.valid_batches = 8
+    config.valid.every = 50
+    config.valid.batches = 8
     return config

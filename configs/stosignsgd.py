@@ -40,8 +40,8 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.model = "gpt2_tiny"
         config.num_steps = 150
         config.warmup_steps = 15
-        config.valid_every = 50
-        config.valid_batches = 8
+        config.valid.every = 50
+        config.valid.batches = 8
         return config
     config.model = size
     config.seed = 61
@@ -50,7 +50,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.num_steps = 50_000
     config.warmup_steps = 2000
     config.learning_rate = 1e-4
-    config.valid_every = 1000
-    config.valid_batches = 16
-    config.checkpoint_every = 1000
+    config.valid.every = 1000
+    config.valid.batches = 16
+    config.checkpoint.every = 1000
     return config

@@ -28,14 +28,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.remat = "none"  # of all runs: only runs of one setting are compared
     config.seq_len = 1024
     config.batch_size = 64
-    config.valid_batches = 1
-    config.valid_every = 1008
+    config.valid.batches = 1
+    config.valid.every = 1008
     config.num_steps = 8064  # the trunk's: the last fork begins here
     config.schedule = "wsd"
     config.warmup_steps = 200
     config.decay_fraction = 0.0  # the forks decay
     config.final_fraction = 0.1
     config.learning_rate = 2e-3  # to be tuned in BF16, once, with --plan=rate
-    config.checkpoint_every = 1008  # divides the first steps of all forks
-    config.checkpoint_keep = 2
+    config.checkpoint.every = 1008  # divides the first steps of all forks
+    config.checkpoint.keep = 2
     return config

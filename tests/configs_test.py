@@ -23,6 +23,7 @@ from fp8jax.lm.mesh import MeshAxes
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.optimizers import make_optimizer
+from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.programs import abstract_numbers, training_programs
 from fp8jax.lm.training.settings import Settings, check_numbers
@@ -95,7 +96,7 @@ def test_config_builds_at_smoke_size(name, tmp_path):
         config.data,
         run.tokenizer,
         seq_len=config.seq_len,
-        valid_fraction=config.valid_fraction,
+        valid_fraction=config.valid.fraction,
         cache_dir=config.cache_dir,
     )
     batches = train_batches(corpus.train, seed=config.seed, batch_size=config.batch_size)
@@ -289,22 +290,26 @@ def test_every_key_has_a_comment():
     ]
 
 
+def path_of(node: ast.AST) -> str | None:
+    """KEY of `config.KEY`, `self.config.KEY` and `config["KEY"]`, and GROUP.KEY; else None."""
+    match node:
+        case ast.Attribute(value=parent, attr=key):
+            pass
+        case ast.Subscript(value=parent, slice=ast.Constant(value=str(key))):
+            pass
+        case _:
+            return None
+    if ast.unparse(parent) in ("config", "self.config"):
+        return key
+    return None if (group := path_of(parent)) is None else f"{group}.{key}"
+
+
 def keys_read(source: str) -> set[str]:
-    """KEY of every `config.KEY` and `config["KEY"]`, method calls aside."""
-    keys, methods = set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            methods.add(id(node.func))
-        match node:
-            case ast.Attribute(value=ast.Name(id="config"), attr=key) if id(node) not in methods:
-                keys.add(key)
-            case ast.Attribute(value=ast.Attribute(attr="config"), attr=key) if (
-                ast.unparse(node.value) == "self.config" and id(node) not in methods
-            ):
-                keys.add(key)
-            case ast.Subscript(value=ast.Name(id="config"), slice=ast.Constant(value=str(key))):
-                keys.add(key)
-    return keys
+    """The paths that are read, those of groups, too; method calls aside."""
+    nodes = list(ast.walk(ast.parse(source)))
+    methods = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    paths = {path_of(node) for node in nodes if id(node) not in methods}
+    return {path for path in paths if path is not None}
 
 
 def test_every_key_is_read_and_what_is_read_is_a_key():
@@ -313,15 +318,19 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
     readers = [path.read_text() for path in (ROOT / "fp8jax/lm/training").rglob("*.py")]
     readers.append((ROOT / "fp8jax/lm/optim/config.py").read_text())
     read = set().union(*map(keys_read, readers))
+    paths = by_path(config)
     # Handed over as a whole, field by field.
     whole = {field.name for field in dataclasses.fields(OptimizerConfig)} - {"name"}
     settings = {field.name for field in dataclasses.fields(Settings)} - {"record"}
-    assert set(config) == read | whole | settings
+    whole |= {path for path in paths if path.replace(".", "_") in settings}
+    for group, fields in (("model_overrides", ModelConfig), ("mesh_axes", MeshAxes)):
+        whole |= {f"{group}.{field.name}" for field in dataclasses.fields(fields)}
+    groups = {path.partition(".")[0] for path in paths if "." in path}
+    assert set(paths) == read - groups | whole
     used = set(re.findall(r"settings\.(\w+)", "".join(readers)))
     assert settings <= used, settings - used
     assert keys_read('config.a + config["b"] + config.method() + other.c') == {"a", "b"}
-    for group, fields in (("model_overrides", ModelConfig), ("mesh_axes", MeshAxes)):
-        assert set(config[group]) == {field.name for field in dataclasses.fields(fields)}
+    assert keys_read("config.a.b + config.c.method()") == {"a", "a.b", "c"}
 
 
 # The command line ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.b1 = 0.9
     config.b2 = 0.95
     config.clip_norm = 1.0
-    config.valid_every = 1000
-    config.valid_batches = 16
-    config.checkpoint_every = 1000
+    config.valid.every = 1000
+    config.valid.batches = 16
+    config.checkpoint.every = 1000
     return config

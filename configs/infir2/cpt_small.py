@@ -24,6 +24,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.final_fraction = 0.1
     config.num_steps = 160
     config.warmup_steps = 20
-    config.valid_every = 80
-    config.valid_batches = 8
+    config.valid.every = 80
+    config.valid.batches = 8
     return config

@@ -32,9 +32,9 @@ def get_config() -> ml_collections.ConfigDict:
         stage.seq_len = 1024
         stage.b1, stage.b2 = 0.9, 0.95
         stage.final_fraction = 0.1
-        stage.valid_batches = 16
-        stage.checkpoint_every = 400
-        stage.checkpoint_keep = 1  # of 27 runs with 1.3 GB each
+        stage.valid.batches = 16
+        stage.checkpoint.every = 400
+        stage.checkpoint.keep = 1  # of 27 runs with 1.3 GB each
     cpt = config.cpt
     cpt.data = "jsonl:text/*.jsonl"  # to be replaced
     cpt.model = "llama_125m"
@@ -45,14 +45,14 @@ def get_config() -> ml_collections.ConfigDict:
     cpt.warmup_steps = 200
     cpt.decay_fraction = 0.125
     cpt.learning_rate = 1e-3
-    cpt.valid_every = 400
+    cpt.valid.every = 400
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 5
         sft.batch_size = 8  # rows, of about a dozen examples each
         sft.warmup_fraction = 0.05
         sft.learning_rate = 5e-4
         sft.weight_decay = 0.0
-        sft.valid_every = 200
+        sft.valid.every = 200
     config.evaluate.problems = (
         "trained={problems_2}/test.jsonl",
         "harder={problems_2}/test_harder.jsonl",

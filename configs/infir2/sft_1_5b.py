@@ -36,7 +36,7 @@ def get_config(stage: str = "stage1") -> ml_collections.ConfigDict:
         "stage1": "chat:InfiAlign-SFT-72k/*.jsonl",
         "stage2": "chat:InfiAlign-SFT-165k/*.jsonl",
     }[stage]
-    config.valid_fraction = 0.01
+    config.valid.fraction = 0.01
     config.seq_len = 32_768
     config.batch_size = 64
     config.num_epochs = 5
@@ -47,7 +47,7 @@ def get_config(stage: str = "stage1") -> ml_collections.ConfigDict:
     config.weight_decay = 0.0
     config.b1 = 0.9
     config.b2 = 0.95
-    config.valid_every = 200
-    config.valid_batches = 16
-    config.checkpoint_every = 200
+    config.valid.every = 200
+    config.valid.batches = 16
+    config.checkpoint.every = 200
     return config

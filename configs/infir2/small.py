@@ -33,16 +33,16 @@ def get_config() -> ml_collections.ConfigDict:
     cpt.decay_fraction = 0.125
     cpt.num_steps = 60
     cpt.warmup_steps = 8
-    cpt.valid_every = 30
-    cpt.valid_batches = 4
-    cpt.checkpoint_every = 20
+    cpt.valid.every = 30
+    cpt.valid.batches = 4
+    cpt.checkpoint.every = 20
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 1
         sft.warmup_fraction = 0.05
         sft.learning_rate = 5e-4
         sft.weight_decay = 0.0
-        sft.valid_every = 50
-        sft.checkpoint_every = 20
+        sft.valid.every = 50
+        sft.checkpoint.every = 20
     config.evaluate.rows = 64
     config.evaluate.max_tokens = 48
     return config

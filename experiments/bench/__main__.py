@@ -6,7 +6,7 @@
     python -m experiments.bench step --config=configs/infir2/cpt_1_5b.py --config.KEY=VALUE
     python -m experiments.bench decode --policies=bf16,fp8_current,fp8_rowwise:only=fwd_w
     python -m experiments.bench telemetry --config=configs/lm_125m.py --config.num_steps=1000 \\
-        --config.telemetry_every=50
+        --config.telemetry.every=50
     python -m experiments.bench start --config=configs/lm_125m.py --policies=bf16,fp8_delayed
     python -m experiments.bench mesh_compile --config=configs/lm_125m.py --config.mesh=fsdp \\
         --policies=fp8_delayed

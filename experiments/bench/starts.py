@@ -101,7 +101,7 @@ def _both(config: ConfigDict, arguments: Sequence[str], policy: str) -> list[_St
         config.data,
         tokenizer(config.tokenizer),
         seq_len=config.seq_len,
-        valid_fraction=config.valid_fraction,
+        valid_fraction=config.valid.fraction,
         cache_dir=config.cache_dir,
     )
     found: list[_Start] = []

@@ -38,20 +38,20 @@ def measure_telemetry(config: ConfigDict) -> Report:
     of the time of its steps alone; telemetry_sample, what a sampled step takes beyond a step, in
     steps.
 
-    Raises ValueError for a config without `telemetry_every`, or too short for two samples;
+    Raises ValueError for a config without `telemetry.every`, or too short for two samples;
     RuntimeError if a run stops before its last step, after SIGTERM for instance.
     """
-    every, num_steps = config.telemetry_every, config.num_steps
+    every, num_steps = config.telemetry.every, config.num_steps
     if every is None:
-        raise ValueError("telemetry needs --config.telemetry_every, 50 for instance")
+        raise ValueError("telemetry needs --config.telemetry.every, 50 for instance")
     if num_steps < 2 * every:
-        raise ValueError(f"{num_steps=} has fewer than two samples at telemetry_every={every}")
+        raise ValueError(f"{num_steps=} has fewer than two samples at telemetry.every={every}")
     off, on = copy.deepcopy(config), copy.deepcopy(config)
-    off.telemetry_every = off.telemetry_what_if = None
+    off.telemetry.every = off.telemetry.what_if = None
     for one in (off, on):
-        one.update(valid_every=num_steps, checkpoint_every=num_steps, valid_batches=1)
+        one.valid.every, one.valid.batches, one.checkpoint.every = num_steps, 1, num_steps
     first = copy.deepcopy(off)
-    first.update(num_steps=_FIRST, valid_every=_FIRST, checkpoint_every=_FIRST)
+    first.num_steps = first.valid.every = first.checkpoint.every = _FIRST
     with tempfile.TemporaryDirectory() as folder, _no_compilation_cache():
         _train(first, Path(folder, "first"))
         runs = [

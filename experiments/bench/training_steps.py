@@ -44,6 +44,7 @@ from fp8jax.lm.data.loader import to_devices
 from fp8jax.lm.model.config import flops_per_token
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.optimizers import make_optimizer
+from fp8jax.lm.records.config_keys import refuse_old_keys
 from fp8jax.lm.stability.bad_steps import is_finite, select_if
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.layer_choice import memory_limit
@@ -85,6 +86,7 @@ def check_settings(config: ConfigDict, settings: Iterable[str]) -> None:
 def _assign(config: ConfigDict, assignment: str) -> None:
     """Sets a key, such as "unroll=28" or "mesh_axes.fsdp=2"; its value keeps its type."""
     key, equals, value = assignment.strip().partition("=")
+    refuse_old_keys([key])
     *parents, last = key.split(".")
     node: Any = config
     for name in parents:

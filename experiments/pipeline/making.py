@@ -56,7 +56,7 @@ def tokenizer_digest(config: ConfigDict) -> str:
 
 def make_tokenizer(config: ConfigDict, folder: Path) -> Mapping[str, Any]:
     """Learns a tokenizer from the training split of its text."""
-    documents = training_documents(tokenizer_text(config), config.cpt.valid_fraction)
+    documents = training_documents(tokenizer_text(config), config.cpt.valid.fraction)
     size = config.tokenizer.vocab_size
     write_chat_tokenizer(folder / "tokenizer.json", documents, size)
     return {"vocab_size": size}

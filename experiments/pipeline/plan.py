@@ -183,7 +183,7 @@ def shared(plan: Plan) -> list[Stage]:
     if not config.tokenizer.folder:
         text = making.tokenizer_text(config)
         asked = {"text": text, "vocab_size": config.tokenizer.vocab_size}
-        asked |= {"valid_fraction": config.cpt.valid_fraction}
+        asked |= {"valid": {"fraction": config.cpt.valid.fraction}}
         make = functools.partial(making.make_tokenizer, config)
         made.append(Stage(name="tokenizer", asked=asked, make=make))
     for name in plan.problems:

@@ -29,6 +29,7 @@ from typing import Any
 from absl import logging
 
 from fp8jax.lm.cli.command import INTERRUPTED
+from fp8jax.lm.records.config_keys import with_new_keys
 from fp8jax.lm.records.differences import config_difference, listed
 from fp8jax.lm.records.workdir_lock import LOCK, HeldError, lock_file, make_directory
 
@@ -110,7 +111,7 @@ def require_same(workdir: Path, stages: Sequence[Stage]) -> None:
         if before is None:
             continue
         found = []
-        if changes := config_difference(before["asked"], stage.asked):
+        if changes := config_difference(with_new_keys(before["asked"]), stage.asked):
             found.append(f"{stage.name} {was} other settings: {listed(changes)}")
         if others := [need for need in stage.needs if need not in before["made_from"]]:
             found.append(f"{stage.name} was not made from {others[0]}")

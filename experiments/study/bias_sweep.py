@@ -156,7 +156,7 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
         tokenizer(one.tokenizer),
         seq_len=one.seq_len,
         cache_dir=one.cache_dir,
-        valid_fraction=one.valid_fraction,
+        valid_fraction=one.valid.fraction,
         document_masking=one.document_masking,
     )
     for precision in names:

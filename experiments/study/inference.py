@@ -129,7 +129,7 @@ def held_out(trained: TrainedModel, rows: int, batch_size: int) -> list[Row]:
         trained.tokenizer,
         seq_len=config.seq_len,
         cache_dir=config.cache_dir,
-        valid_fraction=config.valid_fraction,
+        valid_fraction=config.valid.fraction,
     )
     batches: list[Row] = []
     for packed in corpus.valid.values():

@@ -86,7 +86,7 @@ def _held_out(trained: TrainedModel, rows: int) -> np.ndarray:
         config["data"],
         trained.tokenizer,
         seq_len=config["seq_len"],
-        valid_fraction=config["valid_fraction"],
+        valid_fraction=config["valid"]["fraction"],
         cache_dir=config["cache_dir"],
     )
     name, found = next(iter(corpus.valid.items()))

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from experiments.markdown import markdown_table
 from experiments.study import plots
 from fp8jax.lm.figures.style import require_matplotlib
+from fp8jax.lm.records.config_keys import with_new_keys
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training.layer_choice import with_layers_of
@@ -98,7 +99,7 @@ def train_once(config: ConfigDict, workdir: Path) -> Curve:
       InterruptedError: the run was stopped before its end.
     """
     path = workdir / "config.json"
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = with_new_keys(json.loads(path.read_text())) if path.exists() else {}
     if json.loads(with_layers_of(config, record).to_json()) == record:
         curve = _read_curve(workdir)
         if curve.failed is not None or config.num_steps in curve.valid:

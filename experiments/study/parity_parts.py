@@ -70,7 +70,7 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
         "schedule=decay",
         "warmup_steps=0",
         f"num_steps={fork.steps}",
-        "checkpoint_keep=1",
+        "checkpoint.keep=1",
     )
     score = (
         f"--workdir={decay}",
@@ -101,7 +101,7 @@ def _train(chain: Chain, keys: Sequence[str], workdir: Path, corpus: Path) -> li
         f"seed={chain.seed}",
         f"data={training_text(corpus)}",
         f"tokenizer=bpe:{corpus / TOKENIZER}",
-        f"valid_fraction={VALID_FRACTION}",
+        f"valid.fraction={VALID_FRACTION}",
         *chain.arm.changes,
         *keys,
     )

@@ -1,7 +1,7 @@
 """Telemetry: what FP8 and FP4 do to each tensor of each linear.
 
 table = fp8jax.telemetry.measure(loss_of, variables, batch)        any linen or NNX model
-table = fp8jax.telemetry.read(WORKDIR)                             a run with telemetry_every
+table = fp8jax.telemetry.read(WORKDIR)                             a run with telemetry.every
 print(*fp8jax.telemetry.out_of_line(table.rows), sep="\\n")           what to look at first
 """
 

@@ -97,7 +97,7 @@ def read_rows(path: str | os.PathLike[str]) -> Table:
       >>> fp8jax.telemetry.read("runs/nowhere")
       Traceback (most recent call last):
           ...
-      FileNotFoundError: no telemetry in runs/nowhere: train with --config.telemetry_every=50, ...
+      FileNotFoundError: no telemetry in runs/nowhere: train with --config.telemetry.every=50, ...
     """
     import pyarrow.parquet
 
@@ -107,7 +107,7 @@ def read_rows(path: str | os.PathLike[str]) -> Table:
     files = [path] if path.is_file() else sorted(path.glob("step_*.parquet"))
     if not files:
         raise FileNotFoundError(
-            f"no telemetry in {path}: train with --config.telemetry_every=50, for instance"
+            f"no telemetry in {path}: train with --config.telemetry.every=50, for instance"
         )
     rows: list[Row] = []
     for file in files:

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from configs import base
+from experiments.config_keys import PIPELINE_KEYS
 from fp8jax.lm.cli import command
+from fp8jax.lm.cli.config_flag import check_config_flags
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION, CONVERTED_FROM
 from fp8jax.lm.records.workdir_lock import lock_workdir
@@ -40,7 +42,7 @@ MAX_LENGTH = 500  # of a line; the longest list all models
 SMALL = (
     "data=jsonl:DIR/generated-0.jsonl",
     "cache_dir=DIR/cache",
-    "valid_fraction=0.1",
+    "valid.fraction=0.1",
     "seq_len=64",
     "num_steps=20",
     "warmup_steps=5",
@@ -67,6 +69,8 @@ CONFIG_FILES = {
     "dict": "def get_config():\n    return {'a': 1}\n",
     "typo": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
     "    config.lerning_rate = 3\n    return config\n",
+    "old": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
+    "    config.sample_every = 3\n    return config\n",
     "lacks": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
     "    del config['seed'], config['mesh_axes']['data']\n    return config\n",
     "group": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
@@ -196,6 +200,17 @@ CONFIGS = [
     ),
     ("key of a group", ["model_overrides.d_modl=1"], "no key '.*d_modl'; did you mean 'd_model'"),
     ("key of a value", ["mesh.x=1"], "--config.mesh.x: configs/base.py has no key 'mesh.x'"),
+    (
+        "old key",
+        ["valid_every=5"],
+        "valid_every: config.valid_every is config.valid.every now",
+    ),
+    (
+        "old key of a file",
+        ["--config=DIR/old.py"],
+        "config.sample_every is config.sample.every now",
+    ),
+    ("near a key of a group", ["chekpoint_every=5"], "did you mean 'checkpoint.every'"),
     ("no key", ["--config=configs/base.py", "--config.=1"], "--config.: configs/base.py has no k"),
     ("near none", ["zzz=1"], "configs/base.py has no key 'zzz'$"),
     ("key before the config", ["--config.seed=3", "--config=configs/base.py"], "config.seed=3"),
@@ -254,12 +269,12 @@ NUMBERS = [
             "seq_len",
             "grad_accum",
             "unroll",
-            "valid_every",
-            "valid_batches",
-            "sample_every",
-            "sample_tokens",
-            "checkpoint_every",
-            "checkpoint_keep",
+            "valid.every",
+            "valid.batches",
+            "sample.every",
+            "sample.tokens",
+            "checkpoint.every",
+            "checkpoint.keep",
         )
     ),
     *(
@@ -279,11 +294,11 @@ NUMBERS = [
     ),
     *((f"weight_decay={value}", "must be finite and not neg") for value in (-1.0, "nan", "inf")),
     *((f"clip_norm={value}", "must be positive") for value in (0.0, -1.0, "nan")),
-    *((f"valid_fraction={value}", "between 0 and 1") for value in (0.0, 1.0, -1.0, "nan")),
+    *((f"valid.fraction={value}", "between 0 and 1") for value in (0.0, 1.0, -1.0, "nan")),
     *((f"data_timeout={value}", "must be positive and at most") for value in (0.0, "nan", "inf")),
     *((f"seed={value}", r"does not lie in \[0, 2\^32\)") for value in (-1, 2**32)),
     *((f"spike_deviations={value}", "must be positive") for value in (0.0, "nan")),
-    *((f"sample_temperature={value}", "must be finite") for value in (-1.0, "nan", "inf")),
+    *((f"sample.temperature={value}", "must be finite") for value in (-1.0, "nan", "inf")),
     *(
         (f"model_overrides.{key}={value}", "must be positive and")
         for key, value in dict(
@@ -291,7 +306,7 @@ NUMBERS = [
         ).items()
     ),
     ("warmup_steps=-1", "is negative"),
-    ("checkpoint_keep_best=-1", "is negative"),
+    ("checkpoint.keep_best=-1", "is negative"),
     ("spike_window=7", "must be at least 8"),
     ("gnmr_beta=0.0", "must be positive"),
     ("gnmr_most=0", "must be at least 1"),
@@ -365,12 +380,12 @@ VALUES = [
     ("attention", ["attention=cudnn"], "attention 'cudnn' cannot run here: it needs an NVIDIA"),
     ("beta", ["attention=stabilized", "attention_beta=-1"], "beta must be above 1"),
     ("beta of xla", ["attention_beta=2.0"], "attention_beta=2.0 .* apply to attention='stabilized"),
-    ("prompt", ["sample_prompt=The"], "sample_prompt='The' is for samples: set sample_every"),
-    ("long sample", ["sample_every=5"], "sample_tokens=128 is longer than seq_len=64"),
+    ("prompt", ["sample.prompt=The"], "sample.prompt='The' is for samples: set sample.every"),
+    ("long sample", ["sample.every=5"], "sample.tokens=128 is longer than seq_len=64"),
     (
         "keep best",
-        ["checkpoint_keep_best=1", "checkpoint_every=5", "valid_every=10"],
-        "checkpoint_every=5 must be a multiple of valid_every=10",
+        ["checkpoint.keep_best=1", "checkpoint.every=5", "valid.every=10"],
+        "checkpoint.every=5 must be a multiple of valid.every=10",
     ),
 ]
 
@@ -438,6 +453,12 @@ def test_bad_command(refusal, given, message):
 
 def test_there_are_many_rows():
     assert len(ROWS) >= 150
+
+
+def test_old_keys_of_a_pipeline():
+    given = ["--config=configs/infir2/small.py", "--config.cpt.valid_every=3"]
+    with pytest.raises(ValueError, match="config.cpt.valid_every is config.cpt.valid.every now"):
+        check_config_flags(given, PIPELINE_KEYS)
 
 
 def test_no_config_is_named(refusal, monkeypatch):

@@ -771,7 +771,7 @@ def test_command_refuses_in_one_line():
 
 def test_cost_of_telemetry(data):
     small = dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, mlp="gelu")
-    config = tiny(data, num_steps=8, telemetry_every=4, warmup_steps=0, unroll=1, batch_size=8)
+    config = tiny(data, num_steps=8, telemetry__every=4, warmup_steps=0, unroll=1, batch_size=8)
     config.model_overrides.update(small)
     made = telemetry.measure_telemetry(config)
     assert [row.name for row in made.rows][:2] == [
@@ -795,7 +795,7 @@ def test_cost_of_telemetry(data):
 def test_a_run_that_was_stopped_says_nothing_of_the_cost(data, monkeypatch):
     stopped = functools.partial(train_and_evaluate, faults=Faults.parse("sigterm@1"))
     monkeypatch.setattr(telemetry, "train_and_evaluate", stopped)
-    config = tiny(data, num_steps=8, telemetry_every=4, unroll=1, batch_size=8)
+    config = tiny(data, num_steps=8, telemetry__every=4, unroll=1, batch_size=8)
     config.model_overrides.update(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64)
     with pytest.raises(RuntimeError, match="ended at step 2 of 3, reason 'SIGTERM': nothing is"):
         telemetry.measure_telemetry(config)
@@ -810,10 +810,10 @@ def test_what_a_sampled_step_takes_beyond_a_step():
 
 
 def test_cost_of_telemetry_needs_two_samples(data):
-    with pytest.raises(ValueError, match="telemetry needs --config.telemetry_every"):
+    with pytest.raises(ValueError, match="telemetry needs --config.telemetry.every"):
         telemetry.measure_telemetry(tiny(data))
     with pytest.raises(ValueError, match="num_steps=7 has fewer than two samples"):
-        telemetry.measure_telemetry(tiny(data, num_steps=7, telemetry_every=4))
+        telemetry.measure_telemetry(tiny(data, num_steps=7, telemetry__every=4))
 
 
 def test_a_cached_start_compiles_less(data, monkeypatch):

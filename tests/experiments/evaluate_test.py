@@ -35,7 +35,7 @@ def trained(tmp_path_factory):
     """A folder with the workdir of a run that has not trained, and what the run validates."""
     folder = tmp_path_factory.mktemp("evaluate")
     data = write_generated_text(folder, documents=100), str(folder / "cache")
-    config = tiny(data, precision="fp8_current", valid_batches=None)
+    config = tiny(data, precision="fp8_current", valid__batches=None)
     run = build(config)
     with jax.set_mesh(run.mesh):
         state = run.stages[0].programs.initialize()

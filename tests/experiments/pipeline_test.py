@@ -526,7 +526,7 @@ def flags(folder, workdir):
         "evaluate.rows": 16,
         "evaluate.max_tokens": 8,
         **{f"{stage}.cache_dir": folder / "cache" for stage in plan.TRAINING},
-        **{f"{stage}.checkpoint_every": 3 for stage in plan.TRAINING},
+        **{f"{stage}.checkpoint.every": 3 for stage in plan.TRAINING},
         **{f"{stage}.unroll": 1 for stage in plan.TRAINING},
         "cpt.model_overrides.n_layers": 1,
         **{f"{stage}.batch_size": 4 for stage in plan.TRAINING},

@@ -31,8 +31,7 @@ CONFIG = {
     "num_steps": 4,
     "batch_size": 2,
     "seq_len": 8,
-    "valid_batches": None,
-    "valid_fraction": 0.05,
+    "valid": {"batches": None, "fraction": 0.05},
     "model": "llama_tiny",
     "model_overrides": {"n_layers": None},
 }
@@ -179,7 +178,7 @@ def test_runs_that_do_not_compare(tmp_path, change, said):
 
 
 def test_other_text_rows_and_devices(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", valid_batches=2)
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", valid={"batches": 2})
     events = b / "events.jsonl"
     events.write_text(events.read_text().replace("1 x cpu", "8 x H200"))
     first = sections(a, b)["first"]

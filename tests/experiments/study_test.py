@@ -149,9 +149,7 @@ def tiny(data):
         batch_size=8,
         num_steps=4,
         warmup_steps=1,
-        valid_every=2,
-        valid_batches=1,
-        valid_fraction=0.1,
+        valid=dict(every=2, batches=1, fraction=0.1),
         learning_rate=3e-3,
     )
     return config
@@ -183,7 +181,7 @@ def trained(monkeypatch):
 
 def test_curves_by_hand(trained, tmp_path):
     config = base.get_config()
-    config.update(num_steps=6, valid_every=2)
+    config.update(num_steps=6, valid=dict(every=2))
     names = ["fp8_block", "fp8_delayed:history=4,margin=1", "fp4_naive"]
     text = loss_curves.loss_curves(config, tmp_path, names, [0])
     assert trained == ["bf16", *names]
@@ -206,7 +204,7 @@ def test_curves_by_hand(trained, tmp_path):
 
 def test_seeds_are_paired(trained, tmp_path):
     config = base.get_config()
-    config.update(num_steps=4, valid_every=4)
+    config.update(num_steps=4, valid=dict(every=4))
     text = loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [0, 1])
     assert trained == ["bf16", "bf16-seed1", "fp8_block", "fp8_block-seed1"]
     # Means over both seeds: 1.05 times those of seed 0.

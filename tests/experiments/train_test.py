@@ -45,7 +45,7 @@ def two_sources(tmp_path):
 def test_a_sharded_run_resumes_to_the_bit(two_sources, tmp_path):
     """From the checkpoint before the last, as after a death before the last was written."""
     run = tiny_run(
-        two_sources, tmp_path / "run", num_steps=6, checkpoint_every=3, valid_every=2, **SHARDED
+        two_sources, tmp_path / "run", num_steps=6, checkpoint__every=3, valid__every=2, **SHARDED
     )
     train(run)
     whole = numbers(tmp_path / "run")
@@ -133,9 +133,9 @@ def test_two_processes_train_as_one(precision, finish, data, monkeypatch, tmp_pa
         workdir,
         precision=precision,
         mesh="fsdp",
-        valid_every=12,
-        checkpoint_every=4,
-        checkpoint_keep=3,
+        valid__every=12,
+        checkpoint__every=4,
+        checkpoint__keep=3,
     )
     train(run)
     whole = numbers(workdir)

@@ -378,8 +378,8 @@ TRAINING = (
     M(
         "check_numbers",
         "swapped arguments",
-        "config.checkpoint_every % config.valid_every:",
-        "config.valid_every % config.checkpoint_every:",
+        "config.checkpoint.every % config.valid.every:",
+        "config.valid.every % config.checkpoint.every:",
     ),
     M("validate:validate", "sign", '/ s["bytes"] / math.log(2)', '/ s["bytes"] * math.log(2)'),
     M(

@@ -100,10 +100,10 @@ def tiny_run(text: tuple[str, str], workdir: Path, **changes: object) -> list[st
         num_steps=12,
         warmup_steps=2,
         learning_rate=3e-3,
-        valid_every=6,
-        valid_batches=2,
-        checkpoint_every=3,
-        valid_fraction=0.1,
+        valid__every=6,
+        valid__batches=2,
+        checkpoint__every=3,
+        valid__fraction=0.1,
         unroll=1,
     )
     small = dict(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16)

@@ -27,24 +27,30 @@ def corpus(spec, cache):
 
 
 def tiny(data, **changes):
-    """A run of seconds; changes by key, dotted ones with two underscores."""
+    """A run of seconds, with some keys changed as `set_keys` does."""
     config = base.get_config()
     config.data, config.cache_dir = data
     config.model_overrides.update(
         d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16
     )
-    config.update(
+    set_keys(
+        config,
         seq_len=64,
         batch_size=16,
         num_steps=20,
         warmup_steps=5,
-        valid_every=10,
-        valid_batches=2,
-        checkpoint_every=5,
+        valid__every=10,
+        valid__batches=2,
+        checkpoint__every=5,
         learning_rate=3e-3,
-        valid_fraction=0.1,
+        valid__fraction=0.1,
     )
     config.unroll = 2  # compiles in half the time of a loop
+    return set_keys(config, **changes)
+
+
+def set_keys(config, **changes):
+    """Changes keys of a config, those of a group by `group__key`; returns it."""
     for key, value in changes.items():
         group, _, name = key.rpartition("__")
         (config[group] if group else config)[name] = value

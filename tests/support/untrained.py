@@ -14,13 +14,14 @@ from fp8jax.lm.training.resume import checkpoint_items
 from tests.support.random_weights import random_weights
 
 
-def write_checkpoints(workdir: Path, config: Any, steps: Sequence[int]) -> None:
+def write_checkpoints(workdir: Path, config: Any, steps: Sequence[int], /, **others: Any) -> None:
     """Writes checkpoints as the run of this config would at some steps.
 
     Weights are random; whatever else the state has, such as amax histories, is one everywhere.
+    `others` are further keys of the meta, or other values.
     """
     run = build(config)
-    meta = {"version": CHECKPOINT_VERSION, "config": run.settings.record}
+    meta = {"version": CHECKPOINT_VERSION, "config": run.settings.record} | others
 
     def one(leaf: Any) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -83,7 +83,7 @@ def test_files_hold_each_step_once_and_only_whole(tmp_path):
 
 
 def test_files_that_are_not_there_or_not_telemetry(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no telemetry in .*telemetry_every=50"):
+    with pytest.raises(FileNotFoundError, match="no telemetry in .*telemetry.every=50"):
         read_rows(tmp_path)
     write_rows(tmp_path / "one.parquet", [hidden_row(2.0, "mlp", step=1, layer=0, recipe="bf16")])
     assert read_rows(tmp_path / "one.parquet").rows[0].scale is None

@@ -10,7 +10,7 @@ from fp8jax.lm.records.differences import changed_values
 _SAME_TEXT = {
     "data": "other data",
     "tokenizer": "another tokenizer",
-    "valid_fraction": "another share of the documents held out",
+    "valid.fraction": "another share of the documents held out",
     "seq_len": "rows of another length",
 }
 
@@ -80,12 +80,12 @@ def warnings(runs: Sequence[RunFiles]) -> list[str]:
 def other_validation(run: RunFiles, baseline: RunFiles) -> str:
     """Returns how many rows each of two runs validates on, if that differs; else ""."""
     keys = [all_keys(each) for each in (run, baseline)]
-    if not all({"valid_batches", "batch_size"} <= key.keys() for key in keys):
+    if not all({"valid.batches", "batch_size"} <= key.keys() for key in keys):
         return ""
     rows = [
         "all"
-        if key["valid_batches"] == "None"
-        else f"{key['valid_batches']} batches of {key['batch_size']}"
+        if key["valid.batches"] == "None"
+        else f"{key['valid.batches']} batches of {key['batch_size']}"
         for key in keys
     ]
     return "" if rows[0] == rows[1] else f"{rows[0]}, against {rows[1]}"

@@ -10,11 +10,12 @@ import difflib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from fp8jax.lm.records.config_keys import OLD_KEYS, by_path, renamed
 from fp8jax.lm.training.config import base_config
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
@@ -152,7 +153,7 @@ def _require_keys(
     """Raises ValueError unless both have the same keys, in their groups, too."""
     for key in config:
         if key not in whole:
-            raise ValueError(f"--config={spec}: {_unknown(group + key, key, whole, keys)}")
+            raise ValueError(f"--config={spec}: {_unknown(group, key, whole, keys)}")
     if missing := [group + key for key in whole if key not in config]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
@@ -168,14 +169,22 @@ def _require_keys(
 def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
     """Raises ValueError unless the config has the key, such as "mesh_axes.data"."""
     node: object = config
+    group = ""
     for key in path.split("."):
-        if not isinstance(node, ConfigDict) or key not in node:
-            known = node if isinstance(node, ConfigDict) else ()
-            raise ValueError(f"--config.{path}: {_unknown(path, key, known, keys)}")
-        node = node[key]
+        known = node if isinstance(node, ConfigDict) else ConfigDict()
+        if key not in known:
+            raise ValueError(f"--config.{path}: {_unknown(group, key, known, keys)}")
+        node, group = known[key], f"{group}{key}."
 
 
-def _unknown(path: str, key: str, known: Iterable[str], keys: Keys) -> str:
-    similar = difflib.get_close_matches(key, list(known), n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ""
-    return f"{keys.name} has no key {path!r}{hint}"
+def _unknown(group: str, key: str, known: ConfigDict, keys: Keys) -> str:
+    """Says which key stands for an unknown one: its new name, or those with similar names."""
+    paths = by_path(known)
+    if key in OLD_KEYS and OLD_KEYS[key] in paths:
+        return renamed(group + key, group + OLD_KEYS[key])
+    # Those of a group are found without its name, too.
+    named = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
+    similar = difflib.get_close_matches(key, named, n=3, cutoff=0.6)
+    hints = dict.fromkeys(repr(named[name]) for name in similar)
+    hint = f"; did you mean {' or '.join(hints)}?" if hints else ""
+    return f"{keys.name} has no key {group + key!r}{hint}"

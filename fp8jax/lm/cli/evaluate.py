@@ -268,7 +268,7 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
         record["data"],
         tokenizer,
         seq_len=record["seq_len"] if chats else length,
-        valid_fraction=record["valid_fraction"],
+        valid_fraction=record["valid"]["fraction"],
         cache_dir=record["cache_dir"],
         **fit,
     )

@@ -2,7 +2,7 @@
     --vocab_size=8192 --output=tokenizer.json
 
 The tokenizer is a byte-level BPE, learned from the training split only. A run uses it with
---config.tokenizer=bpe:tokenizer.json. The run's data and valid_fraction should be the same as here.
+--config.tokenizer=bpe:tokenizer.json. The run's data and valid.fraction should be the same as here.
 
 --chat makes one for conversations: with the special tokens of ChatML, a token for each digit, and
 its tokenizer_config.json and chat_template.jinja beside it. A folder should hold nothing else.
@@ -25,7 +25,7 @@ _DATA = flags.DEFINE_string(
     "data", None, "The text, in the syntax of the config key data.", required=True
 )
 _VALID_FRACTION = flags.DEFINE_float(
-    "valid_fraction", 0.05, "Fraction of the documents held out, as in configs/base.py."
+    "valid_fraction", 0.05, "Fraction of the documents held out, as the key valid.fraction."
 )
 _VOCAB_SIZE = flags.DEFINE_integer(
     "vocab_size", 8192, "Number of tokens, including special tokens."

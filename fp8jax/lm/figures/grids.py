@@ -36,7 +36,7 @@ def own_rows(run: RunFiles) -> list[Row]:
     found = [row for row in rows if not row.what_if and row.operand in OPERANDS]
     if not found:
         raise NothingToDraw(
-            f"{run.name} has no telemetry: train with --config.telemetry_every=50, for instance"
+            f"{run.name} has no telemetry: train with --config.telemetry.every=50, for instance"
         )
     return found
 

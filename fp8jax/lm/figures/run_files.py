@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8jax.lm.records.config_keys import with_new_keys
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import readable_lines
 from fp8jax.telemetry.files import FOLDER, read_rows
@@ -141,7 +142,7 @@ def _config(path: Path, missing: list[str]) -> dict[str, Any] | None:
     if not isinstance(config, dict):
         missing.append(f"{path.name} is not a JSON object.")
         return None
-    return config
+    return with_new_keys(config)
 
 
 def _text(path: Path, missing: list[str]) -> str | None:
@@ -163,6 +164,6 @@ def _telemetry(folder: Path, missing: list[str]) -> Table | None:
     if not files:
         missing.append(
             "There is no telemetry: nothing is known of single tensors. A run that is trained with"
-            " --config.telemetry_every=50 samples them."
+            " --config.telemetry.every=50 samples them."
         )
     return Table(tuple(rows)) if rows else None

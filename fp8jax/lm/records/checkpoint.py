@@ -45,6 +45,7 @@ from fp8jax.lm.records.checkpoint_files import (
 )
 from fp8jax.lm.records.deferred_signals import deferred_signals
 from fp8jax.lm.records.differences import abstract_leaf, require_same_structure, tree_structure
+from fp8jax.lm.records.run_checkpoint import today
 
 _META = "meta"
 
@@ -339,7 +340,8 @@ class Checkpointer:
         """Reads what `save` stored next to the arrays: structure, meta, and metric or None."""
         record = self._load(step, {_META: ocp.args.JsonRestore()})[_META]
         metric = float(record["metric"]) if "metric" in record else None
-        return {"structure": record["structure"], _META: record[_META], "metric": metric}
+        meta = today(record[_META])
+        return {"structure": record["structure"], _META: meta, "metric": metric}
 
     def _read(self, step: int, abstract: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the arrays; None, after rejecting the step, if it turns out to be damaged."""

@@ -8,12 +8,19 @@ conversion writes `params` alone, and a meta with version, `converted_from` and 
 
 from typing import Any
 
+from fp8jax.lm.records.config_keys import with_new_keys
+
 # Raise it when items or meta change. 1 was never released; 3 made `params` an item of its own.
 CHECKPOINT_VERSION = 3
 
 PARAMS = "params"  # name of the item
 CONVERTED_FROM = "converted_from"  # key of the meta of a conversion: the folder
 NAMES = "names"  # key of the meta of a conversion: how the folder named its tensors
+
+
+def today(meta: dict[str, Any]) -> dict[str, Any]:
+    """Returns a meta whose config has the keys of today, whenever it was written."""
+    return meta | {"config": with_new_keys(meta["config"])} if "config" in meta else meta
 
 
 def require_version(step: int, meta: dict[str, Any]) -> None:

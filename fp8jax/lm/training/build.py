@@ -297,16 +297,16 @@ def _programs(
         ),
         telemetry=_telemetry(config, shared, measured),
         seed_telemetry=_telemetry(config, shared, measured_seeding),
-        sample=None if config.sample_every is None else _sampler(config, shared, model),
+        sample=None if config.sample.every is None else _sampler(config, shared, model),
     )
 
 
 def _telemetry(
     config: ConfigDict, shared: _Shared, model: Transformer
 ) -> Callable[[TrainState, Batch], Any] | None:
-    if config.telemetry_every is None:
+    if config.telemetry.every is None:
         return None
-    what_if = None if config.telemetry_what_if is None else as_policy(config.telemetry_what_if)
+    what_if = None if config.telemetry.what_if is None else as_policy(config.telemetry.what_if)
     if what_if is not None:
         what_if.check(model.config.modules, model.config.n_layers)
 
@@ -460,10 +460,10 @@ def _sampler(
     Places behind its end hold `NO_TOKEN`.
     """
     tokens = shared.tokenizer
-    prompt = np.append(tokens.bos, tokens.encode(config.sample_prompt)).astype(np.int32)
-    if len(prompt) + config.sample_tokens > config.seq_len:
+    prompt = np.append(tokens.bos, tokens.encode(config.sample.prompt)).astype(np.int32)
+    if len(prompt) + config.sample.tokens > config.seq_len:
         raise ValueError(
-            f"a sample of {len(prompt)} tokens of prompt and sample_tokens={config.sample_tokens} "
+            f"a sample of {len(prompt)} tokens of prompt and sample.tokens={config.sample.tokens} "
             f"is longer than seq_len={config.seq_len}"
         )
 
@@ -474,9 +474,9 @@ def _sampler(
         variables = as_variables(state.params, state.histories)
         requests = Requests(
             keys_B=jax.random.fold_in(state.key, state.step)[None],
-            limits_B=jnp.array([config.sample_tokens]),
+            limits_B=jnp.array([config.sample.tokens]),
             stops=jnp.array([tokens.eos]),
-            rule=Sampling(temperature=config.sample_temperature).rule(),
+            rule=Sampling(temperature=config.sample.temperature).rule(),
             words=tokens.vocab_size,
         )
         new_1T = complete(
@@ -485,7 +485,7 @@ def _sampler(
             jnp.asarray(prompt)[None],
             jnp.array([len(prompt)]),
             requests,
-            tokens=config.sample_tokens,
+            tokens=config.sample.tokens,
         )
         return jnp.concatenate([jnp.asarray(prompt), new_1T[0]])
 

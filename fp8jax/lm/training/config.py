@@ -64,7 +64,6 @@ def base_config() -> ml_collections.ConfigDict:
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
-    config.valid_fraction = 0.05  # fraction of the documents held out for validation, by their hash
     config.long_examples = "error"  # conversations longer than a row: error, skip or cut
     config.bad_examples = "error"  # conversations that nothing can be learned from: error or skip
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
@@ -76,6 +75,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.num_epochs = placeholder(int)  # passes over the data, instead of num_steps; None: off
     config.batch_size = 16  # rows in a step, over all devices and microbatches
     config.grad_accum = 1  # microbatches in a step
+    config.resume_with_changes = False  # resume from a checkpoint of another config
+    config.log_to = ""  # also send scalars to wandb:PROJECT or trackio:PROJECT; empty: nowhere
 
     # Optimizer
     config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/lm/optim/optimizers.py
@@ -113,17 +114,20 @@ def base_config() -> ml_collections.ConfigDict:
     config.gnmr_precision = "fp8_current"  # policy of promoted layers
 
     # Validation, samples, telemetry and checkpoints
-    config.valid_every = 100  # steps between validations; the last step always validates
-    config.valid_batches = placeholder(int)  # of batch_size rows, of each source; None: all rows
-    config.sample_every = placeholder(int)  # steps between text samples; None: no samples
-    config.sample_prompt = ""  # text that a sample begins with
-    config.sample_tokens = 128  # new tokens in a sample
-    config.sample_temperature = 0.8  # temperature of the draws; 0: always the most likely token
-    config.telemetry_every = placeholder(int)  # steps between samples of all casts; None: off
-    config.telemetry_what_if = placeholder(str)  # policy to measure beside the run's; None: none
-    config.log_to = ""  # also send scalars to wandb:PROJECT or trackio:PROJECT; empty: nowhere
-    config.checkpoint_every = 100  # steps between checkpoints; the last step always saves
-    config.checkpoint_keep = 2  # latest checkpoints that stay
-    config.checkpoint_keep_best = 0  # checkpoints of the lowest validation loss that stay as well
-    config.resume_with_changes = False  # resume from a checkpoint of another config
+    config.valid = ml_collections.ConfigDict()
+    config.valid.fraction = 0.05  # fraction of the documents held out, by their hash
+    config.valid.every = 100  # steps between validations; the last step always validates
+    config.valid.batches = placeholder(int)  # of batch_size rows, of each source; None: all rows
+    config.sample = ml_collections.ConfigDict()
+    config.sample.every = placeholder(int)  # steps between text samples; None: no samples
+    config.sample.prompt = ""  # text that a sample begins with
+    config.sample.tokens = 128  # new tokens in a sample
+    config.sample.temperature = 0.8  # temperature of the draws; 0: always the most likely token
+    config.telemetry = ml_collections.ConfigDict()
+    config.telemetry.every = placeholder(int)  # steps between samples of all casts; None: off
+    config.telemetry.what_if = placeholder(str)  # policy to measure beside the run's; None: none
+    config.checkpoint = ml_collections.ConfigDict()
+    config.checkpoint.every = 100  # steps between checkpoints; the last step always saves
+    config.checkpoint.keep = 2  # latest checkpoints that stay
+    config.checkpoint.keep_best = 0  # checkpoints of the lowest validation loss that stay as well
     return config

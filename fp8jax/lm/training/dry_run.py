@@ -61,7 +61,7 @@ class Plan:
       total_bytes: on each device, what XLA allocates for a step, the larger one of two programs.
       first_step_bytes: the same of the first step's program, where that is a program of its own
         (a delayed policy seeds its histories); else None.
-      telemetry_bytes: the same of the program that measures every `telemetry_every`-th step, before
+      telemetry_bytes: the same of the program that measures every `telemetry.every`-th step, before
         that step runs; None without telemetry.
       initialize_bytes: on each device, what XLA allocates to make the state of step 0.
       capacity_bytes: what JAX may use of a device, None where the device does not say.

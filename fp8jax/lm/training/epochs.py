@@ -21,7 +21,7 @@ _ORDER = (
     "data",
     "tokenizer",
     "seq_len",
-    "valid_fraction",
+    "valid.fraction",
     "long_examples",
     "bad_examples",
     "seed",

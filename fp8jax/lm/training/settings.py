@@ -12,12 +12,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from fp8jax.lm.records.config_keys import by_path, refuse_old_keys
 from fp8jax.lm.records.sinks import check_sink
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a run; each field but two is the config key of that name (fp8jax.base_config).
+    """Settings of a run, each the config key of that name, in a group `a` that of `a_name`.
 
     Attributes:
       warmup_steps: those of the warm-up, which are fewer than the key if that does not fit.
@@ -63,10 +64,11 @@ class Settings:
         """The settings of a run's config, with a warm-up of `warmup_steps`."""
         check_numbers(config)
         names = {field.name for field in dataclasses.fields(cls)} - {"record", "warmup_steps"}
+        values = {path.replace(".", "_"): value for path, value in by_path(config).items()}
         return cls(
             record=json.loads(config.to_json()),
             warmup_steps=warmup_steps,
-            **{name: config[name] for name in names},
+            **{name: values[name] for name in names},
         )
 
     @property
@@ -88,21 +90,23 @@ def check_numbers(config: ConfigDict) -> None:
         "seq_len",
         "grad_accum",
         "unroll",
-        "valid_every",
-        "valid_batches",
-        "sample_every",
-        "sample_tokens",
-        "telemetry_every",
-        "checkpoint_every",
-        "checkpoint_keep",
+        "valid.every",
+        "valid.batches",
+        "sample.every",
+        "sample.tokens",
+        "telemetry.every",
+        "checkpoint.every",
+        "checkpoint.keep",
     )
+    values = by_path(config)
+    refuse_old_keys(values)
     for name in names:
-        if config[name] is not None and config[name] < 1:
-            raise ValueError(f"{name}={config[name]} must be at least 1")
+        if values[name] is not None and values[name] < 1:
+            raise ValueError(f"{name}={values[name]} must be at least 1")
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"seed={config.seed} does not lie in [0, 2^32)")
-    if not 0 < config.valid_fraction < 1:  # also refuses NaN, as the comparisons below
-        raise ValueError(f"valid_fraction={config.valid_fraction} must lie between 0 and 1")
+    if not 0 < config.valid.fraction < 1:  # also refuses NaN, as the comparisons below
+        raise ValueError(f"valid.fraction={config.valid.fraction} must lie between 0 and 1")
     if not 0 < config.data_timeout <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"data_timeout={config.data_timeout} must be positive and at most "
@@ -110,11 +114,11 @@ def check_numbers(config: ConfigDict) -> None:
         )
     if not config.spike_deviations > 0:
         raise ValueError(f"spike_deviations={config.spike_deviations} must be positive")
-    if config.checkpoint_keep_best < 0:
-        raise ValueError(f"checkpoint_keep_best={config.checkpoint_keep_best} is negative")
-    if not 0 <= config.sample_temperature < math.inf:
+    if config.checkpoint.keep_best < 0:
+        raise ValueError(f"checkpoint.keep_best={config.checkpoint.keep_best} is negative")
+    if not 0 <= config.sample.temperature < math.inf:
         raise ValueError(
-            f"sample_temperature={config.sample_temperature} must be finite and not negative"
+            f"sample.temperature={config.sample.temperature} must be finite and not negative"
         )
     check_sink(config.log_to)
     if config.initial_state and config.initial_weights:
@@ -122,16 +126,16 @@ def check_numbers(config: ConfigDict) -> None:
             f"initial_state={config.initial_state} has weights of its own: leave out"
             f" initial_weights={config.initial_weights}"
         )
-    if config.telemetry_what_if is not None and config.telemetry_every is None:
+    if config.telemetry.what_if is not None and config.telemetry.every is None:
         raise ValueError(
-            f"telemetry_what_if={config.telemetry_what_if!r} is measured with telemetry: set"
-            " telemetry_every"
+            f"telemetry.what_if={config.telemetry.what_if!r} is measured with telemetry: set"
+            " telemetry.every"
         )
-    if config.sample_prompt and config.sample_every is None:
-        raise ValueError(f"sample_prompt={config.sample_prompt!r} is for samples: set sample_every")
-    if config.checkpoint_keep_best and config.checkpoint_every % config.valid_every:
+    if config.sample.prompt and config.sample.every is None:
+        raise ValueError(f"sample.prompt={config.sample.prompt!r} is for samples: set sample.every")
+    if config.checkpoint.keep_best and config.checkpoint.every % config.valid.every:
         raise ValueError(
-            f"checkpoint_keep_best={config.checkpoint_keep_best} compares validation losses: "
-            f"checkpoint_every={config.checkpoint_every} must be a multiple of "
-            f"valid_every={config.valid_every}"
+            f"checkpoint.keep_best={config.checkpoint.keep_best} compares validation losses: "
+            f"checkpoint.every={config.checkpoint.every} must be a multiple of "
+            f"valid.every={config.valid.every}"
         )

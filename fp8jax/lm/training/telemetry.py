@@ -32,7 +32,7 @@ class Telemetry:
     def __init__(self, workdir: str, run: Run, metrics: Metrics, start_step: int):
         """Drops what a killed run has written of steps after `start_step`, and begins to compile.
 
-        A run without `telemetry_every` does neither, and samples nothing.
+        A run without `telemetry.every` does neither, and samples nothing.
         """
         self._run, self._metrics, self._every = run, metrics, run.settings.telemetry_every
         self._compiler = ThreadPoolExecutor(1, "telemetry-compiler")

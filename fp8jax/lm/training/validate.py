@@ -16,7 +16,7 @@ def validate(
 ) -> tuple[dict[str, float], list[float]]:
     """Validation scalars, and the largest SwiGLU output of each layer.
 
-    The rows are the first `valid_batches` times `batch_size` of each source, or all. They are read
+    The rows are the first `valid.batches` times `batch_size` of each source, or all. They are read
     in microbatches, for the memory's sake. How many do not change which rows validate. It moves the
     loss only by the order of float sums, and by the amaxes of casts that share one across rows.
 
@@ -54,10 +54,10 @@ def validate(
 def sample_text(run: Run, stage: Stage, state: TrainState) -> str:
     """A text that the model generates, from the prompt to the end of the document.
 
-    Raises ValueError for a run without `sample_every`.
+    Raises ValueError for a run without `sample.every`.
     """
     if stage.programs.sample is None:
-        raise ValueError("this run was built without sample_every")
+        raise ValueError("this run was built without sample.every")
     ids = np.asarray(stage.programs.sample(state))
     ends = np.flatnonzero(ids[1:] == run.tokenizer.eos)  # BOS may be the same token
     return run.tokenizer.decode(ids[: ends[0] + 1] if len(ends) else ids)

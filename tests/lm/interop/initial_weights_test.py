@@ -41,7 +41,7 @@ def special_tokens() -> tuple[str, str]:
 
 
 def run_of(data, **changes) -> ml_collections.ConfigDict:
-    config = tiny(data, num_steps=2, warmup_steps=1, valid_batches=1, **changes)
+    config = tiny(data, num_steps=2, warmup_steps=1, valid__batches=1, **changes)
     for name in config.model_overrides:
         config.model_overrides[name] = None
     return config

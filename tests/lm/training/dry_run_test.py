@@ -15,7 +15,7 @@ from fp8jax.lm.training import dry_run, memory, parameter_table, profile, progra
 from fp8jax.lm.training.build import build
 from fp8jax.numerics.policy import POLICIES
 from tests.support.commands import command_line
-from tests.support.runs import ONE_LINEAR
+from tests.support.runs import ONE_LINEAR, set_keys
 from tests.support.text import write_generated_text
 
 # Two layers of width 32. Cut by fsdp: embedding and head, each 320 x 32; in each layer q, k, v and
@@ -32,8 +32,8 @@ def tiny(**changes):
     config = base.get_config()
     config.model_overrides.update(SIZES)
     config.unroll = 2  # compiles in half the time of a loop
-    config.update(dict(batch_size=16, seq_len=64, num_steps=20, warmup_steps=5) | changes)
-    return config
+    sizes = dict(batch_size=16, seq_len=64, num_steps=20, warmup_steps=5)
+    return set_keys(config, **sizes | changes)
 
 
 def one_layer(**changes):
@@ -105,7 +105,7 @@ def test_gradients_are_float32_and_weights_as_the_config_stores_them():
 
 
 def test_nothing_is_allocated():
-    config = one_layer(telemetry_every=5)
+    config = one_layer(telemetry__every=5)
     run = build(config, jax.devices()[:1])
     before = sum(array.nbytes for array in jax.live_arrays())
     made = dry_run.make_plan(run)

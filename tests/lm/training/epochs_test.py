@@ -20,14 +20,12 @@ def chat_run(folder, **changes):
     config.tokenizer = f"bpe:{folder}/tokenizer.json"
     config.update(
         seq_len=160,
-        valid_fraction=0.1,
         num_epochs=4,
         num_steps=7,
         batch_size=16,
         warmup_steps=1,
-        valid_every=100,
-        checkpoint_every=1,
-        checkpoint_keep=99,
+        valid=dict(fraction=0.1, every=100),
+        checkpoint=dict(every=1, keep=99),
     )
     config.update(changes)
     return config

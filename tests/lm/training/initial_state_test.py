@@ -40,9 +40,9 @@ def whole_run(data, **changes):
         num_steps=STABLE + DECAY,
         decay_fraction=DECAY / (STABLE + DECAY),
         warmup_steps=2,
-        checkpoint_every=STABLE,
-        valid_every=4,
-        valid_batches=1,
+        checkpoint__every=STABLE,
+        valid__every=4,
+        valid__batches=1,
         **changes,
     )
 

@@ -284,7 +284,7 @@ def test_a_run_goes_on_as_it_began(tmp_path, data):
 
 def test_a_run_that_does_not_fit_goes_on_with_less(tmp_path, data, limited, caplog):
     """The estimate of a CPU's program is too low, so what was compiled decides."""
-    config = one_layer(data, num_steps=1, valid_batches=1)
+    config = one_layer(data, num_steps=1, valid__batches=1)
     limited(GIB)
     layers = build(config, jax.devices()[:1]).layers
     limited(int(1.1 * layers.estimate))

@@ -313,9 +313,9 @@ def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, t
 def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     """On request: text every 5 steps, a trace of steps 3 and 4, and the step that validated best
     although later ones are kept."""
-    config = one_layer(data, num_steps=15, valid_every=5)
-    config.update(checkpoint_keep=1, checkpoint_keep_best=1)
-    config.update(sample_every=5, sample_tokens=24, sample_prompt="The ")
+    config = one_layer(data, num_steps=15, valid__every=5)
+    config.checkpoint.update(keep=1, keep_best=1)
+    config.sample.update(every=5, tokens=24, prompt="The ")
     # A learning rate that breaks the model again after step 10.
     config.update(warmup_steps=14, learning_rate=0.3)
     train_and_evaluate(config, str(tmp_path), profile=(3, 4))
@@ -347,8 +347,8 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
 def test_what_happens_around_a_step_in_this_order(data, tmp_path, monkeypatch):
     """A step is read once the next one runs, or where something after it is due. One is rejected,
     and a signal that comes after step 6 takes effect after step 7."""
-    config = one_layer(data, num_steps=9, valid_every=5, recovery="skip:1")
-    config.update(sample_every=5, sample_tokens=24, sample_prompt="The ")
+    config = one_layer(data, num_steps=9, valid__every=5, recovery="skip:1")
+    config.sample.update(every=5, tokens=24, prompt="The ")
     order = []
 
     def record(owner, name, *of):
@@ -385,7 +385,7 @@ def test_what_happens_around_a_step_in_this_order(data, tmp_path, monkeypatch):
 
 def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_path):
     config = one_layer(data, learning_rate=1e38, clip_norm=1e30, warmup_steps=0, num_steps=10)
-    config.checkpoint_every = 1
+    config.checkpoint.every = 1
     with pytest.raises(NonFiniteError, match=r"step \d: .*(loss|grad_norm)=.*not finite"):
         train_and_evaluate(config, str(tmp_path))
     lines = read_jsonl(tmp_path / "metrics.jsonl")
@@ -400,7 +400,7 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
 def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp_path):
     """At a high rate from tiny outputs they grow in each of the first steps; a resumed run goes on
     with what was seen."""
-    config = one_layer(data, num_steps=4, warmup_steps=0, valid_every=1, learning_rate=2e-2)
+    config = one_layer(data, num_steps=4, warmup_steps=0, valid__every=1, learning_rate=2e-2)
     config.update(schedule="wsd", decay_fraction=0.0, resume_with_changes=True)
     train_and_evaluate(config, str(tmp_path))
     assert not happened(tmp_path)
@@ -436,16 +436,19 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
         (dict(model_overrides__vocab_size=256), "vocab_size=256 is less than .* 258"),
         (dict(model="gpt2_tiny", seq_len=2048), "seq_len=2048 is more than .*positions=1024"),
         (dict(attention="cudn"), "unknown attention 'cudn'; did you mean 'cudnn'"),
-        (dict(sample_every=5), "a sample of 1 tokens of prompt and sample_tokens=128 .*seq_len=64"),
-        (dict(sample_prompt="The"), "sample_prompt='The' is for samples: set sample_every"),
-        (dict(sample_every=5, sample_tokens=0), "sample_tokens=0 must be at least 1"),
         (
-            dict(sample_every=5, sample_tokens=8, sample_temperature=-1.0),
+            dict(sample__every=5),
+            "1 tokens of prompt and sample.tokens=128 is .*seq_len=64",
+        ),
+        (dict(sample__prompt="The"), "sample.prompt='The' is for samples: set sample.every"),
+        (dict(sample__every=5, sample__tokens=0), "sample.tokens=0 must be at least 1"),
+        (
+            dict(sample__every=5, sample__tokens=8, sample__temperature=-1.0),
             "temperature=-1.0 must be finite",
         ),
         (
-            dict(checkpoint_keep_best=1, checkpoint_every=5, valid_every=10),
-            "checkpoint_every=5 must be a multiple of valid_every=10",
+            dict(checkpoint__keep_best=1, checkpoint__every=5, valid__every=10),
+            "checkpoint.every=5 must be a multiple of valid.every=10",
         ),
     ],
 )
@@ -474,7 +477,7 @@ def test_samples_may_be_longer_or_shorter_than_the_attention_of_training_takes(d
         ATTENTIONS["xla"], refuses=lambda q: None if q.shape[1] == 64 else f"length {q.shape[1]}"
     )
     monkeypatch.setitem(ATTENTIONS, "picky", picky)
-    config = one_layer(data, attention="picky", sample_every=5, sample_tokens=8)
+    config = one_layer(data, attention="picky", sample__every=5, sample__tokens=8)
     run = build(config, jax.devices()[:1])
     (stage,) = run.stages
     with jax.set_mesh(run.mesh):

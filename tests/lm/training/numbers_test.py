@@ -101,7 +101,7 @@ def programs_kept(tmp_path):
 
 @pytest.mark.counts_compilations
 def test_a_run_resumed_with_other_numbers_compiles_no_step_anew(data, tmp_path, programs_kept):
-    changes = dict(valid_batches=1)
+    changes = dict(valid__batches=1)
     train_and_evaluate(one_layer(data, num_steps=1, **changes), str(tmp_path / "run"))
     compiled = programs_kept()
     assert len([name for name in compiled if name.endswith("-cache")]) == 1

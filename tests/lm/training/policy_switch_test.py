@@ -50,7 +50,8 @@ def mlp():
 
 def short(data, **changes):
     """Nine steps of one layer."""
-    fast = dict(num_steps=9, warmup_steps=2, valid_every=2, checkpoint_every=1, checkpoint_keep=9)
+    fast = dict(num_steps=9, warmup_steps=2, valid__every=2)
+    fast |= dict(checkpoint__every=1, checkpoint__keep=9)
     return tiny(
         data, model_overrides__n_layers=1, unroll=1, model_overrides__mlp="gelu", **fast | changes
     )
@@ -106,7 +107,7 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    config = short(data, precision_schedule=SCHEDULE, sample_every=5, sample_tokens=4)
+    config = short(data, precision_schedule=SCHEDULE, sample__every=5, sample__tokens=4)
     run = Whole(config, tmp_path_factory.mktemp("whole"))
     compiled = []
 

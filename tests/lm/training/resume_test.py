@@ -54,7 +54,7 @@ SPECS = {
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_resumed_run_equals_one_that_never_stopped(kind, tmp_path, data_dir):  # noqa: F811
     spec = SPECS[kind](tmp_path)
-    changes = dict(num_steps=5, checkpoint_every=4, valid_every=2)
+    changes = dict(num_steps=5, checkpoint__every=4, valid__every=2)
     config = one_layer((spec, str(tmp_path / "cache")), **changes)
     train_and_evaluate(config, str(tmp_path / "run"))
     whole = numbers(tmp_path / "run")
@@ -93,7 +93,7 @@ def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
 
 def test_a_checkpoint_of_an_older_version_is_refused_and_stays(data, tmp_path, monkeypatch):
     """The first version, whose meta names none, and any other one: by number, before training."""
-    config = one_layer(data, num_steps=1, valid_batches=1)
+    config = one_layer(data, num_steps=1, valid__batches=1)
     monkeypatch.setattr(hooks, "CHECKPOINT_VERSION", 1)
     train_and_evaluate(config, str(tmp_path))
     monkeypatch.undo()

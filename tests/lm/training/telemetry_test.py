@@ -38,7 +38,7 @@ SMALL = dict(
 def test_the_training_programs_stay_byte_identical(data, monkeypatch):
     monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
     texts = []
-    for changes in ({}, dict(telemetry_every=2, telemetry_what_if="fp8_block")):
+    for changes in ({}, dict(telemetry__every=2, telemetry__what_if="fp8_block")):
         run = build(tiny(data, precision="one_linear", **SMALL, **changes), jax.devices()[:1])
         (stage,) = run.stages
         texts.append([lower_program(run, stage, name).as_text() for name in ("step", "seed_step")])
@@ -49,10 +49,10 @@ def test_a_run_is_sampled(data, tmp_path, monkeypatch):
     config = tiny(
         data,
         precision="fp8_delayed:history=4",
-        telemetry_every=2,
+        telemetry__every=2,
         num_steps=4,
-        valid_every=4,
-        checkpoint_every=2,
+        valid__every=4,
+        checkpoint__every=2,
         warmup_steps=0,
         model_overrides__n_layers=1,
         model_overrides__mlp="gelu",
@@ -94,7 +94,7 @@ def test_a_run_is_sampled(data, tmp_path, monkeypatch):
 @pytest.fixture
 def writer(data, tmp_path):
     """Yields the telemetry of a run at its last step, what it measured, and its curves."""
-    config = tiny(data, telemetry_every=2, **SMALL)
+    config = tiny(data, telemetry__every=2, **SMALL)
     run = build(config, jax.devices()[:1])
     (stage,) = run.stages
     measured = jax.tree.map(jnp.ones_like, transformer_probes(stage.model)), None
@@ -168,7 +168,7 @@ HEADS = dict(model_overrides__n_heads=4, model_overrides__n_kv_heads=4)
 
 def sample(data, devices, **changes):
     """The rows of the first step, run in a certain way."""
-    config = tiny(data, telemetry_every=1, **{**SMALL, **changes})
+    config = tiny(data, telemetry__every=1, **{**SMALL, **changes})
     run = build(config, jax.devices()[:devices])
     (stage,) = run.stages
     with jax.set_mesh(run.mesh):
@@ -247,10 +247,13 @@ def same_to_rounding(one, two):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(telemetry_every=0), "telemetry_every=0 must be at least 1"),
-        (dict(telemetry_every=-5), "telemetry_every=-5 must be at least 1"),
-        (dict(telemetry_every=5, telemetry_what_if="fp9"), "unknown policy 'fp9'"),
-        (dict(telemetry_what_if="fp8_block"), "telemetry_what_if='fp8_block' is .*telemetry_every"),
+        (dict(telemetry__every=0), "telemetry.every=0 must be at least 1"),
+        (dict(telemetry__every=-5), "telemetry.every=-5 must be at least 1"),
+        (dict(telemetry__every=5, telemetry__what_if="fp9"), "unknown policy 'fp9'"),
+        (
+            dict(telemetry__what_if="fp8_block"),
+            "telemetry.what_if='fp8_block' is .*try.every",
+        ),
         (dict(log_to="wandb"), "log_to='wandb': expected wandb:PROJECT"),
     ],
 )

@@ -28,7 +28,7 @@ def sums(state, batch):
 def test_grad_accum_does_not_change_which_rows_validate(data, valid_batches):
     found = []
     for grad_accum in (1, 2, 4):
-        changes = dict(batch_size=8, grad_accum=grad_accum, valid_batches=valid_batches)
+        changes = dict(batch_size=8, grad_accum=grad_accum, valid__batches=valid_batches)
         run = build(tiny(data, **changes), jax.devices()[:1])
         (stage,) = run.stages
         programs = dataclasses.replace(stage.programs, eval_step=sums)

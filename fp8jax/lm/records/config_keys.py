@@ -1,0 +1,56 @@
+"""The keys of a config by their paths, and the names that some had before they stood in groups.
+
+A run does not read an old name: whoever uses one is told the new one. Only what old runs have
+stored is translated.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+OLD_KEYS = {
+    "valid_fraction": "valid.fraction",
+    "valid_every": "valid.every",
+    "valid_batches": "valid.batches",
+    "sample_every": "sample.every",
+    "sample_prompt": "sample.prompt",
+    "sample_tokens": "sample.tokens",
+    "sample_temperature": "sample.temperature",
+    "telemetry_every": "telemetry.every",
+    "telemetry_what_if": "telemetry.what_if",
+    "checkpoint_every": "checkpoint.every",
+    "checkpoint_keep": "checkpoint.keep",
+    "checkpoint_keep_best": "checkpoint.keep_best",
+}
+
+
+def by_path(config: ConfigDict) -> dict[str, Any]:
+    """Returns path -> value: "seed" of a key, "mesh_axes.data" of one in a group."""
+    values = dict(config)
+    for group in [key for key, value in values.items() if isinstance(value, ConfigDict)]:
+        values |= {f"{group}.{key}": value for key, value in values.pop(group).items()}
+    return values
+
+
+def refuse_old_keys(paths: Iterable[str]) -> None:
+    """Raises ValueError, with the new name, if there is an old name among the paths of a config."""
+    for path in paths:
+        if path in OLD_KEYS:
+            raise ValueError(renamed(path, OLD_KEYS[path]))
+
+
+def renamed(old: str, new: str) -> str:
+    """Returns the answer to an old name."""
+    return f"config.{old} is config.{new} now"
+
+
+def with_new_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config that a run has stored as JSON, whenever that was, with the keys of today."""
+    config: dict[str, Any] = {}
+    for key, value in stored.items():
+        # A group may have the name that a key had.
+        old = key in OLD_KEYS and not isinstance(value, Mapping)
+        group, _, name = (OLD_KEYS[key] if old else key).rpartition(".")
+        (config.setdefault(group, {}) if group else config)[name] = value
+    return config
