@@ -6,9 +6,9 @@ trains a Llama of 0.9M parameters on bytes, on a laptop. As in the paper's stres
 activations that are saved for the weight gradient are quantized, with one scale for each token: in
 E2M1, and in E4M3 in promoted layers. All else is BF16. The choice of the two formats is ours.
 
-    --config.gnmr_alpha='()'                                is the run without promotions,
-    --config.gnmr_alpha='()' --config.precision=bf16        the baseline, and
-    --config.gnmr_alpha='()' --config.precision=fp8_rowwise:only=wgrad_x,wgrad_tile=token
+    --config.gnmr.alpha='()'                                is the run without promotions,
+    --config.gnmr.alpha='()' --config.precision=bf16        the baseline, and
+    --config.gnmr.alpha='()' --config.precision=fp8_rowwise:only=wgrad_x,wgrad_tile=token
                                                             the run in 8 bits throughout.
 
 The paper's sizes are --config=configs/gnmr.py:SIZE with SIZE one of llama_60m, llama_125m (its
@@ -47,10 +47,10 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         raise ValueError(f"size {size!r} is none of {', '.join(SIZES)}")
     config = fp8jax.base_config()
     config.precision = SAVED_IN_4_BITS
-    config.gnmr_precision = SAVED_IN_8_BITS
-    config.gnmr_alpha = (1.5,)
-    config.gnmr_beta = 1.3
-    config.gnmr_most = MOST[size]
+    config.gnmr.precision = SAVED_IN_8_BITS
+    config.gnmr.alpha = (1.5,)
+    config.gnmr.beta = 1.3
+    config.gnmr.most = MOST[size]
     config.learning_rate = LEARNING_RATES[size]
     config.seq_len = 256
     if size == "small":
@@ -61,7 +61,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         return config
     if size == "naive":
         config.precision = "fp4_naive:fp4_tile=row,wgrad_tile=token"
-        config.gnmr_precision = "fp8_current"
+        config.gnmr.precision = "fp8_current"
         config.num_steps = 400
         config.warmup_steps = 40
         config.valid.every = 200

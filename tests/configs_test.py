@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import ConfigDict
 
 from configs import base
 from fp8jax.lm.data.corpus import build_corpus
@@ -108,7 +109,7 @@ def test_config_builds_at_smoke_size(name, tmp_path):
             step = getattr(run.stages[0].programs, program)
             state, metrics = jax.eval_shape(step, run.stages[0].state, batch, numbers)
             assert jax.tree.structure(state) == jax.tree.structure(run.stages[0].state)
-            promoted = {"promoted": (2,)} if config.gnmr_alpha else {}
+            promoted = {"promoted": (2,)} if config.gnmr.alpha else {}
             assert {k: v.shape for k, v in metrics.items()} == promoted | dict.fromkeys(
                 ("loss", "grad_norm", "learning_rate"), ()
             )
@@ -136,12 +137,12 @@ def test_papers_run_as_their_papers_say():
     most = {"llama_60m": 2, "llama_125m": 4, "llama_350m": 6, "llama_1b": 6}  # the first is ours
     for size in sizes("gnmr"):
         config = load("gnmr", size)
-        low, high = (as_recipe(name) for name in (config.precision, config.gnmr_precision))
-        assert config.gnmr_alpha and low.wgrad_x != high.wgrad_x
+        low, high = (as_recipe(name) for name in (config.precision, config.gnmr.precision))
+        assert config.gnmr.alpha and low.wgrad_x != high.wgrad_x
         assert low.wgrad_x.tile == TOKEN and low.wgrad_x.format.bits == 4
-        assert config.gnmr_most == most.get(size, 1)
+        assert config.gnmr.most == most.get(size, 1)
         layers = build(config).stages[0].model.config.n_layers
-        assert config.gnmr_most <= layers / 4 or size == "llama_125m"  # the paper's 4 of 12
+        assert config.gnmr.most <= layers / 4 or size == "llama_125m"  # the paper's 4 of 12
         if size != "naive":  # only the saved activations are quantized
             assert [low.casts, high.casts] == [(low.wgrad_x,), (high.wgrad_x,)]
 
@@ -331,6 +332,12 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
     assert settings <= used, settings - used
     assert keys_read('config.a + config["b"] + config.method() + other.c') == {"a", "b"}
     assert keys_read("config.a.b + config.c.method()") == {"a", "a.b", "c"}
+
+
+def test_every_key_is_read_as_an_attribute():
+    """`config.gnmr.lock` would be a method of ConfigDict."""
+    for path in by_path(base.get_config()):
+        assert not any(hasattr(ConfigDict, key) for key in path.split(".")), path
 
 
 # The command line ---------------------------------------------------------------------------------

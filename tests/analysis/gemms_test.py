@@ -587,7 +587,7 @@ def test_products_of_layers_that_may_be_promoted(data, low, high):
     """Each product of both recipes once a layer, by its module, whatever XLA merged."""
     one_layer = dict(model_overrides__n_layers=1, unroll=1)
     run = build(
-        tiny(data, precision=low, gnmr_alpha=(1.5,), gnmr_precision=high, **one_layer),
+        tiny(data, precision=low, gnmr__alpha=(1.5,), gnmr__precision=high, **one_layer),
         jax.devices()[:1],
     )
     linears = run.stages[0].model.config.linears

@@ -71,6 +71,8 @@ CONFIG_FILES = {
     "    config.lerning_rate = 3\n    return config\n",
     "old": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
     "    config.sample_every = 3\n    return config\n",
+    "former": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
+    "    config.recovery = 'skip:9'\n    return config\n",
     "lacks": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
     "    del config['seed'], config['mesh_axes']['data']\n    return config\n",
     "group": "from configs import base\ndef get_config():\n    config = base.get_config()\n"
@@ -210,6 +212,16 @@ CONFIGS = [
         ["--config=DIR/old.py"],
         "config.sample_every is config.sample.every now",
     ),
+    (
+        "old key that is a group now",
+        ["recovery=skip:9"],
+        "config.recovery is config.recovery.ladder",
+    ),
+    (
+        "old key that is a group in a file",
+        ["--config=DIR/former.py"],
+        "former.py: line 4: config.recovery is config.recovery.ladder now",
+    ),
     ("near a key of a group", ["chekpoint_every=5"], "did you mean 'checkpoint.every'"),
     ("no key", ["--config=configs/base.py", "--config.=1"], "--config.: configs/base.py has no k"),
     ("near none", ["zzz=1"], "configs/base.py has no key 'zzz'$"),
@@ -232,7 +244,7 @@ FLAGS = [
     ("float", ["learning_rate=abc"], "flag --config.learning_rate=abc: .*'abc'"),
     ("no bool", ["size_gate=maybe"], "flag --config.size_gate=maybe: .*boolean"),
     ("no value", ["--config=configs/base.py", "--config.seed"], "--workdir|Missing value"),
-    ("tuple", ["gnmr_alpha=(1,"], r"flag --config.gnmr_alpha=\(1,: .* tuple"),
+    ("tuple", ["gnmr.alpha=(1,"], r"flag --config.gnmr.alpha=\(1,: .* tuple"),
 ]
 
 WORKDIRS = [
@@ -290,14 +302,14 @@ NUMBERS = [
     *(
         (f"{key}={value}", r"does not lie in \[0, 1\]")
         for value in (-0.5, 1.5, "nan")
-        for key in ("final_fraction", "decay_fraction", "gnmr_first")
+        for key in ("final_fraction", "decay_fraction", "gnmr.first")
     ),
     *((f"weight_decay={value}", "must be finite and not neg") for value in (-1.0, "nan", "inf")),
     *((f"clip_norm={value}", "must be positive") for value in (0.0, -1.0, "nan")),
     *((f"valid.fraction={value}", "between 0 and 1") for value in (0.0, 1.0, -1.0, "nan")),
     *((f"data_timeout={value}", "must be positive and at most") for value in (0.0, "nan", "inf")),
     *((f"seed={value}", r"does not lie in \[0, 2\^32\)") for value in (-1, 2**32)),
-    *((f"spike_deviations={value}", "must be positive") for value in (0.0, "nan")),
+    *((f"recovery.spike_deviations={value}", "must be positive") for value in (0.0, "nan")),
     *((f"sample.temperature={value}", "must be finite") for value in (-1.0, "nan", "inf")),
     *(
         (f"model_overrides.{key}={value}", "must be positive and")
@@ -307,12 +319,12 @@ NUMBERS = [
     ),
     ("warmup_steps=-1", "is negative"),
     ("checkpoint.keep_best=-1", "is negative"),
-    ("spike_window=7", "must be at least 8"),
-    ("gnmr_beta=0.0", "must be positive"),
-    ("gnmr_most=0", "must be at least 1"),
-    ("gnmr_lock=-1", "must be at least 0"),
-    ("gnmr_window=0", "must be at least 1"),
-    ("gnmr_random=2.0", r"must lie in \[0, 1\]"),
+    ("recovery.spike_window=7", "must be at least 8"),
+    ("gnmr.beta=0.0", "must be positive"),
+    ("gnmr.most=0", "must be at least 1"),
+    ("gnmr.lock_steps=-1", "must be at least 0"),
+    ("gnmr.window=0", "must be at least 1"),
+    ("gnmr.random=2.0", r"must lie in \[0, 1\]"),
     ("model_overrides.learned_positions=-1", "is negative"),
     ("unroll=5", "is more than the model's 2 layers"),
 ]
@@ -330,8 +342,8 @@ NAMES = {
     "attention": ("cudn", "cudnn"),
     "backend": ("xna", "xla"),
     "remat": ("ful", "full"),
-    "recovery_precision": ("bf17", "bf16"),
-    "gnmr_precision": ("bf17", "bf16"),
+    "recovery.precision": ("bf17", "bf16"),
+    "gnmr.precision": ("bf17", "bf16"),
     "data": ("jsnol:x", "jsonl"),
     "model_overrides.norm": ("rm", "rms"),
     "model_overrides.mlp": ("swigl", "swiglu"),
@@ -340,16 +352,20 @@ NAMES = {
 }
 
 VALUES = [
-    ("alpha text", ["gnmr_alpha=abc"], r"gnmr_alpha=\('abc',\) must be one or two positive"),
-    ("three alphas", ["gnmr_alpha=1,2,3"], r"gnmr_alpha=\(1, 2, 3\) must be one or two"),
-    ("alpha negative", ["gnmr_alpha=-1"], r"gnmr_alpha=\(-1,\) must be one or two positive"),
-    ("most layers", ["gnmr_alpha=1.5", "gnmr_most=3"], "gnmr_most=3 is more than .* 2 layers"),
-    ("random without", ["gnmr_random=0.5"], "gnmr_random=0.5 needs a gnmr_alpha: GNMR is off"),
-    ("gnmr delayed", ["gnmr_precision=fp8_delayed"], "gnmr_precision='fp8_delayed' uses delayed"),
-    ("recovery", ["recovery=repeet:5"], "recovery='repeet:5': 'repeet' is none of repeat, skip"),
-    ("no budget", ["recovery=repeat"], "recovery='repeat': repeat needs a budget"),
-    ("rung twice", ["recovery=skip:1,skip:2"], "names a rung twice"),
-    ("recovery delayed", ["recovery_precision=fp8_delayed"], "uses delayed scaling"),
+    ("alpha text", ["gnmr.alpha=abc"], r"gnmr.alpha=\('abc',\) must be one or two positive"),
+    ("three alphas", ["gnmr.alpha=1,2,3"], r"gnmr.alpha=\(1, 2, 3\) must be one or two"),
+    ("alpha negative", ["gnmr.alpha=-1"], r"gnmr.alpha=\(-1,\) must be one or two positive"),
+    ("most layers", ["gnmr.alpha=1.5", "gnmr.most=3"], "gnmr.most=3 is more than .* 2 layers"),
+    ("random without", ["gnmr.random=0.5"], "gnmr.random=0.5 needs a gnmr.alpha: GNMR is off"),
+    ("gnmr delayed", ["gnmr.precision=fp8_delayed"], "gnmr.precision='fp8_delayed' uses delayed"),
+    (
+        "recovery",
+        ["recovery.ladder=repeet:5"],
+        "ladder='repeet:5': 'repeet' is none of repeat, skip",
+    ),
+    ("no budget", ["recovery.ladder=repeat"], "recovery.ladder='repeat': repeat needs a budget"),
+    ("rung twice", ["recovery.ladder=skip:1,skip:2"], "names a rung twice"),
+    ("recovery delayed", ["recovery.precision=fp8_delayed"], "uses delayed scaling"),
     ("option", ["precision=fp8_delayed:histroy=3"], "unknown option 'histroy'; did .* 'history'"),
     ("schedule text", ["precision_schedule=abc"], "'abc' is not a pair"),
     ("schedule late", ['precision_schedule=((1.5,"bf16"),)'], r"stay below 1, got \[0.0, 1.5\]"),

@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training import build
 
-# What no program depends on: data, the numbers of a step, when something is done; and the policy,
-# which is in the key by itself.
+# Keys and whole groups that no program depends on: data, the numbers of a step, when something is
+# done; and the policy, which is in the key by itself.
 _ELSEWHERE = frozenset(
     (
         "data",
@@ -39,7 +40,7 @@ _ELSEWHERE = frozenset(
         "decay_fraction",
         "final_fraction",
         "clip_norm",
-        "recovery",
+        "recovery.ladder",
         "valid",
         "checkpoint",
         "resume_with_changes",
@@ -53,7 +54,11 @@ _ELSEWHERE = frozenset(
 
 
 def _key(config: Any, shared: Any, *more: Any) -> tuple[Any, ...]:
-    kept = {key: value for key, value in config.to_dict().items() if key not in _ELSEWHERE}
+    kept = {
+        path: value
+        for path, value in by_path(config).items()
+        if _ELSEWHERE.isdisjoint((path, path.partition(".")[0]))
+    }
     words = shared.tokenizer.token_bytes.tobytes()
     return json.dumps(kept, sort_keys=True), shared.mesh, shared.shape, words, *more
 

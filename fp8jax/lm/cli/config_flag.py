@@ -104,7 +104,10 @@ def _load(spec: str) -> ConfigDict:
     except ValueError as error:  # a config's own refusal, of a size say
         raise ValueError(f"--config={spec}: {error}") from error
     except Exception as error:
-        raise ValueError(f"--config={spec}: {_place(error, path)}{_name(error)}") from error
+        line = _line(error, path)
+        place = "" if line is None else f"line {line}: "
+        text = _set_as_key(path, line) or _name(error)
+        raise ValueError(f"--config={spec}: {place}{text}") from error
     if not callable(get_config):
         raise ValueError(f"--config={spec}: the file has no function get_config")
     if not _takes(get_config, sizes):
@@ -133,13 +136,22 @@ def _takes(function: object, arguments: list[str]) -> bool:
     return True
 
 
-def _place(error: Exception, path: str) -> str:
-    """Returns "line 3: " for the line of the file at which it failed, "" if it failed elsewhere."""
+def _line(error: Exception, path: str) -> int | None:
+    """Returns the line of the file at which it failed, None if it failed elsewhere."""
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: " if error.filename == path else ""
+        return error.lineno if error.filename == path else None
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    return f"line {lines[-1]}: " if lines else ""
+    return next((f.lineno for f in reversed(frames) if f.filename == path), None)
+
+
+def _set_as_key(path: str, line: int | None) -> str:
+    """Returns the answer to a line that sets a group as the key that it once was, else ""."""
+    if line is None:
+        return ""
+    text = Path(path).read_text(encoding="utf-8").splitlines()[line - 1]
+    groups = [old for old, new in OLD_KEYS.items() if new.startswith(f"{old}.")]
+    found = re.search(rf"\b({'|'.join(groups)})\s*=", text)
+    return renamed(found[1], OLD_KEYS[found[1]]) if found else ""
 
 
 def _name(error: Exception) -> str:
@@ -175,6 +187,9 @@ def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
         if key not in known:
             raise ValueError(f"--config.{path}: {_unknown(group, key, known, keys)}")
         node, group = known[key], f"{group}{key}."
+    if isinstance(node, ConfigDict) and key in OLD_KEYS:  # a group that once was a key
+        new = OLD_KEYS[key].partition(".")[2]
+        raise ValueError(f"--config.{path}: {renamed(path, group + new)}")
 
 
 def _unknown(group: str, key: str, known: ConfigDict, keys: Keys) -> str:

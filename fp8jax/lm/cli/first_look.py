@@ -202,7 +202,7 @@ def spikes(losses: Mapping[int, float]) -> list[Note]:
                 Note(
                     first,
                     f"the training loss spikes to {peak[1]:.4g}{steps}, from a median of"
-                    f" {above:.4g}; nothing rejected it (spike_window turns a detector on)",
+                    f" {above:.4g}; nothing rejected it (recovery.spike_window is a detector)",
                 )
             )
             group.clear()

@@ -10,6 +10,18 @@ from typing import Any
 from ml_collections import ConfigDict
 
 OLD_KEYS = {
+    "recovery": "recovery.ladder",
+    "recovery_precision": "recovery.precision",
+    "spike_window": "recovery.spike_window",
+    "spike_deviations": "recovery.spike_deviations",
+    "gnmr_alpha": "gnmr.alpha",
+    "gnmr_beta": "gnmr.beta",
+    "gnmr_first": "gnmr.first",
+    "gnmr_most": "gnmr.most",
+    "gnmr_lock": "gnmr.lock_steps",
+    "gnmr_window": "gnmr.window",
+    "gnmr_random": "gnmr.random",
+    "gnmr_precision": "gnmr.precision",
     "valid_fraction": "valid.fraction",
     "valid_every": "valid.every",
     "valid_batches": "valid.batches",

@@ -9,7 +9,7 @@ steps, and let a queue hold its last `window` ratios:
 
 Candidates are the layers with R > 1 and those that are still locked. The `most` candidates with the
 largest R are promoted: they run the high-precision recipe in the next step. A promoted layer with
-R > 1 is locked for the next `lock` steps; a layer that is not promoted is not locked. alpha may
+R > 1 is locked for the next `lock_steps`; a layer that is not promoted is not locked. alpha may
 have two stages, such as the paper's 1.5 for the first 2.5% of the run and 1.1 afterwards.
 
 `random` is the control of an experiment: each step promotes layers at random instead, with that
@@ -38,7 +38,7 @@ class Gnmr:
       beta: the threshold of the acceleration.
       most: the largest number of layers that are promoted at a time.
       precision: the policy of promoted layers, without delayed scaling.
-      lock: how many steps a layer stays a candidate after its score was above 1.
+      lock_steps: how many steps a layer stays a candidate after its score was above 1.
       window: the number of ratios in the queue.
       random: the probability that a step promotes a layer at random; None promotes layers by their
         gradients.
@@ -47,7 +47,7 @@ class Gnmr:
     alpha: tuple[float, ...]
     beta: float
     most: int
-    lock: int
+    lock_steps: int
     window: int
     precision: str
     random: float | None = None
@@ -55,14 +55,14 @@ class Gnmr:
     def __post_init__(self):
         numbers = all(isinstance(a, int | float) for a in self.alpha)
         if not numbers or not 1 <= len(self.alpha) <= 2 or not all(a > 0 for a in self.alpha):
-            raise ValueError(f"gnmr_alpha={self.alpha} must be one or two positive thresholds")
+            raise ValueError(f"gnmr.alpha={self.alpha} must be one or two positive thresholds")
         if not self.beta > 0:
-            raise ValueError(f"gnmr_beta={self.beta} must be positive")
-        for name, least in (("most", 1), ("lock", 0), ("window", 1)):
+            raise ValueError(f"gnmr.beta={self.beta} must be positive")
+        for name, least in (("most", 1), ("lock_steps", 0), ("window", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"gnmr_{name}={getattr(self, name)} must be at least {least}")
+                raise ValueError(f"gnmr.{name}={getattr(self, name)} must be at least {least}")
         if self.random is not None and not 0 <= self.random <= 1:
-            raise ValueError(f"gnmr_random={self.random} must lie in [0, 1]")
+            raise ValueError(f"gnmr.random={self.random} must lie in [0, 1]")
 
     def init(self, n_layers: int) -> dict[str, Array]:
         """Returns the initial state of `update_gnmr`.
@@ -71,7 +71,7 @@ class Gnmr:
           ValueError: `most` is greater than the number of layers.
         """
         if self.most > n_layers:
-            raise ValueError(f"gnmr_most={self.most} is more than the model's {n_layers} layers")
+            raise ValueError(f"gnmr.most={self.most} is more than the model's {n_layers} layers")
         zeros = jnp.zeros(n_layers, jnp.float32)
         return {
             "steps": jnp.zeros((), jnp.int32),
@@ -112,7 +112,7 @@ def update_gnmr(
     if config.random is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, 1), steps)
         promoted = jax.random.bernoulli(key, config.random, norms.shape)
-    lock = jnp.where(score > 1, config.lock, jnp.maximum(seen["lock"] - 1, 0))
+    lock = jnp.where(score > 1, config.lock_steps, jnp.maximum(seen["lock"] - 1, 0))
     return {
         "steps": steps + 1,
         "mean": mean + (norms - mean) / (steps + 1),

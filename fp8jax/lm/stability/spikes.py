@@ -44,10 +44,11 @@ class SpikeDetector:
     def __post_init__(self):
         if self.window < 8:
             raise ValueError(
-                f"spike_window={self.window} must be at least 8, or None to turn the detector off"
+                f"recovery.spike_window={self.window} must be at least 8, or None to turn the"
+                " detector off"
             )
         if not self.deviations > 0:  # also refuses NaN
-            raise ValueError(f"spike_deviations={self.deviations} must be positive")
+            raise ValueError(f"recovery.spike_deviations={self.deviations} must be positive")
 
     def init(self) -> dict[str, Array]:
         """Returns the initial state of `judge`: an empty window."""

@@ -150,11 +150,11 @@ def _numbers(
     """The numbers of a step, from a program of their own: the schedule is compiled there alone."""
 
     def of_count(count: Array) -> StepNumbers:
-        first_steps = round(config.gnmr_first * config.num_steps)
+        first_steps = round(config.gnmr.first * config.num_steps)
         return StepNumbers(
             learning_rate=jnp.asarray(schedule(count), jnp.float32),
             clip_norm=jnp.asarray(optimizing.clip_norm, jnp.float32),
-            gnmr_first_steps=jnp.asarray(first_steps, jnp.int32) if config.gnmr_alpha else None,
+            gnmr_first_steps=jnp.asarray(first_steps, jnp.int32) if config.gnmr.alpha else None,
         )
 
     program = jax.jit(of_count, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -280,7 +280,7 @@ def _programs(
     bytes_V[: shared.tokenizer.vocab_size] = shared.tokenizer.token_bytes
     # It runs once: what counts is its compile time, which a loop over the layers shortens.
     seeding = model.clone(seeded=False, unroll=min(model.unroll, _SEEDING_UNROLL))
-    repeating = model.clone(policy=config.recovery_precision)
+    repeating = model.clone(policy=config.recovery.precision)
     # They run seldom. A loop compiles fastest, and computes the same.
     measured, measured_seeding = model.clone(unroll=1), seeding.clone(unroll=1)
     return Programs(
@@ -415,40 +415,41 @@ def _model(
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
     """What is tried on a rejected step, and the detector of loss spikes, None without one."""
-    if as_policy(config.recovery_precision).delayed:
+    if as_policy(config.recovery.precision).delayed:
         raise ValueError(
-            f"recovery_precision={config.recovery_precision!r} uses delayed scaling, and a"
+            f"recovery.precision={config.recovery.precision!r} uses delayed scaling, and a"
             " repeated step has no amax histories: take bf16 or a policy with current scaling"
         )
-    ladder = Ladder.parse(config.recovery)
-    if config.spike_window is None:
+    ladder = Ladder.parse(config.recovery.ladder)
+    if config.recovery.spike_window is None:
         return ladder, None
-    return ladder, SpikeDetector(window=config.spike_window, deviations=config.spike_deviations)
+    window, deviations = config.recovery.spike_window, config.recovery.spike_deviations
+    return ladder, SpikeDetector(window=window, deviations=deviations)
 
 
 def _gnmr(config: ConfigDict) -> Gnmr | None:
-    """GNMR's settings, None where `gnmr_alpha` is empty."""
-    if as_policy(config.gnmr_precision).delayed:
+    """GNMR's settings, None where `gnmr.alpha` is empty."""
+    if as_policy(config.gnmr.precision).delayed:
         raise ValueError(
-            f"gnmr_precision={config.gnmr_precision!r} uses delayed scaling, and a promoted"
+            f"gnmr.precision={config.gnmr.precision!r} uses delayed scaling, and a promoted"
             " layer has no amax histories: take a policy with current scaling"
         )
-    if not 0 <= config.gnmr_first <= 1:
-        raise ValueError(f"gnmr_first={config.gnmr_first} does not lie in [0, 1]")
+    if not 0 <= config.gnmr.first <= 1:
+        raise ValueError(f"gnmr.first={config.gnmr.first} does not lie in [0, 1]")
     gnmr = Gnmr(
         # Without thresholds, GNMR is off, but its other numbers are checked.
-        alpha=tuple(config.gnmr_alpha) or (1.0,),
-        beta=config.gnmr_beta,
-        most=config.gnmr_most,
-        lock=config.gnmr_lock,
-        window=config.gnmr_window,
-        precision=config.gnmr_precision,
-        random=config.gnmr_random,
+        alpha=tuple(config.gnmr.alpha) or (1.0,),
+        beta=config.gnmr.beta,
+        most=config.gnmr.most,
+        lock_steps=config.gnmr.lock_steps,
+        window=config.gnmr.window,
+        precision=config.gnmr.precision,
+        random=config.gnmr.random,
     )
-    if config.gnmr_alpha:
+    if config.gnmr.alpha:
         return gnmr
-    if config.gnmr_random is not None:
-        raise ValueError(f"gnmr_random={config.gnmr_random} needs a gnmr_alpha: GNMR is off")
+    if config.gnmr.random is not None:
+        raise ValueError(f"gnmr.random={config.gnmr.random} needs a gnmr.alpha: GNMR is off")
     return None
 
 

@@ -98,20 +98,22 @@ def base_config() -> ml_collections.ConfigDict:
     config.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state
-    config.recovery = ""  # what to try, in order, with budgets: repeat:5,skip:50; empty stops
-    config.recovery_precision = "bf16"  # policy in which repeat runs the step again
-    config.spike_window = placeholder(int)  # accepted losses to compare with; None: no detector
-    config.spike_deviations = 6.0  # threshold above their median, in deviations (from the MAD)
+    config.recovery = ml_collections.ConfigDict()
+    config.recovery.ladder = ""  # what to try, in order, with budgets: repeat:5,skip:50; "": stop
+    config.recovery.precision = "bf16"  # policy in which repeat runs the step again
+    config.recovery.spike_window = placeholder(int)  # accepted losses to compare with; None: off
+    config.recovery.spike_deviations = 6.0  # threshold above their median, in robust deviations
 
     # GNMR: runs layers whose gradients grow in higher precision for a while
-    config.gnmr_alpha = ()  # thresholds of the gradient ratio, one or two: (1.5, 1.1); (): off
-    config.gnmr_beta = 1.3  # threshold of the ratio's acceleration
-    config.gnmr_first = 0.025  # fraction of the run that uses the first of two thresholds
-    config.gnmr_most = 1  # largest number of layers promoted at a time
-    config.gnmr_lock = 1  # steps that a promotion lasts after its cause is gone
-    config.gnmr_window = 5  # earlier ratios that the acceleration is computed from
-    config.gnmr_random = placeholder(float)  # control: promote this share of layers by chance
-    config.gnmr_precision = "fp8_current"  # policy of promoted layers
+    config.gnmr = ml_collections.ConfigDict()
+    config.gnmr.alpha = ()  # thresholds of the gradient ratio, one or two: (1.5, 1.1); (): off
+    config.gnmr.beta = 1.3  # threshold of the ratio's acceleration
+    config.gnmr.first = 0.025  # fraction of the run that uses the first of two thresholds
+    config.gnmr.most = 1  # largest number of layers promoted at a time
+    config.gnmr.lock_steps = 1  # steps that a promotion lasts after its cause is gone
+    config.gnmr.window = 5  # earlier ratios that the acceleration is computed from
+    config.gnmr.random = placeholder(float)  # control: promote this share of layers by chance
+    config.gnmr.precision = "fp8_current"  # policy of promoted layers
 
     # Validation, samples, telemetry and checkpoints
     config.valid = ml_collections.ConfigDict()

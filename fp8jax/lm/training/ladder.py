@@ -39,13 +39,17 @@ class Ladder:
         for part in text.split(",") if text else ():
             name, colon, budget = part.strip().partition(":")
             if name not in RUNGS:
-                raise ValueError(f"recovery={text!r}: {name!r} is none of {', '.join(RUNGS)}")
+                raise ValueError(
+                    f"recovery.ladder={text!r}: {name!r} is none of {', '.join(RUNGS)}"
+                )
             if not (colon and budget.isdecimal() and int(budget)):
-                raise ValueError(f"recovery={text!r}: {name} needs a budget, as in {name}:10")
+                raise ValueError(
+                    f"recovery.ladder={text!r}: {name} needs a budget, as in {name}:10"
+                )
             rungs.append((name, int(budget)))
         names = [name for name, _ in rungs]
         if len(set(names)) < len(names):
-            raise ValueError(f"recovery={text!r} names a rung twice: give each rung once")
+            raise ValueError(f"recovery.ladder={text!r} names a rung twice: give each rung once")
         return cls(tuple(rungs))
 
     @property

@@ -43,13 +43,13 @@ def histories_key(config: Record, step: int) -> Any:
 
 
 def spikes_key(config: Record, step: int) -> Any:
-    """The window has as many entries as `spike_window` says."""
-    return config["spike_window"]
+    """The window has as many entries as `recovery.spike_window` says."""
+    return config["recovery"]["spike_window"]
 
 
 def gnmr_key(config: Record, step: int) -> Any:
     """Every setting of GNMR: its means and locks were made under them."""
-    return {name: value for name, value in config.items() if name.startswith("gnmr_")}
+    return config["gnmr"]
 
 
 def _policy_at(config: Record, step: int) -> Policy | str:

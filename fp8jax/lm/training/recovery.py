@@ -99,8 +99,8 @@ class Recovery:
         raise kind(
             f"step {step}: {said} is {what}. The update was not applied and nothing of it was"
             " saved: the checkpoints of this run hold finite steps. No rung of"
-            f" recovery={self.run.settings.recovery!r} is left. A lower learning rate or"
-            " precision=bf16 may help."
+            f" recovery.ladder={self.run.settings.recovery_ladder!r} is left. A lower learning"
+            " rate or precision=bf16 may help."
         )
 
     def _first_bad(self, position: Position, batch: Batch) -> str:

@@ -47,7 +47,7 @@ class Programs:
         and right after rejected steps.
       seed_step: the first step of a delayed policy; takes current amaxes and fills the histories.
       step: every other step.
-      repeat_step: a rejected step once more, in the policy `recovery_precision`.
+      repeat_step: a rejected step once more, in the policy `recovery.precision`.
       eval_step: (state, batch) -> sums over the batch, see `step.eval_step`.
       telemetry: (state, batch) -> statistics of every cast in that step, and which layers ran in
         another policy (`step.telemetry_step`); seed_telemetry is that of a seeding step. None

@@ -46,7 +46,7 @@ class Settings:
     seq_len: int
     grad_accum: int
     warmup_steps: int
-    recovery: str
+    recovery_ladder: str
     valid_every: int
     valid_batches: int | None
     sample_every: int | None
@@ -112,8 +112,8 @@ def check_numbers(config: ConfigDict) -> None:
             f"data_timeout={config.data_timeout} must be positive and at most "
             f"{threading.TIMEOUT_MAX:.0f} seconds"
         )
-    if not config.spike_deviations > 0:
-        raise ValueError(f"spike_deviations={config.spike_deviations} must be positive")
+    if not (deviations := config.recovery.spike_deviations) > 0:
+        raise ValueError(f"recovery.spike_deviations={deviations} must be positive")
     if config.checkpoint.keep_best < 0:
         raise ValueError(f"checkpoint.keep_best={config.checkpoint.keep_best} is negative")
     if not 0 <= config.sample.temperature < math.inf:

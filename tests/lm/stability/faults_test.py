@@ -83,14 +83,14 @@ def test_what_ends_a_process_changes_no_bit(data, monkeypatch, tmp_path):
 
 
 # The programs of the next two tests; the ladder is no part of them. The second layer gets faults.
-SPIKES = ("--config.spike_window=8",)
+SPIKES = ("--config.recovery.spike_window=8",)
 TWO = dict(model_overrides__n_layers=2, unroll=2)
 
 
 def test_bad_steps_are_skipped_and_counted(data, tmp_path):
     """NaN loss, infinite gradients of one layer, a spike of one step and one of ten."""
     injected = "--inject=nan_loss@12,inf_gradient@17,spike@24,spike@28x10"
-    train(longer(data, tmp_path, **TWO), *SPIKES, "--config.recovery=skip:13", injected)
+    train(longer(data, tmp_path, **TWO), *SPIKES, "--config.recovery.ladder=skip:13", injected)
     skipped = events(tmp_path, "skip")
     assert [(e["step"], e["cause"]) for e in skipped] == [
         (12, "non_finite"),
@@ -104,7 +104,7 @@ def test_bad_steps_are_skipped_and_counted(data, tmp_path):
 
 
 def test_a_permanent_nan_stops_with_its_cause_and_the_first_bad_tensor(data, tmp_path):
-    flags = (*SPIKES, "--config.recovery=skip:3")
+    flags = (*SPIKES, "--config.recovery.ladder=skip:3")
     run = longer(data, tmp_path / "gradient", **TWO)
     error = train(run, *flags, "--inject=inf_gradient@12x20", code=1)
     first = "layer 1, gradient of mlp/down/kernel"
@@ -123,7 +123,7 @@ def test_a_permanent_nan_stops_with_its_cause_and_the_first_bad_tensor(data, tmp
 def test_a_step_is_repeated_then_skipped_then_rolled_back(data, tmp_path):
     """The first NaN comes before there is a checkpoint to go back to."""
     run = longer(data, tmp_path, precision="fp8_delayed")
-    ladder = "--config.recovery=repeat:2,skip:1,rollback:1"
+    ladder = "--config.recovery.ladder=repeat:2,skip:1,rollback:1"
     # The source ends the run, without programs that say what was not finite, or validate.
     error = train(run, ladder, "--inject=nan_loss@5,nan_loss@15,source_raises@17", code=1)
     assert "data source failed" in error

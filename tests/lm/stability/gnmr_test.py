@@ -18,7 +18,7 @@ from tests.support.runs import corpus, tiny
 
 
 def settings(**changes) -> Gnmr:
-    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock=1, window=5, precision="bf16")
+    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock_steps=1, window=5, precision="bf16")
     return Gnmr(**(defaults | changes))
 
 
@@ -53,7 +53,7 @@ def by_the_paper(config: Gnmr, norms, first_steps) -> np.ndarray:
         chosen = sorted(candidates, key=lambda b: -scores[b])[: config.most]
         for b in range(layers):
             found[t, b] = b in chosen
-            again = config.lock if scores[b] > 1 else max(lock[b] - 1, 0)
+            again = config.lock_steps if scores[b] > 1 else max(lock[b] - 1, 0)
             lock[b] = again if b in chosen else 0
     return found
 
@@ -63,8 +63,8 @@ def by_the_paper(config: Gnmr, norms, first_steps) -> np.ndarray:
     [
         ({}, 0),
         (dict(most=1), 0),
-        (dict(lock=3), 0),
-        (dict(lock=0), 0),
+        (dict(lock_steps=3), 0),
+        (dict(lock_steps=0), 0),
         (dict(alpha=(3.0, 1.1)), 20),
         (dict(window=2, beta=2.0), 0),
     ],
@@ -98,14 +98,14 @@ def test_by_chance_the_share_is_promoted_whatever_the_gradients():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(alpha=()), "gnmr_alpha=.* must be one or two positive thresholds"),
+        (dict(alpha=()), "gnmr.alpha=.* must be one or two positive thresholds"),
         (dict(alpha=(1.5, -1.0)), "one or two positive thresholds"),
         (dict(alpha=(3.0, 2.0, 1.0)), "one or two positive thresholds"),
-        (dict(beta=0.0), "gnmr_beta=0.0 must be positive"),
-        (dict(most=0), "gnmr_most=0 must be at least 1"),
-        (dict(lock=-1), "gnmr_lock=-1 must be at least 0"),
-        (dict(window=0), "gnmr_window=0 must be at least 1"),
-        (dict(random=1.5), r"gnmr_random=1.5 must lie in \[0, 1\]"),
+        (dict(beta=0.0), "gnmr.beta=0.0 must be positive"),
+        (dict(most=0), "gnmr.most=0 must be at least 1"),
+        (dict(lock_steps=-1), "gnmr.lock_steps=-1 must be at least 0"),
+        (dict(window=0), "gnmr.window=0 must be at least 1"),
+        (dict(random=1.5), r"gnmr.random=1.5 must lie in \[0, 1\]"),
     ],
 )
 def test_thresholds_out_of_range_are_refused(changes, message):
@@ -114,18 +114,18 @@ def test_thresholds_out_of_range_are_refused(changes, message):
 
 
 def test_settings_that_do_not_fit_a_run_are_refused(data):
-    with pytest.raises(ValueError, match="gnmr_most=3 is more than the model's 2 layers"):
-        build(tiny(data, gnmr_alpha=(1.5,), gnmr_most=3))
-    with pytest.raises(ValueError, match="gnmr_random=0.1 needs a gnmr_alpha"):
-        build(tiny(data, gnmr_random=0.1))
-    with pytest.raises(ValueError, match="gnmr_precision='fp8_delayed' uses delayed scaling"):
-        build(tiny(data, gnmr_alpha=(1.5,), gnmr_precision="fp8_delayed"))
+    with pytest.raises(ValueError, match="gnmr.most=3 is more than the model's 2 layers"):
+        build(tiny(data, gnmr__alpha=(1.5,), gnmr__most=3))
+    with pytest.raises(ValueError, match="gnmr.random=0.1 needs a gnmr.alpha"):
+        build(tiny(data, gnmr__random=0.1))
+    with pytest.raises(ValueError, match="gnmr.precision='fp8_delayed' uses delayed scaling"):
+        build(tiny(data, gnmr__alpha=(1.5,), gnmr__precision="fp8_delayed"))
 
 
 def delayed(data, **changes):
     """A run with and without delayed scaling, layer by layer; and a batch of it."""
     config = tiny(
-        data, precision="fp8_delayed", gnmr_alpha=(1.5,), gnmr_precision="bf16", **changes
+        data, precision="fp8_delayed", gnmr__alpha=(1.5,), gnmr__precision="bf16", **changes
     )
     run = build(config, jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
@@ -178,7 +178,7 @@ def test_promotions_change_without_a_compilation(data, changes):
 
 def test_a_run_writes_how_many_are_promoted_and_when_others_are(data, tmp_path):
     """Thresholds that noise exceeds; both layers at a time."""
-    config = tiny(data, precision="fp4_naive", gnmr_alpha=(0.9,), gnmr_most=2, num_steps=12)
+    config = tiny(data, precision="fp4_naive", gnmr__alpha=(0.9,), gnmr__most=2, num_steps=12)
     train_and_evaluate(config, str(tmp_path))
     counts = [line["promoted"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
     events = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "promotion"]

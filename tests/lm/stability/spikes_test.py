@@ -81,9 +81,9 @@ def test_nothing_is_judged_before_half_a_window():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(window=7, deviations=6.0), "spike_window=7 must be at least 8"),
-        (dict(window=8, deviations=0.0), "spike_deviations=0.0 must be positive"),
-        (dict(window=8, deviations=float("nan")), "spike_deviations=nan must be positive"),
+        (dict(window=7, deviations=6.0), "recovery.spike_window=7 must be at least 8"),
+        (dict(window=8, deviations=0.0), "recovery.spike_deviations=0.0 must be positive"),
+        (dict(window=8, deviations=float("nan")), "recovery.spike_deviations=nan must be positive"),
     ],
 )
 def test_thresholds_out_of_range_are_refused(settings, message):

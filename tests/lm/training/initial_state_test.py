@@ -89,7 +89,7 @@ def policies():
         # So does the noise of policy and moments, and what the spike detector remembers.
         # resume_test.py shows the same of a run that resumes.
         pytest.param(
-            dict(precision="noisy", moments="fp8", optimizer="lion", spike_window=8),
+            dict(precision="noisy", moments="fp8", optimizer="lion", recovery__spike_window=8),
             marks=pytest.mark.full,
         ),
     ],

@@ -347,7 +347,7 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
 def test_what_happens_around_a_step_in_this_order(data, tmp_path, monkeypatch):
     """A step is read once the next one runs, or where something after it is due. One is rejected,
     and a signal that comes after step 6 takes effect after step 7."""
-    config = one_layer(data, num_steps=9, valid__every=5, recovery="skip:1")
+    config = one_layer(data, num_steps=9, valid__every=5, recovery__ladder="skip:1")
     config.sample.update(every=5, tokens=24, prompt="The ")
     order = []
 

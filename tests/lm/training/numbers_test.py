@@ -23,7 +23,7 @@ from tests.support.runs import ONE_LINEAR, one_layer
 
 SHORT = dict(schedule="wsd", learning_rate=0.5, warmup_steps=2, num_steps=13, clip_norm=0.25)
 OTHERS = {"short": SHORT, "unclipped": SHORT | dict(clip_norm=math.inf)}
-GNMR = dict(gnmr_alpha=(1.5, 1.1), gnmr_first=0.5)
+GNMR = dict(gnmr__alpha=(1.5, 1.1), gnmr__first=0.5)
 
 
 def one_device(config):

@@ -156,7 +156,7 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
     # One moment: to encode one takes as long to compile as all else.
     moments = dict(moments="fp8", optimizer="lion")
-    config = one_layer(data, precision="one_linear", spike_window=8, **moments)
+    config = one_layer(data, precision="one_linear", recovery__spike_window=8, **moments)
     run = build(config, jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
     good = [to_devices(next(batches), run.batch_sharding) for _ in range(23)]
@@ -190,4 +190,5 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
 def test_without_a_detector_the_state_remembers_nothing(data):
     run = build(tiny(data))
     assert jax.tree.leaves(run.stages[0].state.spikes) == []
-    assert len(jax.tree.leaves(build(tiny(data, spike_window=8)).stages[0].state.spikes)) == 2
+    run = build(tiny(data, recovery__spike_window=8))
+    assert len(jax.tree.leaves(run.stages[0].state.spikes)) == 2

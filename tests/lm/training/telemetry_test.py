@@ -206,7 +206,7 @@ def test_loops_remat_accumulation_mesh_moments_and_gnmr_do_not_change_the_number
         grad_accum=2,
         moments="fp8",
         optimizer="lion",
-        gnmr_alpha=(1.5,),
+        gnmr__alpha=(1.5,),
         mesh_axes__data=2,
         mesh_axes__tensor=2,
         **HEADS,
