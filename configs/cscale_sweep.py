@@ -25,8 +25,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.model_overrides.tie_embeddings = True
     config.seq_len = 128
     config.num_steps = 60
-    config.warmup_steps = 6
-    config.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 6
+    config.optimizer.learning_rate = 3e-3
     config.valid.every = 30
     config.valid.batches = 16
     return config

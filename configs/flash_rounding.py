@@ -30,12 +30,12 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config = fp8jax.base_config()
     config.attention = "stabilized"
     config.model_overrides.biases = "none"
-    config.weight_decay = 0.0
-    config.final_fraction = 0.01
+    config.optimizer.weight_decay = 0.0
+    config.optimizer.final_fraction = 0.01
     if size == "small":
         config.model = "gpt2_tiny"
         config.num_steps = 150
-        config.warmup_steps = 15
+        config.optimizer.warmup_steps = 15
         config.valid.every = 50
         config.valid.batches = 8
         return config
@@ -45,7 +45,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.batch_size = 512
     config.grad_accum = 4
     config.num_steps = 600_000
-    config.warmup_steps = 2000
+    config.optimizer.warmup_steps = 2000
     config.valid.every = 1000
     config.valid.batches = 4
     config.checkpoint.every = 1000

@@ -34,7 +34,7 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.precision_schedule = ((0.0, "fp4_mixed"), (0.9, "bf16"))
     if size == "small":
         config.num_steps = 150
-        config.warmup_steps = 15
+        config.optimizer.warmup_steps = 15
         config.valid.every = 50
         config.valid.batches = 8
         return config
@@ -42,8 +42,8 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.seq_len = 1024
     config.batch_size = 256
     config.num_steps = 20_000
-    config.warmup_steps = 1000
-    config.learning_rate = 6e-4
+    config.optimizer.warmup_steps = 1000
+    config.optimizer.learning_rate = 6e-4
     config.valid.every = 500
     config.valid.batches = 16
     config.checkpoint.every = 500

@@ -51,11 +51,11 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
     config.gnmr.alpha = (1.5,)
     config.gnmr.beta = 1.3
     config.gnmr.most = MOST[size]
-    config.learning_rate = LEARNING_RATES[size]
+    config.optimizer.learning_rate = LEARNING_RATES[size]
     config.seq_len = 256
     if size == "small":
         config.num_steps = 150
-        config.warmup_steps = 15
+        config.optimizer.warmup_steps = 15
         config.valid.every = 50
         config.valid.batches = 8
         return config
@@ -63,14 +63,14 @@ def get_config(size: str = "small") -> ml_collections.ConfigDict:
         config.precision = "fp4_naive:fp4_tile=row,wgrad_tile=token"
         config.gnmr.precision = "fp8_current"
         config.num_steps = 400
-        config.warmup_steps = 40
+        config.optimizer.warmup_steps = 40
         config.valid.every = 200
         config.valid.batches = 8
         return config
     config.model = size
     config.batch_size = 512
     config.num_steps = 20_000
-    config.warmup_steps = 2000
+    config.optimizer.warmup_steps = 2000
     config.valid.every = 500
     config.valid.batches = 16
     config.checkpoint.every = 500

@@ -24,8 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.batch_size = 64
     config.grad_accum = 8
     config.num_steps = 100_000
-    config.warmup_steps = 2000
-    config.learning_rate = 3e-4
+    config.optimizer.warmup_steps = 2000
+    config.optimizer.learning_rate = 3e-4
     config.valid.every = 1000
     config.valid.batches = 2
     config.checkpoint.every = 1000

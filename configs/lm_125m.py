@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.seq_len = 1024
     config.batch_size = 32
     config.num_steps = 200
-    config.learning_rate = 6e-4
+    config.optimizer.learning_rate = 6e-4
     config.valid.batches = 16
     config.checkpoint.every = 200
     return config

@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     config = fp8jax.base_config()
     config.precision = "fp8_delayed"
     config.num_steps = 150
-    config.warmup_steps = 15
+    config.optimizer.warmup_steps = 15
     config.valid.every = 50
     config.valid.batches = 8
     return config

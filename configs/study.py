@@ -31,11 +31,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.valid.batches = 1
     config.valid.every = 1008
     config.num_steps = 8064  # the trunk's: the last fork begins here
-    config.schedule = "wsd"
-    config.warmup_steps = 200
-    config.decay_fraction = 0.0  # the forks decay
-    config.final_fraction = 0.1
-    config.learning_rate = 2e-3  # to be tuned in BF16, once, with --plan=rate
+    config.optimizer.schedule = "wsd"
+    config.optimizer.warmup_steps = 200
+    config.optimizer.decay_fraction = 0.0  # the forks decay
+    config.optimizer.final_fraction = 0.1
+    config.optimizer.learning_rate = 2e-3  # to be tuned in BF16, once, with --plan=rate
     config.checkpoint.every = 1008  # divides the first steps of all forks
     config.checkpoint.keep = 2
     return config

@@ -73,7 +73,7 @@ def smoke_size(config, folder: Path):
     """The config with the smallest sizes, on generated text; all else as it is."""
     tiny = dict(d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=64, head_dim=16)
     config.model_overrides.update(tiny)
-    config.update(num_steps=8, warmup_steps=1, seq_len=32)
+    config.update(num_steps=8, optimizer=dict(warmup_steps=1), seq_len=32)
     if config.unroll is not None:
         config.unroll = min(config.unroll, tiny["n_layers"])
     config.batch_size = 8 * config.grad_accum
@@ -148,7 +148,9 @@ def test_papers_run_as_their_papers_say():
 
 
 def check_values(config, **values) -> None:
-    assert {name: config[name] for name in values} == values
+    """Keys of a group are `group__key`."""
+    found = by_path(config)
+    assert {name: found[name.replace("__", ".")] for name in values} == values
 
 
 def test_infir2_pretrains_as_published():
@@ -164,16 +166,16 @@ def test_infir2_pretrains_as_published():
             batch_size=128,
             num_steps=40_000,
             document_masking=False,
-            optimizer="adamw",
-            learning_rate=1e-4,
-            schedule="wsd",
-            weight_decay=0.1,
-            b1=0.9,
-            b2=0.95,
-            clip_norm=1.0,
-            moments="float32",
-            gradients="float32",
-            master_weights="float32",
+            optimizer__name="adamw",
+            optimizer__learning_rate=1e-4,
+            optimizer__schedule="wsd",
+            optimizer__weight_decay=0.1,
+            optimizer__b1=0.9,
+            optimizer__b2=0.95,
+            optimizer__clip_norm=1.0,
+            optimizer__moments="float32",
+            optimizer__gradients="float32",
+            optimizer__master_weights="float32",
         )
         assert round(config.num_steps * config.batch_size * config.seq_len / 1e9) == 168
         optimizer = OptimizerConfig.from_config(config)
@@ -197,12 +199,12 @@ def test_infir2_fine_tunes_as_published(stage):
             num_epochs=5,
             document_masking=True,
             remat="full",
-            optimizer="adamw",
-            weight_decay=0.0,
-            learning_rate=peak,
-            schedule="cosine",
-            b1=0.9,
-            b2=0.95,
+            optimizer__name="adamw",
+            optimizer__weight_decay=0.0,
+            optimizer__learning_rate=peak,
+            optimizer__schedule="cosine",
+            optimizer__b1=0.9,
+            optimizer__b2=0.95,
         )
         assert {"stage1": "72k", "stage2": "165k"}[stage] in config.data
         config.num_steps = 1000  # what five epochs may come to
@@ -224,7 +226,7 @@ def test_stosignsgd_has_the_formats_of_its_paper(size):
     parts = [state.params, *(optax.tree.get(state.opt_state, name) for name in ("mu", "bound"))]
     for part, dtype in zip(parts, ("bfloat16", "float8_e4m3fn", "float32"), strict=True):
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(part)} == {dtype}
-    assert load("stosignsgd", size).gradients == "e5m2"
+    assert load("stosignsgd", size).optimizer.gradients == "e5m2"
 
 
 @pytest.mark.parametrize(("name", "size"), ALL)
@@ -236,7 +238,7 @@ def test_a_shorter_run_needs_no_other_key(name, size, num_steps):
     optimizer = OptimizerConfig.from_config(config)
     assert optimizer.warmup < num_steps
     _, schedule = make_optimizer(optimizer)
-    assert 0 < float(schedule(num_steps - 1)) <= np.float32(config.learning_rate)
+    assert 0 < float(schedule(num_steps - 1)) <= np.float32(config.optimizer.learning_rate)
     stages = as_schedule(config.precision, config.precision_schedule)
     assert stages.begins(num_steps)[0] == 0
 
@@ -321,12 +323,13 @@ def test_every_key_is_read_and_what_is_read_is_a_key():
     read = set().union(*map(keys_read, readers))
     paths = by_path(config)
     # Handed over as a whole, field by field.
-    whole = {field.name for field in dataclasses.fields(OptimizerConfig)} - {"name"}
+    whole = {f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig)}
     settings = {field.name for field in dataclasses.fields(Settings)} - {"record"}
     whole |= {path for path in paths if path.replace(".", "_") in settings}
     for group, fields in (("model_overrides", ModelConfig), ("mesh_axes", MeshAxes)):
         whole |= {f"{group}.{field.name}" for field in dataclasses.fields(fields)}
     groups = {path.partition(".")[0] for path in paths if "." in path}
+    whole -= {"optimizer.num_steps", "optimizer.seed"}  # which are of the run
     assert set(paths) == read - groups | whole
     used = set(re.findall(r"settings\.(\w+)", "".join(readers)))
     assert settings <= used, settings - used

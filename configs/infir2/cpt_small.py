@@ -19,11 +19,11 @@ def get_config() -> ml_collections.ConfigDict:
     config = fp8jax.base_config()
     config.precision = "fp8_block_ue8m0"
     config.model = "qwen2_tiny"
-    config.schedule = "wsd"
-    config.decay_fraction = 0.125
-    config.final_fraction = 0.1
+    config.optimizer.schedule = "wsd"
+    config.optimizer.decay_fraction = 0.125
+    config.optimizer.final_fraction = 0.1
     config.num_steps = 160
-    config.warmup_steps = 20
+    config.optimizer.warmup_steps = 20
     config.valid.every = 80
     config.valid.batches = 8
     return config

@@ -30,8 +30,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.problems_2.update(train=45_000, test=2000, steps="1:3")
     for stage in (config.cpt, config.sft_1, config.sft_2):
         stage.seq_len = 1024
-        stage.b1, stage.b2 = 0.9, 0.95
-        stage.final_fraction = 0.1
+        stage.optimizer.b1, stage.optimizer.b2 = 0.9, 0.95
+        stage.optimizer.final_fraction = 0.1
         stage.valid.batches = 16
         stage.checkpoint.every = 400
         stage.checkpoint.keep = 1  # of 27 runs with 1.3 GB each
@@ -41,17 +41,17 @@ def get_config() -> ml_collections.ConfigDict:
     cpt.seed = 1236
     cpt.batch_size = 64
     cpt.num_steps = 1600
-    cpt.schedule = "wsd"
-    cpt.warmup_steps = 200
-    cpt.decay_fraction = 0.125
-    cpt.learning_rate = 1e-3
+    cpt.optimizer.schedule = "wsd"
+    cpt.optimizer.warmup_steps = 200
+    cpt.optimizer.decay_fraction = 0.125
+    cpt.optimizer.learning_rate = 1e-3
     cpt.valid.every = 400
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 5
         sft.batch_size = 8  # rows, of about a dozen examples each
-        sft.warmup_fraction = 0.05
-        sft.learning_rate = 5e-4
-        sft.weight_decay = 0.0
+        sft.optimizer.warmup_fraction = 0.05
+        sft.optimizer.learning_rate = 5e-4
+        sft.optimizer.weight_decay = 0.0
         sft.valid.every = 200
     config.evaluate.problems = (
         "trained={problems_2}/test.jsonl",

@@ -21,26 +21,26 @@ def get_config() -> ml_collections.ConfigDict:
         stage.seq_len = 256
         stage.batch_size = 8
         stage.unroll = 2
-        stage.b1, stage.b2 = 0.9, 0.95
-        stage.final_fraction = 0.1
+        stage.optimizer.b1, stage.optimizer.b2 = 0.9, 0.95
+        stage.optimizer.final_fraction = 0.1
     cpt = config.cpt
     cpt.model = "qwen2_tiny"
     # Multiples of 128, which servers need for weights in blocks.
     cpt.model_overrides.update(
         vocab_size=1024, d_model=128, n_layers=2, n_heads=4, n_kv_heads=4, d_ff=256
     )
-    cpt.schedule = "wsd"
-    cpt.decay_fraction = 0.125
+    cpt.optimizer.schedule = "wsd"
+    cpt.optimizer.decay_fraction = 0.125
     cpt.num_steps = 60
-    cpt.warmup_steps = 8
+    cpt.optimizer.warmup_steps = 8
     cpt.valid.every = 30
     cpt.valid.batches = 4
     cpt.checkpoint.every = 20
     for sft in (config.sft_1, config.sft_2):
         sft.num_epochs = 1
-        sft.warmup_fraction = 0.05
-        sft.learning_rate = 5e-4
-        sft.weight_decay = 0.0
+        sft.optimizer.warmup_fraction = 0.05
+        sft.optimizer.learning_rate = 5e-4
+        sft.optimizer.weight_decay = 0.0
         sft.valid.every = 50
         sft.checkpoint.every = 20
     config.evaluate.rows = 64

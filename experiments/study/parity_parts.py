@@ -67,8 +67,8 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
     trunk_keys = (f"num_steps={fork.begin}", "resume_with_changes=True")
     decay_keys = (
         f"initial_state={trunk}@{fork.begin}",
-        "schedule=decay",
-        "warmup_steps=0",
+        "optimizer.schedule=decay",
+        "optimizer.warmup_steps=0",
         f"num_steps={fork.steps}",
         "checkpoint.keep=1",
     )

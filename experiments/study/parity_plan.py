@@ -99,7 +99,7 @@ _RATES = tuple(
     Arm(
         name=f"bf16_rate_{rate}",
         precision="bf16",
-        changes=(f"learning_rate={rate}",),
+        changes=(f"optimizer.learning_rate={rate}",),
         tokens_per_second=9e5,
     )
     for rate in ("1e-3", "2e-3", "4e-3", "8e-3")
@@ -111,7 +111,7 @@ _REPEATS = tuple(
     Arm(
         name=f"bf16_{rate}_repeat{number}",
         precision="bf16",
-        changes=(f"learning_rate={rate}",),
+        changes=(f"optimizer.learning_rate={rate}",),
         environment=(("JAX_ENABLE_COMPILATION_CACHE", "false"),),
         tokens_per_second=9e5,
     )

@@ -559,7 +559,7 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     )
     monkeypatch.setattr(loop, "find_gemms", noted_gemms)
     monkeypatch.setattr(loop, "to_devices", noted_to_devices)
-    config = tiny(data, precision="fp8_delayed", num_steps=3, warmup_steps=1)
+    config = tiny(data, precision="fp8_delayed", num_steps=3, optimizer__warmup_steps=1)
     train_and_evaluate(config, str(tmp_path))
     before = noted[0][1]
     both = before + 2
@@ -636,7 +636,7 @@ def test_a_promoted_product_that_has_no_gemm_is_missing():
 
 
 def test_requiring_fp8_is_a_change_of_config(data, tmp_path):
-    config = tiny(data, num_steps=1, warmup_steps=0, valid__batches=1, unroll=1)
+    config = tiny(data, num_steps=1, optimizer__warmup_steps=0, valid__batches=1, unroll=1)
     config.model_overrides.n_layers = 1
     train_and_evaluate(config, str(tmp_path))
     config.require_fp8_gemms = True

@@ -343,7 +343,9 @@ def test_the_gains_are_written_once_and_a_run_resumes_under_the_gate(
 ):
     """The histories of a checkpoint belong to its policy: a gated one begins its own, and then goes
     on with them."""
-    config = tiny(data, precision="fp8_delayed", seq_len=128, num_steps=5, warmup_steps=2)
+    config = tiny(
+        data, precision="fp8_delayed", seq_len=128, num_steps=5, optimizer__warmup_steps=2
+    )
     config.batch_size = 2  # few rows make the small linears lose
     config.unroll = config.model_overrides.n_layers = 1  # compiles in half the time
     with caplog.at_level("INFO", logger="absl"):

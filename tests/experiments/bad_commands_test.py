@@ -45,7 +45,7 @@ SMALL = (
     "valid.fraction=0.1",
     "seq_len=64",
     "num_steps=20",
-    "warmup_steps=5",
+    "optimizer.warmup_steps=5",
     "model_overrides.d_model=64",
     "model_overrides.n_layers=2",
     "model_overrides.n_heads=4",
@@ -187,7 +187,7 @@ CONFIGS = [
     (
         "key of a file",
         ["--config=DIR/typo.py"],
-        "base.py has no key 'lerning_rate'; did you mean 'learning_rate'",
+        "base.py has no key 'lerning_rate'; did you mean 'optimizer.learning_rate'",
     ),
     ("lacks keys", ["--config=DIR/lacks.py"], "lacks seed: begin with configs.base.get_config"),
     ("no group", ["--config=DIR/group.py"], "mesh_axes must be a group of keys"),
@@ -198,7 +198,7 @@ CONFIGS = [
         "key",
         ["lerning_rate=1"],
         "--config.lerning_rate: configs/base.py has no key 'lerning_rate';"
-        " did you mean 'learning_r",
+        " did you mean 'optimizer.l",
     ),
     ("key of a group", ["model_overrides.d_modl=1"], "no key '.*d_modl'; did you mean 'd_model'"),
     ("key of a value", ["mesh.x=1"], "--config.mesh.x: configs/base.py has no key 'mesh.x'"),
@@ -241,7 +241,11 @@ FLAGS = [
     ("fault at 0", ["--inject=nan_loss@0"], "inject='nan_loss@0': expected"),
     ("int", ["num_steps=abc"], "flag --config.num_steps=abc: .*'abc'"),
     ("int of a float", ["num_steps=1.5"], "flag --config.num_steps=1.5: .*'1.5'"),
-    ("float", ["learning_rate=abc"], "flag --config.learning_rate=abc: .*'abc'"),
+    (
+        "float",
+        ["optimizer.learning_rate=abc"],
+        "flag --config.optimizer.learning_rate=abc: .*'abc'",
+    ),
     ("no bool", ["size_gate=maybe"], "flag --config.size_gate=maybe: .*boolean"),
     ("no value", ["--config=configs/base.py", "--config.seed"], "--workdir|Missing value"),
     ("tuple", ["gnmr.alpha=(1,"], r"flag --config.gnmr.alpha=\(1,: .* tuple"),
@@ -292,20 +296,23 @@ NUMBERS = [
     *(
         (f"{key}={value}", r"does not lie in \[0, 1\)")
         for value in (1.5, 1.0, -0.1, "nan")
-        for key in ("b1", "b2")
+        for key in ("optimizer.b1", "optimizer.b2")
     ),
     *(
         (f"{key}={value}", "must be positive and finite")
         for value in (0.0, -1.0, "nan", "inf")
-        for key in ("eps", "learning_rate")
+        for key in ("optimizer.eps", "optimizer.learning_rate")
     ),
     *(
         (f"{key}={value}", r"does not lie in \[0, 1\]")
         for value in (-0.5, 1.5, "nan")
-        for key in ("final_fraction", "decay_fraction", "gnmr.first")
+        for key in ("optimizer.final_fraction", "optimizer.decay_fraction", "gnmr.first")
     ),
-    *((f"weight_decay={value}", "must be finite and not neg") for value in (-1.0, "nan", "inf")),
-    *((f"clip_norm={value}", "must be positive") for value in (0.0, -1.0, "nan")),
+    *(
+        (f"optimizer.weight_decay={value}", "must be finite and not neg")
+        for value in (-1.0, "nan", "inf")
+    ),
+    *((f"optimizer.clip_norm={value}", "must be positive") for value in (0.0, -1.0, "nan")),
     *((f"valid.fraction={value}", "between 0 and 1") for value in (0.0, 1.0, -1.0, "nan")),
     *((f"data_timeout={value}", "must be positive and at most") for value in (0.0, "nan", "inf")),
     *((f"seed={value}", r"does not lie in \[0, 2\^32\)") for value in (-1, 2**32)),
@@ -317,7 +324,7 @@ NUMBERS = [
             d_model=0, n_layers=-1, norm_eps="nan", rope_theta=-1.0, vocab_size=0
         ).items()
     ),
-    ("warmup_steps=-1", "is negative"),
+    ("optimizer.warmup_steps=-1", "is negative"),
     ("checkpoint.keep_best=-1", "is negative"),
     ("recovery.spike_window=7", "must be at least 8"),
     ("gnmr.beta=0.0", "must be positive"),
@@ -335,9 +342,9 @@ NAMES = {
     "model": ("llama_125", "llama_125m"),
     "precision_schedule": ('((0.9,"bf17"),)', "bf16"),
     "tokenizer": ("byte", "bytes"),
-    "optimizer": ("adam", "adamw"),
-    "schedule": ("cosin", "cosine"),
-    "moments": ("fp9", "fp8"),
+    "optimizer.name": ("adam", "adamw"),
+    "optimizer.schedule": ("cosin", "cosine"),
+    "optimizer.moments": ("fp9", "fp8"),
     "mesh": ("fdsp", "fsdp"),
     "attention": ("cudn", "cudnn"),
     "backend": ("xna", "xla"),
@@ -448,7 +455,12 @@ ROWS = [
     *VALUES,
     *DATA,
     *(
-        (text, [text], f"{re.escape(text.removeprefix('model_overrides.'))}.* {message}")
+        # A class that is made of a whole group says the names of its fields.
+        (
+            text,
+            [text],
+            f"{re.escape(re.sub(r'^(model_overrides|optimizer)[.]', '', text))}.* {message}",
+        )
         for text, message in NUMBERS
     ),
     *(

@@ -771,7 +771,9 @@ def test_command_refuses_in_one_line():
 
 def test_cost_of_telemetry(data):
     small = dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, mlp="gelu")
-    config = tiny(data, num_steps=8, telemetry__every=4, warmup_steps=0, unroll=1, batch_size=8)
+    config = tiny(
+        data, num_steps=8, telemetry__every=4, optimizer__warmup_steps=0, unroll=1, batch_size=8
+    )
     config.model_overrides.update(small)
     made = telemetry.measure_telemetry(config)
     assert [row.name for row in made.rows][:2] == [

@@ -29,7 +29,9 @@ def test_a_ratio_of_perplexities_by_hand():
 def test_the_tables_of_a_run(data, tmp_path):
     """BF16 and scales of tokens do not see later tokens, but for the sums of another GEMM shape;
     scales of a batch do."""
-    config = tiny(data, precision="fp8_delayed", num_steps=10, warmup_steps=2, valid__batches=1)
+    config = tiny(
+        data, precision="fp8_delayed", num_steps=10, optimizer__warmup_steps=2, valid__batches=1
+    )
     train_and_evaluate(config, str(tmp_path / "run"))
     jax.clear_caches()
     text = inference.inference_tables(

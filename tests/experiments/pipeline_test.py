@@ -518,7 +518,7 @@ def flags(folder, workdir):
         "tokenizer.vocab_size": 300,
         "cpt.model_overrides.vocab_size": 320,
         "cpt.num_steps": 12,
-        "cpt.warmup_steps": 2,
+        "cpt.optimizer.warmup_steps": 2,
         "problems_1.train": 80,
         "problems_1.test": 5,
         "problems_2.train": 80,
@@ -547,7 +547,7 @@ def test_a_mistake_in_the_last_stage_is_said_before_any_is_trained(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\n{"prompt": "2?"}\n')
     bad = [
         (f"sft_2.data=chat:{tmp_path}/bad.jsonl", r"sft_2 in bf16: .*bad\.jsonl, line 2"),
-        ("sft_2.optimizer=adamv", "sft_2 in bf16: unknown optimizer 'adamv'; did you mean"),
+        ("sft_2.optimizer.name=adamv", "sft_2 in bf16: unknown optimizer 'adamv'; did you mean"),
         ("cpt.model_overrides.d_ff=200", "export of .*fp8_block_ue8m0: .* multiples of 128"),
     ]
     for change, message in bad:

@@ -148,9 +148,8 @@ def tiny(data):
         seq_len=32,
         batch_size=8,
         num_steps=4,
-        warmup_steps=1,
         valid=dict(every=2, batches=1, fraction=0.1),
-        learning_rate=3e-3,
+        optimizer=dict(warmup_steps=1, learning_rate=3e-3),
     )
     return config
 
@@ -197,7 +196,7 @@ def test_curves_by_hand(trained, tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     # Nothing is finished twice, a lost run neither; another config is another run.
     assert loss_curves.loss_curves(config, tmp_path, names, [0]) == text and len(trained) == 4
-    config.learning_rate = 1e-4
+    config.optimizer.learning_rate = 1e-4
     loss_curves.loss_curves(config, tmp_path, ["mxfp8"], [0])
     assert trained[4:] == ["bf16", "mxfp8"]
 
@@ -264,7 +263,7 @@ def test_what_a_run_leaves_is_read(tmp_path):
 def test_a_run_that_diverges_is_a_failed_curve(data, tmp_path):
     """The real training program, at a learning rate that no model survives."""
     config = tiny(data)
-    config.update(learning_rate=1e38, clip_norm=1e30, warmup_steps=0, num_steps=10)
+    config.update(optimizer=dict(learning_rate=1e38, clip_norm=1e30, warmup_steps=0), num_steps=10)
     curve = loss_curves.train_once(config, tmp_path)
     assert curve.failed is not None and 2 <= curve.failed < 10
     assert list(curve.loss) == list(range(1, curve.failed))

@@ -38,11 +38,11 @@ def tiny(data, **changes):
         seq_len=64,
         batch_size=16,
         num_steps=20,
-        warmup_steps=5,
+        optimizer__warmup_steps=5,
         valid__every=10,
         valid__batches=2,
         checkpoint__every=5,
-        learning_rate=3e-3,
+        optimizer__learning_rate=3e-3,
         valid__fraction=0.1,
     )
     config.unroll = 2  # compiles in half the time of a loop

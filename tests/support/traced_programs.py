@@ -33,13 +33,13 @@ _ELSEWHERE = frozenset(
         "bad_examples",
         "num_steps",
         "num_epochs",
-        "learning_rate",
-        "schedule",
-        "warmup_steps",
-        "warmup_fraction",
-        "decay_fraction",
-        "final_fraction",
-        "clip_norm",
+        "optimizer.learning_rate",
+        "optimizer.schedule",
+        "optimizer.warmup_steps",
+        "optimizer.warmup_fraction",
+        "optimizer.decay_fraction",
+        "optimizer.final_fraction",
+        "optimizer.clip_norm",
         "recovery.ladder",
         "valid",
         "checkpoint",
@@ -79,7 +79,7 @@ def traced_once() -> Iterator[None]:
 
     def of_stage(config, shared, model, initial, state, shardings):
         # The seed is in the state. Moments that are rounded stochastically have it, too.
-        plain = config.optimizer == "adamw" and config.moments == "float32"
+        plain = config.optimizer.name == "adamw" and config.optimizer.moments == "float32"
         key = _key(config, shared, model), None if plain else config.seed
         if key not in programs:
             programs[key] = make_programs(config, shared, model, initial, state, shardings)

@@ -74,7 +74,9 @@ class InitialWeights:
             return read_tree(files, self.model, prefix, shardings, dtype)
         with self._checkpointer() as checkpointer:
             step, meta = read_record(checkpointer, Path(self.source), None)
-            stored = "float32" if "config" not in meta else meta["config"]["master_weights"]
+            stored = (
+                "float32" if "config" not in meta else meta["config"]["optimizer"]["master_weights"]
+            )
             items = {PARAMS: _with_dtype(abstract, MASTER_WEIGHTS[stored])}
             restored = checkpointer.restore(items, at_most=step, only=(PARAMS,))
         assert restored is not None

@@ -153,7 +153,9 @@ def _load_workdir(
         words = tokenizer_of_workdir(workdir, record)
         _check(shape, policy, words, mesh, str(workdir))
         model, shardings, boxed = _model(shape, policy, own, mesh, backend, attention)
-        dtype = jnp.float32 if record is None else MASTER_WEIGHTS[record["master_weights"]]
+        dtype = (
+            jnp.float32 if record is None else MASTER_WEIGHTS[record["optimizer"]["master_weights"]]
+        )
         items = {PARAMS: _abstract(boxed["params"], shardings["params"], dtype)}
         if own and HISTORIES in boxed:
             items[_HISTORIES] = _abstract(boxed[HISTORIES], shardings[HISTORIES], jnp.float32)

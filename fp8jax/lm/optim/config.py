@@ -104,7 +104,8 @@ class OptimizerConfig:
     def from_config(cls, config: ConfigDict) -> "OptimizerConfig":
         """Returns the optimizer settings of a run's config (fp8jax.base_config).
 
-        `name` is `config.optimizer`; every other field has the same name in the config.
+        Its fields are the keys of `config.optimizer`, but for `num_steps` and `seed`.
         """
-        fields = {field.name for field in dataclasses.fields(cls)} - {"name"}
-        return cls(name=config.optimizer, **{name: config[name] for name in fields})
+        fields = {field.name for field in dataclasses.fields(cls)} - {"num_steps", "seed"}
+        group = {name: config.optimizer[name] for name in fields}
+        return cls(num_steps=config.num_steps, seed=config.seed, **group)

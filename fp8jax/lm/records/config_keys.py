@@ -10,6 +10,21 @@ from typing import Any
 from ml_collections import ConfigDict
 
 OLD_KEYS = {
+    "optimizer": "optimizer.name",
+    "learning_rate": "optimizer.learning_rate",
+    "schedule": "optimizer.schedule",
+    "warmup_steps": "optimizer.warmup_steps",
+    "warmup_fraction": "optimizer.warmup_fraction",
+    "decay_fraction": "optimizer.decay_fraction",
+    "final_fraction": "optimizer.final_fraction",
+    "weight_decay": "optimizer.weight_decay",
+    "b1": "optimizer.b1",
+    "b2": "optimizer.b2",
+    "eps": "optimizer.eps",
+    "clip_norm": "optimizer.clip_norm",
+    "gradients": "optimizer.gradients",
+    "moments": "optimizer.moments",
+    "master_weights": "optimizer.master_weights",
     "recovery": "recovery.ladder",
     "recovery_precision": "recovery.precision",
     "spike_window": "recovery.spike_window",

@@ -108,13 +108,13 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     if optimizing.warmup < optimizing.asked_warmup:
         logging.warning(
             "warmup_steps=%d do not fit into num_steps=%d with the schedule %s: the run warms up "
-            "over %d steps", optimizing.asked_warmup, config.num_steps, config.schedule,
+            "over %d steps", optimizing.asked_warmup, config.num_steps, config.optimizer.schedule,
             optimizing.warmup,
         )  # fmt: skip
     shared = _Shared(
         mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
         numbers=_numbers(config, optimizing, schedule, mesh),
-        master_weights=lookup("master weights", config.master_weights, MASTER_WEIGHTS),
+        master_weights=lookup("master weights", config.optimizer.master_weights, MASTER_WEIGHTS),
         detector=detector, gnmr=gnmr, initial_weights=weights,
         optional_state=_optional_state(detector, gnmr, shape.n_layers),
     )  # fmt: skip
@@ -205,7 +205,7 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
         linen.meta.unbox(boxed),
         tree_shardings(boxed, shared.mesh),
     )
-    copies = config.master_weights != "float32"
+    copies = config.optimizer.master_weights != "float32"
     sizes = sizes_of(
         model,
         shared.mesh,

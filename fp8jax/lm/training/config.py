@@ -79,23 +79,22 @@ def base_config() -> ml_collections.ConfigDict:
     config.log_to = ""  # also send scalars to wandb:PROJECT or trackio:PROJECT; empty: nowhere
 
     # Optimizer
-    config.optimizer = "adamw"  # a key of OPTIMIZERS in fp8jax/lm/optim/optimizers.py
-    config.learning_rate = 1e-3  # the largest one, reached after the warm-up
-    config.schedule = "cosine"  # cosine; wsd: warm-up, stable, decay; decay: the last of these
-    config.warmup_steps = 20  # of linear growth of the rate; if too many, a tenth of the run
-    config.warmup_fraction = placeholder(float)  # warm-up as a share of the run; None: warmup_steps
-    config.decay_fraction = 0.2  # wsd: fraction of the run that decays
-    config.final_fraction = 0.1  # final learning rate divided by the largest
-    config.weight_decay = 0.1  # applies to kernels and embeddings
-    config.b1 = 0.9  # decay rate of the first moment
-    config.b2 = 0.95  # decay rate of the second moment
-    config.eps = 1e-8  # added to the root of the second moment
-    config.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
-    config.gradients = "float32"  # what clipped gradients are rounded to: float32 or e5m2, unscaled
-    config.moments = (
-        "float32"  # how moments are stored: a key of MOMENTS (lm/optim/moment_formats.py)
-    )
-    config.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
+    config.optimizer = ml_collections.ConfigDict()
+    config.optimizer.name = "adamw"  # a key of OPTIMIZERS (fp8jax/lm/optim/optimizers.py)
+    config.optimizer.learning_rate = 1e-3  # the largest one, reached after the warm-up
+    config.optimizer.schedule = "cosine"  # cosine, wsd (stable, then decay) or decay alone
+    config.optimizer.warmup_steps = 20  # of linear growth; if too many, a tenth of the run
+    config.optimizer.warmup_fraction = placeholder(float)  # as a share of the run; None: steps
+    config.optimizer.decay_fraction = 0.2  # wsd: fraction of the run that decays
+    config.optimizer.final_fraction = 0.1  # final learning rate divided by the largest
+    config.optimizer.weight_decay = 0.1  # applies to kernels and embeddings
+    config.optimizer.b1 = 0.9  # decay rate of the first moment
+    config.optimizer.b2 = 0.95  # decay rate of the second moment
+    config.optimizer.eps = 1e-8  # added to the root of the second moment
+    config.optimizer.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
+    config.optimizer.gradients = "float32"  # format, once clipped: float32 or e5m2, unscaled
+    config.optimizer.moments = "float32"  # how they are stored: a key of MOMENTS (lm/optim)
+    config.optimizer.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state
     config.recovery = ml_collections.ConfigDict()

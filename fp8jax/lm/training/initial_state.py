@@ -3,7 +3,8 @@
 A decay of its own from any checkpoint of a stable phase, for example, is the last phase of "wsd" in
 a workdir of its own:
 
-    --config.initial_state=runs/stable@30000 --config.schedule=decay --config.warmup_steps=0
+    --config.initial_state=runs/stable@30000 --config.optimizer.schedule=decay \\
+        --config.optimizer.warmup_steps=0
 
 What goes on, and what starts anew:
 
@@ -38,8 +39,8 @@ from fp8jax.lm.records.run_checkpoint import CONVERTED_FROM, PARAMS
 from fp8jax.lm.training.resume import checkpoint_items
 from fp8jax.lm.training.run import Run
 
-# Keys that decide which arrays the state has, and what they mean.
-_SAME = ("optimizer", "moments", "master_weights")
+# Keys of the optimizer that decide which arrays the state has, and what they mean.
+_SAME = ("name", "moments", "master_weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,9 @@ class InitialState:
                 f"initial_state={self.source} holds weights that were converted from"
                 f" {meta[CONVERTED_FROM]}, and no optimizer's state: take it as initial_weights"
             )
-        before, now = meta["config"], run.settings.record
-        others = [f"{key}: {before[key]} -> {now[key]}" for key in _SAME if before[key] != now[key]]
+        before = meta["config"]
+        was, now = before["optimizer"], run.settings.record["optimizer"]
+        others = [f"optimizer.{k}: {was[k]} -> {now[k]}" for k in _SAME if was[k] != now[k]]
         if others:
             raise ValueError(
                 f"initial_state={self.source} has the state of another optimizer: {listed(others)}."

@@ -41,7 +41,7 @@ def special_tokens() -> tuple[str, str]:
 
 
 def run_of(data, **changes) -> ml_collections.ConfigDict:
-    config = tiny(data, num_steps=2, warmup_steps=1, valid__batches=1, **changes)
+    config = tiny(data, num_steps=2, optimizer__warmup_steps=1, valid__batches=1, **changes)
     for name in config.model_overrides:
         config.model_overrides[name] = None
     return config
@@ -54,7 +54,11 @@ def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp
         convert.import_folder(source, tmp_path / "workdir")
         source = str(tmp_path / "workdir")
     config = run_of(
-        data, model=f"hf:{folder}", initial_weights=source, mesh="fsdp", master_weights=master
+        data,
+        model=f"hf:{folder}",
+        initial_weights=source,
+        mesh="fsdp",
+        optimizer__master_weights=master,
     )
     run = build(config)
     run.initial_weights.check()
@@ -82,8 +86,8 @@ def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path)
         model=spec,
         initial_weights=spec,
         tokenizer=f"bpe:{folder}/tokenizer.json",
-        learning_rate=1e-30,
-        weight_decay=0.0,
+        optimizer__learning_rate=1e-30,
+        optimizer__weight_decay=0.0,
     )
     train_and_evaluate(config, str(tmp_path / "run"))
     before = load_model(spec)

@@ -392,7 +392,11 @@ def small(model: str, overrides: dict | None = None, **changes):
     if MODELS[model].learned_positions:
         config.model_overrides.learned_positions = LENGTH
     config.update(
-        seq_len=LENGTH, batch_size=ROWS, num_steps=50, warmup_steps=5, learning_rate=1e-2, **changes
+        seq_len=LENGTH,
+        batch_size=ROWS,
+        num_steps=50,
+        optimizer=dict(warmup_steps=5, learning_rate=1e-2),
+        **changes,
     )
     return config
 

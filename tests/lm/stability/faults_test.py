@@ -26,7 +26,7 @@ def traced():
 
 def longer(data, workdir: Path, **changes) -> list[str]:
     """A run in which bad steps come after others that were good."""
-    steps = dict(num_steps=STEPS, warmup_steps=5, valid__every=20, checkpoint__every=10)
+    steps = dict(num_steps=STEPS, optimizer__warmup_steps=5, valid__every=20, checkpoint__every=10)
     return tiny_run(data, workdir, **steps, **changes)
 
 

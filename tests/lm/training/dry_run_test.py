@@ -32,7 +32,7 @@ def tiny(**changes):
     config = base.get_config()
     config.model_overrides.update(SIZES)
     config.unroll = 2  # compiles in half the time of a loop
-    sizes = dict(batch_size=16, seq_len=64, num_steps=20, warmup_steps=5)
+    sizes = dict(batch_size=16, seq_len=64, num_steps=20, optimizer__warmup_steps=5)
     return set_keys(config, **sizes | changes)
 
 
@@ -98,7 +98,11 @@ def test_accumulation_saves_work_space_and_not_gradients():
 
 
 def test_gradients_are_float32_and_weights_as_the_config_stores_them():
-    state = build(tiny(mesh="fsdp", master_weights="bfloat16"), jax.devices()[:8]).stages[0].state
+    state = (
+        build(tiny(mesh="fsdp", optimizer__master_weights="bfloat16"), jax.devices()[:8])
+        .stages[0]
+        .state
+    )
     assert programs.device_bytes(state.params) == 2 * (CUT // 8 + WHOLE)
     assert memory.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
     assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
@@ -240,7 +244,7 @@ def test_dry_run_prints_the_figures_and_makes_no_workdir(tmp_path):
         "--config.batch_size=16",
         "--config.seq_len=64",
         "--config.num_steps=20",
-        "--config.warmup_steps=5",
+        "--config.optimizer.warmup_steps=5",
         "--config.unroll=2",
         *overrides,
     )

@@ -23,7 +23,7 @@ def chat_run(folder, **changes):
         num_epochs=4,
         num_steps=7,
         batch_size=16,
-        warmup_steps=1,
+        optimizer=dict(warmup_steps=1),
         valid=dict(fraction=0.1, every=100),
         checkpoint=dict(every=1, keep=99),
     )
@@ -59,9 +59,9 @@ def test_weights_have_no_epochs(tmp_path):
     "key", ["data", "batch_size", "seed", "num_epochs", "(contents of the data)"]
 )
 def test_what_decides_the_examples_must_not_change(key):
-    require_same_epochs(["learning_rate: 0.1 -> 0.2"])
+    require_same_epochs(["optimizer.learning_rate: 0.1 -> 0.2"])
     with pytest.raises(ValueError, match="reads every example equally often"):
-        require_same_epochs(["learning_rate: 0.1 -> 0.2", f"{key}: 1 -> 2"])
+        require_same_epochs(["optimizer.learning_rate: 0.1 -> 0.2", f"{key}: 1 -> 2"])
 
 
 def test_a_run_resumes_inside_epoch_3(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.resume import checkpoint_items
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
-from tests.support.runs import ONE_LINEAR, numbers, one_layer, tiny
+from tests.support.runs import ONE_LINEAR, numbers, one_layer, set_keys, tiny
 from tests.support.traced_programs import traced_once
 
 
@@ -36,10 +36,10 @@ def whole_run(data, **changes):
     """Warm-up and stable phase of 5 steps, and a decay of 3."""
     return one_layer(
         data,
-        schedule="wsd",
+        optimizer__schedule="wsd",
         num_steps=STABLE + DECAY,
-        decay_fraction=DECAY / (STABLE + DECAY),
-        warmup_steps=2,
+        optimizer__decay_fraction=DECAY / (STABLE + DECAY),
+        optimizer__warmup_steps=2,
         checkpoint__every=STABLE,
         valid__every=4,
         valid__batches=1,
@@ -50,9 +50,8 @@ def whole_run(data, **changes):
 def decay_of(config, state: str, **changes):
     """The decay alone, from the state of another run."""
     config = config.copy_and_resolve_references()
-    config.update(schedule="decay", num_steps=DECAY, warmup_steps=0, initial_state=state)
-    config.update(changes)
-    return config
+    config.optimizer.update(schedule="decay", warmup_steps=0)
+    return set_keys(config, **dict(num_steps=DECAY, initial_state=state) | changes)
 
 
 def saved(workdir: Path, config, step: int):
@@ -89,7 +88,12 @@ def policies():
         # So does the noise of policy and moments, and what the spike detector remembers.
         # resume_test.py shows the same of a run that resumes.
         pytest.param(
-            dict(precision="noisy", moments="fp8", optimizer="lion", recovery__spike_window=8),
+            dict(
+                precision="noisy",
+                optimizer__moments="fp8",
+                optimizer__name="lion",
+                recovery__spike_window=8,
+            ),
             marks=pytest.mark.full,
         ),
     ],
@@ -144,16 +148,19 @@ def _check_refusals(config, tmp_path):
     """What no state of the run `bf16` can be, before anything is written."""
     there = str(tmp_path / "bf16")
     for changes, message in [
-        (dict(optimizer="lion"), "of another optimizer: optimizer: adamw -> lion. Take these"),
-        (dict(moments="bf16"), "moments: float32 -> bf16"),
-        (dict(master_weights="bfloat16"), "master_weights: float32 -> bfloat16"),
+        (
+            dict(optimizer__name="lion"),
+            "of another optimizer: optimizer.name: adamw -> lion. Take these",
+        ),
+        (dict(optimizer__moments="bf16"), "moments: float32 -> bf16"),
+        (dict(optimizer__master_weights="bfloat16"), "master_weights: float32 -> bfloat16"),
         (dict(initial_state=f"{there}@7"), "bf16 has no sound checkpoint of step 7"),
         (dict(initial_state=f"{there}/none"), "none is not a folder: name the workdir"),
         (dict(initial_state="hf:here"), "hf:here has weights and no optimizer's state: take it as"),
         (dict(initial_weights=there), "has weights of its own: leave out initial_weights="),
     ]:
         refused = decay_of(config, there)
-        refused.update(changes)
+        set_keys(refused, **changes)
         with pytest.raises(ValueError, match=message):
             train_and_evaluate(refused, str(tmp_path / "refused"))
     smaller = decay_of(config, there)

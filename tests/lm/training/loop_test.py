@@ -201,7 +201,7 @@ def losses_of(workdir):
 def delayed(data):
     """A config of several tests: its programs are compiled once. Eight devices train in
     experiments/train_test.py."""
-    return one_layer(data, precision="one_linear", schedule="wsd")
+    return one_layer(data, precision="one_linear", optimizer__schedule="wsd")
 
 
 @pytest.fixture(scope="module")
@@ -265,13 +265,13 @@ def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     whole = files()
-    other = one_layer(data, num_steps=4, optimizer="lion")
-    with pytest.raises(ValueError, match=r"optimizer: 'adamw' -> 'lion'"):
+    other = one_layer(data, num_steps=4, optimizer__name="lion")
+    with pytest.raises(ValueError, match=r"optimizer.name: 'adamw' -> 'lion'"):
         train_and_evaluate(other, str(tmp_path))
     other.resume_with_changes = True  # its moments are others, whoever asks
     with pytest.raises(ValueError, match=r"opt_state/.*nu/embedding: 'float32.* -> \(missing\)"):
         train_and_evaluate(other, str(tmp_path))
-    stored = one_layer(data, num_steps=4, moments="fp8", resume_with_changes=True)
+    stored = one_layer(data, num_steps=4, optimizer__moments="fp8", resume_with_changes=True)
     with pytest.raises(ValueError, match=r"opt_state/.*\(missing\) -> 'float8_e4m3fn"):
         train_and_evaluate(stored, str(tmp_path))
     assert files() == whole
@@ -288,7 +288,9 @@ def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data
 def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, tmp_path):
     """A run of 6 steps goes on to 9 with half the batch and another learning rate."""
     train_and_evaluate(one_layer(data, num_steps=6), str(tmp_path))
-    changes = dict(num_steps=9, batch_size=8, learning_rate=1e-3, resume_with_changes=True)
+    changes = dict(
+        num_steps=9, batch_size=8, optimizer__learning_rate=1e-3, resume_with_changes=True
+    )
     config = one_layer(data, **changes)
     last = train_and_evaluate(config, str(tmp_path))
     assert len(losses_of(tmp_path)) == 9
@@ -298,8 +300,8 @@ def test_batch_learning_rate_and_steps_change_on_resume_and_are_recorded(data, t
     (resume,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "resume")
     assert resume["step"] == 6 and resume["changes"] == [
         "batch_size: 16 -> 8",
-        "learning_rate: 0.003 -> 0.001",
         "num_steps: 6 -> 9",
+        "optimizer.learning_rate: 0.003 -> 0.001",
     ]
     assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
     # The schedule is that of the new run at the steps it is at: the last has the final rate.
@@ -317,7 +319,7 @@ def test_samples_profile_and_the_best_checkpoint(data, tmp_path):
     config.checkpoint.update(keep=1, keep_best=1)
     config.sample.update(every=5, tokens=24, prompt="The ")
     # A learning rate that breaks the model again after step 10.
-    config.update(warmup_steps=14, learning_rate=0.3)
+    config.optimizer.update(warmup_steps=14, learning_rate=0.3)
     train_and_evaluate(config, str(tmp_path), profile=(3, 4))
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [5, 10, 15]
@@ -384,7 +386,13 @@ def test_what_happens_around_a_step_in_this_order(data, tmp_path, monkeypatch):
 
 
 def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_path):
-    config = one_layer(data, learning_rate=1e38, clip_norm=1e30, warmup_steps=0, num_steps=10)
+    config = one_layer(
+        data,
+        optimizer__learning_rate=1e38,
+        optimizer__clip_norm=1e30,
+        optimizer__warmup_steps=0,
+        num_steps=10,
+    )
     config.checkpoint.every = 1
     with pytest.raises(NonFiniteError, match=r"step \d: .*(loss|grad_norm)=.*not finite"):
         train_and_evaluate(config, str(tmp_path))
@@ -400,8 +408,11 @@ def test_a_non_finite_step_stops_before_its_update_and_its_checkpoint(data, tmp_
 def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp_path):
     """At a high rate from tiny outputs they grow in each of the first steps; a resumed run goes on
     with what was seen."""
-    config = one_layer(data, num_steps=4, warmup_steps=0, valid__every=1, learning_rate=2e-2)
-    config.update(schedule="wsd", decay_fraction=0.0, resume_with_changes=True)
+    config = one_layer(
+        data, num_steps=4, optimizer__warmup_steps=0, valid__every=1, optimizer__learning_rate=2e-2
+    )
+    config.optimizer.update(schedule="wsd", decay_fraction=0.0)
+    config.resume_with_changes = True
     train_and_evaluate(config, str(tmp_path))
     assert not happened(tmp_path)
     config.num_steps = 9
@@ -429,9 +440,9 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
         (dict(mesh="fsdp", model_overrides__d_model=60), "'embed' has size 60, which is not"),
         (dict(tokenizer="byte"), "unknown tokenizer 'byte'"),
         (dict(remat="ful"), "unknown remat policy 'ful'; did you mean 'full'"),
-        (dict(optimizer="adam"), "unknown optimizer 'adam'; did you mean 'adamw'"),
-        (dict(schedule="cosin"), "unknown schedule"),
-        (dict(warmup_steps=-1), "warmup_steps=-1 is negative"),
+        (dict(optimizer__name="adam"), "unknown optimizer 'adam'; did you mean 'adamw'"),
+        (dict(optimizer__schedule="cosin"), "unknown schedule"),
+        (dict(optimizer__warmup_steps=-1), "warmup_steps=-1 is negative"),
         (dict(unroll=3), "unroll=3 is more than the model's 2 layers"),
         (dict(model_overrides__vocab_size=256), "vocab_size=256 is less than .* 258"),
         (dict(model="gpt2_tiny", seq_len=2048), "seq_len=2048 is more than .*positions=1024"),

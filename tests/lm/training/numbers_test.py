@@ -21,8 +21,14 @@ from fp8jax.lm.training.programs import lower_program
 from fp8jax.numerics.policy import POLICIES
 from tests.support.runs import ONE_LINEAR, one_layer
 
-SHORT = dict(schedule="wsd", learning_rate=0.5, warmup_steps=2, num_steps=13, clip_norm=0.25)
-OTHERS = {"short": SHORT, "unclipped": SHORT | dict(clip_norm=math.inf)}
+SHORT = dict(
+    optimizer__schedule="wsd",
+    optimizer__learning_rate=0.5,
+    optimizer__warmup_steps=2,
+    num_steps=13,
+    optimizer__clip_norm=0.25,
+)
+OTHERS = {"short": SHORT, "unclipped": SHORT | dict(optimizer__clip_norm=math.inf)}
 GNMR = dict(gnmr__alpha=(1.5, 1.1), gnmr__first=0.5)
 
 
@@ -47,7 +53,9 @@ def test_runs_that_differ_in_their_numbers_have_one_text(data, monkeypatch, reci
 
     expected = texts()
     assert texts(**numbers) == expected
-    assert texts(["step"], weight_decay=0.2)[0] not in expected  # what is a constant shows
+    assert (
+        texts(["step"], optimizer__weight_decay=0.2)[0] not in expected
+    )  # what is a constant shows
 
 
 @pytest.mark.parametrize("numbers", [{}, *OTHERS.values()], ids=["base", *OTHERS])
@@ -64,7 +72,7 @@ def test_the_numbers_of_a_step_are_those_of_the_config_at_the_count_of_the_state
     )
     got = stage.programs.numbers(dataclasses.replace(stage.state, opt_state=opt_state))
     assert float(got.learning_rate) == float(jax.jit(rate)(jnp.int32(9)))
-    assert float(got.clip_norm) == config.clip_norm
+    assert float(got.clip_norm) == config.optimizer.clip_norm
     assert int(got.gnmr_first_steps) == round(0.5 * config.num_steps)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float32", "int32"}
     without = (

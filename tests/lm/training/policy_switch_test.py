@@ -50,7 +50,7 @@ def mlp():
 
 def short(data, **changes):
     """Nine steps of one layer."""
-    fast = dict(num_steps=9, warmup_steps=2, valid__every=2)
+    fast = dict(num_steps=9, optimizer__warmup_steps=2, valid__every=2)
     fast |= dict(checkpoint__every=1, checkpoint__keep=9)
     return tiny(
         data, model_overrides__n_layers=1, unroll=1, model_overrides__mlp="gelu", **fast | changes

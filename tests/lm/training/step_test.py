@@ -131,7 +131,7 @@ def test_bfloat16_master_weights_take_the_float32_step_and_round_it_once(data):
     """Against a float32 run with the same values: equal loss and optimizer state, and weights equal
     after one rounding. Two microbatches, whose gradients add up in float32."""
     wide, narrow = (
-        build(one_layer(data, grad_accum=2, master_weights=dtype), jax.devices()[:1])
+        build(one_layer(data, grad_accum=2, optimizer__master_weights=dtype), jax.devices()[:1])
         for dtype in ("float32", "bfloat16")
     )
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
@@ -155,7 +155,7 @@ def test_a_run_with_rejected_steps_equals_one_without_those_batches(data):
     """To the bit: parameters, moments in FP8 and their rounding, histories, and what the spike
     detector remembers. Seeding, then 22 good batches with a NaN and three spikes among them."""
     # One moment: to encode one takes as long to compile as all else.
-    moments = dict(moments="fp8", optimizer="lion")
+    moments = dict(optimizer__moments="fp8", optimizer__name="lion")
     config = one_layer(data, precision="one_linear", recovery__spike_window=8, **moments)
     run = build(config, jax.devices()[:1])
     batches = train_batches(corpus(*data).train, seed=0, batch_size=16)
