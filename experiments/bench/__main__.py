@@ -21,7 +21,7 @@ of this process, as --config.mesh says, and --documents=8 packs eight documents 
 with other values of its keys; ratios are then between the best settings of both sides.
 
 With --output, a command replaces its section of DIR/DEVICE_YEAR_MONTH.md, and merges its figures
-into the .json file beside it. `gains` also writes DIR/DEVICE_gains.json, a table for the size gate.
+into the .json file beside it. `gains` also writes DIR/DEVICE_gains.json.
 """
 
 import dataclasses
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _write(name: str, report: Report, words: str) -> None:
-    """Writes the report's section and figures; for `gains`, also the table of the size gate."""
+    """Writes the report's section and figures; for `gains`, also the times by size."""
     device = hardware.device_kind().split()[-1].lower()
     page = _NAME.value or f"{device}_{datetime.date.today():%Y_%m}"
     write(Path(_OUTPUT.value, page), _SECTION.value or name, report, words)

@@ -1,7 +1,9 @@
-"""Measures the table of the size gate (fp8jax/analysis/gains_table.py).
+"""Measures what FP8 gains over BF16 by size: small linears lose, large ones gain.
 
 `measure_gains` times one linear in each kind of recipe and in BF16, at every shape. `write` stores
-the times in a file like h200_gains.json, which belongs into fp8jax/analysis/.
+the times in a file like docs/benchmarks/h200_gains.json: microseconds of forward, the gradients of
+input and weight, and the quantization of x and g from bfloat16 and of w from float32, with the
+fastest backend. A linear and its transpose run the same three GEMMs, so the shapes have K <= N.
 
 All programs are compiled first, several at a time, so that no compilation runs beside a
 measurement. They are compiled from shapes alone. Then the contestants of one shape after the other
@@ -24,11 +26,19 @@ from jax import lax
 from experiments.bench.operators import linear, normal, sizes
 from experiments.bench.report import Report, Row, versions
 from experiments.bench.timing import Program, Timer, Timing
-from fp8jax.analysis.gains_table import COLUMNS, KINDS, grid
 from fp8jax.device import hardware, xla
 
-SHAPES = [f"{m}x{k}x{n}" for m, k, n in grid((1024, 4096, 16384), (1024, 2048, 4096, 8192))]
+COLUMNS = ("recipe kind", "m", "k", "n", "bf16_us", "us")
 
+KINDS = {  # kind -> the recipe that is measured
+    "delayed": "fp8_delayed",
+    "current": "fp8_current",
+    "block": "fp8_block",
+    "row": "fp8_rowwise",
+}
+
+_ROWS, _SIDES = (1024, 4096, 16384), (1024, 2048, 4096, 8192)
+SHAPES = [f"{m}x{k}x{n}" for m in _ROWS for k in _SIDES for n in _SIDES if k <= n]
 
 CONTESTANTS = ("bf16", *KINDS.values())
 
@@ -104,10 +114,9 @@ def measure_gains(shapes: Sequence[str], timed: Timer) -> Report:
 
 
 def write(path: Path, report: Report, command: str) -> None:
-    """Writes the times of `measure_gains` to `path`, in the format of `gains_table.parse_table`.
+    """Writes the times of `measure_gains` to `path`, a row of `COLUMNS` for each kind and shape.
 
-    A kind that failed at a shape is left out, since gaps cannot be interpolated. The report has the
-    reasons.
+    A kind that failed at a shape is left out. The report has the reasons.
     """
     rows: list[str] = []
     for kind, policy in KINDS.items():

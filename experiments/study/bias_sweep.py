@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
-from experiments.study.loss_curves import require_ungated
 from fp8jax.lm.data.corpus import Corpus, build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
@@ -55,11 +54,10 @@ def sweep_bias(
 
     Raises:
       ValueError: nothing to sweep, a width that the heads do not divide, a precision without a
-        constant scale or with histories, a schedule, or `config.size_gate`.
+        constant scale or with histories, or a schedule.
       NonFiniteError: a loss was not finite in BF16.
     """
     require_matplotlib()
-    require_ungated(config)
     if not (biases and widths and tolerance > 0):
         raise ValueError(f"nothing to sweep, or {tolerance=} is not positive: {widths=}, {biases=}")
     excess: dict[str, dict[str, list[float]]] = {"training": {}, "inference": {}}

@@ -45,11 +45,10 @@ def loss_curves(
       The text of curves.md.
 
     Raises:
-      ValueError: an unknown policy, no precision besides BF16, or `config.size_gate`.
+      ValueError: an unknown policy, or no precision besides BF16.
       InterruptedError: a run was stopped before its end. The same call resumes it.
     """
     require_matplotlib()
-    require_ungated(config)
     names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
     if len(names) == 1:
         raise ValueError("no precision to compare with bf16: add one")
@@ -70,15 +69,6 @@ def loss_curves(
     figure = plots.loss_differences(others, baseline="BF16", title=title)
     figure.savefig(workdir / "curves.png")
     return text
-
-
-def require_ungated(config: ConfigDict) -> None:
-    """Raises ValueError if the size gate would leave linears of a compared policy in BF16."""
-    if config.size_gate:
-        raise ValueError(
-            "size_gate=True: a study compares precisions, and would compare the linears that the"
-            " size gate leaves in BF16 with themselves; leave it False"
-        )
 
 
 # Runs ---------------------------------------------------------------------------------------------

@@ -222,6 +222,7 @@ CONFIGS = [
         ["--config=DIR/former.py"],
         "former.py: line 4: config.recovery is config.recovery.ladder now",
     ),
+    ("key that is gone", ["size_gate=True"], "config.size_gate is gone: docs/benchmarks has the"),
     ("near a key of a group", ["chekpoint_every=5"], "did you mean 'checkpoint.every'"),
     ("no key", ["--config=configs/base.py", "--config.=1"], "--config.: configs/base.py has no k"),
     ("near none", ["zzz=1"], "configs/base.py has no key 'zzz'$"),
@@ -246,7 +247,7 @@ FLAGS = [
         ["optimizer.learning_rate=abc"],
         "flag --config.optimizer.learning_rate=abc: .*'abc'",
     ),
-    ("no bool", ["size_gate=maybe"], "flag --config.size_gate=maybe: .*boolean"),
+    ("no bool", ["document_masking=maybe"], "flag --config.document_masking=maybe: .*boolean"),
     ("no value", ["--config=configs/base.py", "--config.seed"], "--workdir|Missing value"),
     ("tuple", ["gnmr.alpha=(1,"], r"flag --config.gnmr.alpha=\(1,: .* tuple"),
 ]

@@ -234,16 +234,6 @@ def test_an_unknown_precision_is_found_before_anything_is_trained(trained, tmp_p
     assert trained == []
 
 
-def test_a_config_with_the_size_gate_is_refused_before_anything_is_trained(trained, tmp_path):
-    config = base.get_config()
-    config.size_gate = True
-    with pytest.raises(ValueError, match="size_gate=True: a study compares precisions"):
-        loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [0])
-    with pytest.raises(ValueError, match="size_gate=True: a study compares precisions"):
-        bias_sweep.sweep_bias(config, tmp_path, [32], [1], 0.01)
-    assert trained == []
-
-
 def test_what_a_run_leaves_is_read(tmp_path):
     """A resumed run that is lost in the end, written by what writes runs."""
     with Metrics(tmp_path, num_steps=9) as metrics:

@@ -322,17 +322,12 @@ TELEMETRY = (
 
 ANALYSIS = (
     M("gemms:_reason", "comparison", "any(size % 16 for", "any(size % 8 for"),
+    M("require_fp8", "comparison", "if gemm.reason is not None", "if gemm.reason is None"),
     M(
         "_HloProgram._count_runs",
         "dropped call",
         "count += outer.count * (call.trips or 1)",
         "count += call.trips or 1",
-    ),
-    M(
-        "size_gate:size_gate",
-        "swapped arguments",
-        "(k // tensor, n) if path in _SHARDED_INPUTS",
-        "(k // tensor, n) if path not in _SHARDED_INPUTS",
     ),
 )
 

@@ -9,7 +9,7 @@ from fp8jax.lm.records.config_keys import OLD_KEYS
 
 def without_groups(record: Mapping[str, Any]) -> dict[str, Any]:
     """The config of today, as JSON has it, under the old names."""
-    flat, old = json.loads(json.dumps(record)), {}
+    flat, old = json.loads(json.dumps(record)), {"size_gate": False}
     for name, path in OLD_KEYS.items():
         group, _, key = path.partition(".")
         old[name] = flat[group].pop(key)

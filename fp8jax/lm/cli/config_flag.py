@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from fp8jax.lm.records.config_keys import OLD_KEYS, by_path, renamed
+from fp8jax.lm.records.config_keys import OLD_KEYS, REMOVED, answer, by_path
 from fp8jax.lm.training.config import base_config
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)(?:=.*)?", re.DOTALL)
@@ -151,7 +151,7 @@ def _set_as_key(path: str, line: int | None) -> str:
     text = Path(path).read_text(encoding="utf-8").splitlines()[line - 1]
     groups = [old for old, new in OLD_KEYS.items() if new.startswith(f"{old}.")]
     found = re.search(rf"\b({'|'.join(groups)})\s*=", text)
-    return renamed(found[1], OLD_KEYS[found[1]]) if found else ""
+    return answer(found[1]) if found else ""
 
 
 def _name(error: Exception) -> str:
@@ -188,15 +188,14 @@ def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
             raise ValueError(f"--config.{path}: {_unknown(group, key, known, keys)}")
         node, group = known[key], f"{group}{key}."
     if isinstance(node, ConfigDict) and key in OLD_KEYS:  # a group that once was a key
-        new = OLD_KEYS[key].partition(".")[2]
-        raise ValueError(f"--config.{path}: {renamed(path, group + new)}")
+        raise ValueError(f"--config.{path}: {answer(key, group.removesuffix(f'{key}.'))}")
 
 
 def _unknown(group: str, key: str, known: ConfigDict, keys: Keys) -> str:
     """Says which key stands for an unknown one: its new name, or those with similar names."""
     paths = by_path(known)
-    if key in OLD_KEYS and OLD_KEYS[key] in paths:
-        return renamed(group + key, group + OLD_KEYS[key])
+    if key in REMOVED or (key in OLD_KEYS and OLD_KEYS[key] in paths):
+        return answer(key, group)
     # Those of a group are found without its name, too.
     named = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
     similar = difflib.get_close_matches(key, named, n=3, cutoff=0.6)

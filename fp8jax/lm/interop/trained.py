@@ -243,13 +243,13 @@ def _policy(
     trained_in = as_schedule(record["precision"], record["precision_schedule"]).policy_of(
         step, record["num_steps"]
     )
-    if precision is None and record["size_gate"]:
+    if precision is None and "size_gate" in record:
         raise ValueError(
-            f"{workdir} was trained with size_gate=True, so that its linears' recipes depend on the"
-            " device: name a precision"
+            f"{workdir} was trained with size_gate=True, which left some of its linears in BF16:"
+            " name a precision"
         )
     policy = trained_in if precision is None else as_policy(precision)
-    return policy, policy == trained_in and not record["size_gate"]
+    return policy, policy == trained_in and "size_gate" not in record
 
 
 def _check(

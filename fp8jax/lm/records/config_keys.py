@@ -51,6 +51,9 @@ OLD_KEYS = {
     "checkpoint_keep_best": "checkpoint.keep_best",
 }
 
+# Switches that are gone, and what to say instead. Off, they are left out of stored configs.
+REMOVED = {"size_gate": "docs/benchmarks has the sizes at which FP8 is slower than BF16"}
+
 
 def by_path(config: ConfigDict) -> dict[str, Any]:
     """Returns path -> value: "seed" of a key, "mesh_axes.data" of one in a group."""
@@ -61,21 +64,25 @@ def by_path(config: ConfigDict) -> dict[str, Any]:
 
 
 def refuse_old_keys(paths: Iterable[str]) -> None:
-    """Raises ValueError, with the new name, if there is an old name among the paths of a config."""
+    """Raises ValueError if there is an old name among the paths of a config."""
     for path in paths:
-        if path in OLD_KEYS:
-            raise ValueError(renamed(path, OLD_KEYS[path]))
+        if path in OLD_KEYS or path in REMOVED:
+            raise ValueError(answer(path))
 
 
-def renamed(old: str, new: str) -> str:
-    """Returns the answer to an old name."""
-    return f"config.{old} is config.{new} now"
+def answer(old: str, group: str = "") -> str:
+    """Returns what to say of an old name, such as "optimizer", in a group such as "cpt."."""
+    if old in REMOVED:
+        return f"config.{group}{old} is gone: {REMOVED[old]}"
+    return f"config.{group}{old} is config.{group}{OLD_KEYS[old]} now"
 
 
 def with_new_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config that a run has stored as JSON, whenever that was, with the keys of today."""
     config: dict[str, Any] = {}
     for key, value in stored.items():
+        if key in REMOVED and not value:
+            continue
         # A group may have the name that a key had.
         old = key in OLD_KEYS and not isinstance(value, Mapping)
         group, _, name = (OLD_KEYS[key] if old else key).rpartition(".")

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
-from fp8jax.analysis.size_gate import Gated, size_gate
 from fp8jax.device import xla
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
@@ -181,14 +180,12 @@ class _Draft:
 
     Attributes:
       model: without remat and unroll.
-      gated: the size gate's result.
       initial: makes the state of step 0, boxed.
       state: abstract arrays with shardings.
       sizes: what the memory of a step depends on.
     """
 
     model: Transformer
-    gated: Gated
     initial: Callable[..., TrainState]
     state: TrainState
     sizes: Sizes
@@ -197,7 +194,7 @@ class _Draft:
 def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     """The draft of the stage that trains in `policy`."""
     words = shared.tokenizer.vocab_size
-    model, gated = _model(config, shared.shape, policy, words, shared.mesh)
+    model = _model(config, shared.shape, policy, words, shared.mesh)
     initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
     boxed = initial.eval_shape()
     state = jax.tree.map(
@@ -218,7 +215,7 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
         seeds=bool(jax.tree.leaves(state.histories)),
         promotes=shared.gnmr is not None,
     )
-    return _Draft(model=model, gated=gated, initial=initial, state=state, sizes=sizes)
+    return _Draft(model=model, initial=initial, state=state, sizes=sizes)
 
 
 def _stage(
@@ -240,8 +237,6 @@ def _stage(
         model=model,
         state=state,
         carried=carried,
-        gains=draft.gated.report,
-        slower=draft.gated.slower,
         gnmr=shared.gnmr,
         programs=_programs(config, shared, model, draft.initial, state, shardings),
     )
@@ -384,9 +379,8 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[.
 
 def _model(
     config: ConfigDict, shape: ModelConfig, policy: Policy, words: int, mesh: Mesh
-) -> tuple[Transformer, Gated]:
-    """The model, and the size gate's result; `size_gate` leaves linears in BF16 that FP8 slows."""
-    rows = check_batch(config.batch_size, config.grad_accum, mesh)
+) -> Transformer:
+    check_batch(config.batch_size, config.grad_accum, mesh)
     shape.check_mesh(mesh.shape["tensor"])
     shape.check_length(config.seq_len)
     if config.remat is not None:
@@ -402,15 +396,7 @@ def _model(
         beta=config.attention_beta,
         tolerance=config.attention_tie_tolerance,
     )
-    gated = size_gate(
-        policy,
-        shape.linears,
-        tokens=rows * config.seq_len,
-        tensor=mesh.shape["tensor"],
-        backend=config.backend,
-        leave=config.size_gate,
-    )
-    return Transformer(shape, gated.policy, config.backend, attention), gated
+    return Transformer(shape, policy, config.backend, attention)
 
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:

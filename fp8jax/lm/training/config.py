@@ -22,7 +22,6 @@ def base_config() -> ml_collections.ConfigDict:
     config.precision = "bf16"  # policy: which linear runs which recipe (listed in the README)
     config.precision_schedule = ()  # changes of policy, by share of the run: ((0.9, "bf16"),)
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
-    config.size_gate = False  # use BF16 for linears of sizes at which FP8 is slower on an H200
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
     config.attention = placeholder(str)  # a key of ATTENTIONS; None: the fastest one that can run
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default

@@ -68,7 +68,6 @@ class Plan:
       compile_seconds: of these programs, from the compilation cache where it has them.
       gemms: a table of the GEMMs of a step and their precisions (analysis/gemms.py), for each
       stage.
-      gains: what the size gate says of each stage that quantizes (analysis/size_gate.py).
       remat, unroll: what the backward recomputes, and layers in an iteration of their loop.
     """
 
@@ -99,7 +98,6 @@ class Plan:
     capacity_bytes: int | None
     compile_seconds: float
     gemms: tuple[str, ...]
-    gains: tuple[str, ...]
     remat: str
     unroll: int
 
@@ -130,7 +128,7 @@ class Plan:
         lines += [_memory_line(*item) for item in self._memory()]
         lines.append(_memory_line("total", self.total_bytes))
         notes = [textwrap.fill(note, 100) for note in self._notes()]
-        return "\n".join([*lines, "", *notes, "", *self.gemms, *self.gains])
+        return "\n".join([*lines, "", *notes, "", *self.gemms])
 
     def _facts(self) -> list[tuple[str, str]]:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -259,7 +257,6 @@ def make_plan(run: Run) -> Plan:
         telemetry_bytes=telemetry, initialize_bytes=initialize,
         capacity_bytes=hardware.memory_limit(run.mesh.local_devices),
         compile_seconds=seconds, gemms=tuple(gemms),
-        gains=tuple(stage.gains for stage in run.stages if stage.gains),
         remat=run.layers.remat, unroll=run.layers.unroll,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from fp8jax.analysis.gemms import Summary, format_table, require_fp8, summarize
-from fp8jax.analysis.size_gate import is_measured_here
 from fp8jax.device import xla
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
@@ -107,8 +106,6 @@ class NewPrograms:
                 compile_s=round(seconds, 2),
                 memory=memory,
             )
-            if stage.slower and is_measured_here():
-                self._say("size gate", stage.slower)
         self._checked = []
         return now
 
@@ -118,8 +115,6 @@ class NewPrograms:
         self._compiled.add((stage.begins, False))
         title = f"GEMMs of a training step, policy {stage.policy.name}:"
         self._precision += [title, format_table(gemms), ""]
-        if stage.gains and is_measured_here():
-            self._precision += [stage.gains, ""]
         write_file(self._workdir, "precision.txt", "\n".join(self._precision[:-1]))
         if run.settings.require_fp8_gemms:
             require_fp8(gemms)

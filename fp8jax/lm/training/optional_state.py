@@ -36,10 +36,9 @@ class OptionalState:
 
 
 def histories_key(config: Record, step: int) -> Any:
-    """The policy that trained step `step`. Under the size gate a policy also depends on the sizes
-    of model and batch: then the key is the whole config."""
-    gated = dict(config) | {"resume_with_changes": None} if config["size_gate"] else None
-    return _policy_at(config, step), gated
+    """The policy that trained step `step`, and whether the gate of old runs left linears of it in
+    BF16 (`REMOVED`, lm/records/config_keys.py)."""
+    return _policy_at(config, step), "size_gate" in config
 
 
 def spikes_key(config: Record, step: int) -> Any:

@@ -76,8 +76,6 @@ class Stage:
       state: abstract arrays with shardings, in the place of the state's arrays.
       programs: its compiled functions.
       carried: names of the amax histories that it takes over from the stage before.
-      gains: the size gate's report on its linears; "" if nothing is quantized.
-      slower: which linears are predicted to be slower than in BF16; "" if none is.
       gnmr: chooses layers that run in another policy; None for none.
     """
 
@@ -86,8 +84,6 @@ class Stage:
     state: TrainState
     programs: Programs
     carried: frozenset[str]
-    gains: str
-    slower: str
     gnmr: Gnmr | None
 
     @property

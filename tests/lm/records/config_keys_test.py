@@ -7,8 +7,9 @@ import pytest
 
 from configs import base
 from fp8jax.lm.records.checkpoint import Checkpointer
-from fp8jax.lm.records.config_keys import OLD_KEYS, by_path, with_new_keys
+from fp8jax.lm.records.config_keys import OLD_KEYS, REMOVED, answer, by_path, with_new_keys
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.optional_state import histories_key
 from fp8jax.lm.training.resume import read_checkpoint
 from tests.support import ROOT
 from tests.support.old_configs import without_groups
@@ -42,11 +43,20 @@ def test_a_run_of_before_goes_on(data, tmp_path):
     assert restored.arrays.keys() == {"params", "state", *(p.field for p in run.optional_state)}
 
 
-@pytest.mark.parametrize("old", OLD_KEYS)
+def test_a_switch_that_is_gone():
+    """Off it was as today. Where it was on, no linear of today's policies is known to have run."""
+    assert with_new_keys({"size_gate": False, "seed": 1}) == {"seed": 1}
+    on = with_new_keys({"size_gate": True, "seed": 1})
+    assert on == {"size_gate": True, "seed": 1}
+    record = json.loads(base.get_config().to_json())
+    assert histories_key(record | on, 1) != histories_key(record, 1) == histories_key(record, 2)
+
+
+@pytest.mark.parametrize("old", [*OLD_KEYS, *REMOVED])
 def test_a_config_with_an_old_key_is_refused(data, old):
     config = one_layer(data)
     if old in config:  # a group now
         del config[old]
     config[old] = 1
-    with pytest.raises(ValueError, match=f"config.{old} is config.{OLD_KEYS[old]} now"):
+    with pytest.raises(ValueError, match=answer(old)):
         build(config)

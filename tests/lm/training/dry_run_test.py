@@ -143,11 +143,6 @@ def test_programs_are_those_that_training_runs(tmp_path):
 def test_report_says_what_limits():
     made, run = planned(8, precision="fp8_delayed")
     said = made.text()
-    assert made.gains == (run.stages[0].gains,) and said.endswith(f"\n{run.stages[0].gains}")
-    assert (
-        run.stages[0].gains.count("fp8_delayed  128 x 32 x ") == 6
-    )  # 16 rows of 64 tokens on 8 devices
-    assert planned(1, precision="bf16", **SCANNED)[0].gains == ()
     assert "first step seeds the histories" in said and "This is a CPU" in said
     assert "fit" not in said and "add up to more" not in said
     small = dataclasses.replace(
