@@ -8,9 +8,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from experiments.arithmetic.files import ProblemFile, problem_files, write_problems
+from experiments.arithmetic.problems import Difficulty
 from fp8jax.lm.data import tokenizers
-from fp8jax.lm.data.arithmetic import Difficulty
-from fp8jax.lm.data.arithmetic_files import ProblemFile, problem_files, write_problems
 from fp8jax.lm.data.chat import load_chat_template
 from fp8jax.lm.data.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
 from fp8jax.lm.data.documents import training_documents

@@ -1,6 +1,6 @@
 r"""Problems whose answers are numbers, read from local files of JSON lines.
 
-A file's rows may have the fields of arithmetic_files.py, of GSM8K or of MATH:
+A file's rows may have the fields of experiments/arithmetic/files.py, of GSM8K or of MATH:
 
     {"prompt": "…", "answer": "14"}
     {"question": "…", "answer": "… #### 14"}       the number after the mark, or the whole answer

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from fp8jax.lm.data.arithmetic import TEST, Difficulty
-from fp8jax.lm.data.arithmetic_files import problem_files, write_problems
+from experiments.arithmetic.files import problem_files, write_problems
+from experiments.arithmetic.problems import TEST, Difficulty
 from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
 
 

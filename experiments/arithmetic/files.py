@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fp8jax.lm.data.arithmetic import (
+from experiments.arithmetic.problems import (
     HELD_OUT_STORIES,
     STORIES,
     TEST,

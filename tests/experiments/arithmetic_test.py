@@ -11,7 +11,8 @@ from collections import Counter
 
 import pytest
 
-from fp8jax.lm.data.arithmetic import (
+from experiments.arithmetic.files import problem_files, write_problems
+from experiments.arithmetic.problems import (
     HELD_OUT_STORIES,
     OPERATIONS,
     STORIES,
@@ -20,7 +21,6 @@ from fp8jax.lm.data.arithmetic import (
     Difficulty,
     problem,
 )
-from fp8jax.lm.data.arithmetic_files import problem_files, write_problems
 from tests.support import ROOT
 from tests.support.commands import command_here
 
@@ -166,7 +166,7 @@ def test_files(tmp_path):
 
 def test_command(tmp_path, capsys):
     flags = [f"--output={tmp_path}/new", "--train=30", "--test=10", "--steps=2:3", "--largest=50"]
-    with command_here("arithmetic") as run:
+    with command_here("arithmetic.__main__") as run:
         run(*flags)
         said = capsys.readouterr().out.splitlines()
         write_problems(
@@ -187,11 +187,10 @@ def test_command(tmp_path, capsys):
 
 KILLED = """
 import os, signal, sys
-from fp8jax.lm.data import arithmetic_files
-from experiments import arithmetic
+from experiments.arithmetic import __main__, files
 from fp8jax.lm.cli import command
 
-line, made = arithmetic_files._line, []
+line, made = files._line, []
 
 def line_or_death(*arguments):
     made.append(arguments)
@@ -199,8 +198,8 @@ def line_or_death(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return line(*arguments)
 
-arithmetic_files._line = line_or_death
-command.run(arithmetic.main)
+files._line = line_or_death
+command.run(__main__.main)
 """
 
 
@@ -215,7 +214,7 @@ def test_killed_while_writing(tmp_path, exists):
     done = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == -signal.SIGKILL
     assert not list(folder.glob("*.jsonl")) and folder.exists() == exists
-    with command_here("arithmetic") as run:
+    with command_here("arithmetic.__main__") as run:
         run(f"--output={folder}", *flags)
     assert len(list(folder.glob("*.jsonl"))) == 4
 
@@ -233,7 +232,7 @@ def test_killed_while_writing(tmp_path, exists):
     ],
 )
 def test_command_refuses_in_one_line(tmp_path, flag, message):
-    with command_here("arithmetic") as run, pytest.raises(SystemExit) as ended:
+    with command_here("arithmetic.__main__") as run, pytest.raises(SystemExit) as ended:
         run(f"--output={tmp_path}/new", flag)
     assert re.search(message, str(ended.value)) and "\n" not in str(ended.value)
     assert not (tmp_path / "new").exists()

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from absl import flags
 
+from experiments.arithmetic.files import ProblemFile, problem_files, write_problems
+from experiments.arithmetic.problems import Difficulty
 from fp8jax.lm.cli import command
-from fp8jax.lm.data.arithmetic import Difficulty
-from fp8jax.lm.data.arithmetic_files import ProblemFile, problem_files, write_problems
 from fp8jax.text_table import aligned
 
 _OUTPUT = flags.DEFINE_string(

@@ -1,0 +1,1 @@
+"""Arithmetic word problems: `python -m experiments.arithmetic`."""
