@@ -1,8 +1,9 @@
 """Looks up objects by name. The error for an unknown name suggests similar names."""
 
 import difflib
+import importlib
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -37,6 +38,36 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     if not isinstance(name, str) or name not in table:
         raise unknown(kind, name, table)
     return table[name]
+
+
+def own_object(kind: str, reference: str) -> Any:
+    """Returns what MODULE:OBJECT names: an object of the user's own code, which is imported.
+
+    Args:
+      kind: what it should be, such as "optimizer"; only for the error message.
+      reference: such as "my_recipes:tile64"; the module is found as `import` finds it.
+
+    Raises:
+      ValueError: there is no such module, or it has no such object; similar names are suggested.
+    """
+    module_name, _, name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks one that it imports
+        raise ValueError(
+            f"{kind} {reference!r}: Python finds no module {error.name!r}. Start the command in the"
+            " folder that has it, or install it"
+        ) from None
+    if not hasattr(module, name):
+        raise unknown(f"{kind} of module {module_name!r}:", name, public_names(module))
+    return getattr(module, name)
+
+
+def public_names(module: Any) -> list[str]:
+    """Returns the names of a module without an underscore."""
+    return [name for name in vars(module) if not name.startswith("_")]
 
 
 def unknown(kind: str, name: object, known: Iterable[object]) -> ValueError:

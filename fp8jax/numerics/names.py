@@ -1,6 +1,9 @@
 """What the name of a recipe or of a policy means, with the options behind it.
 
     fp8_delayed:history=1024,margin=1      fp4_mixed:gradients=e5m2      nvfp4:head=fp8_current
+    my_recipes:tile64                      my_recipes:tile64:margin=1
+
+The second line names an object of the user's own module, a `Recipe` or a `Policy`.
 
 Options follow a colon. Those of cast_options.py change casts, those of accumulation.py how FP8
 GEMMs add up their products. A policy has four more: `head` sets the recipe of the LM head,
@@ -13,7 +16,7 @@ the accumulation of a single GEMM, and `qkv` comes last.
 import dataclasses
 from typing import Any
 
-from fp8jax.lookup import brief, lookup, unknown
+from fp8jax.lookup import brief, lookup, own_object, unknown
 from fp8jax.numerics.accumulation import ACCUMULATION_OPTIONS, parse_accumulation
 from fp8jax.numerics.cast_options import OPTIONS, change_casts
 from fp8jax.numerics.policy import POLICIES, Policy
@@ -54,7 +57,13 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
             f"{name!r} is a policy, which says which module of a model runs which recipe; recipes"
             f" are {', '.join(RECIPES)}"
         )
-    resolved = lookup("recipe", name, RECIPES)
+    if ":" in name:
+        resolved = own_object("recipe", name)
+        if not isinstance(resolved, Recipe):
+            raise TypeError(f"{name} is no recipe, but {brief(resolved)}")
+        resolved = dataclasses.replace(resolved, name=name)
+    else:
+        resolved = lookup("recipe", name, RECIPES)
     if not options:
         return resolved
     for key, value in options:
@@ -82,10 +91,20 @@ def as_policy(policy: str | Policy) -> Policy:
             f"expected a policy or its name, a key of fp8jax.POLICIES, got {brief(policy)}"
         )
     name, options = _split(policy, "policy", (*RECIPE_OPTIONS, *POLICY_OPTIONS))
-    resolved = lookup("policy", name, POLICIES)
+    resolved = _own_policy(name) if ":" in name else lookup("policy", name, POLICIES)
     for key, value in options:
         resolved = _apply(resolved, key, value)
     return dataclasses.replace(resolved, name=policy)
+
+
+def _own_policy(name: str) -> Policy:
+    """The policy MODULE:OBJECT; a recipe is that of all linears in layers."""
+    own = own_object("policy", name)
+    if isinstance(own, Recipe):
+        return Policy((("layers/*", dataclasses.replace(own, name=name)),))
+    if not isinstance(own, Policy):
+        raise TypeError(f"{name} is no policy and no recipe, but {brief(own)}")
+    return own
 
 
 def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
@@ -94,6 +113,9 @@ def _split(text: str, kind: str, known: tuple[str, ...]) -> tuple[str, list[tupl
     `known` are the names of options.
     """
     name, colon, behind = text.partition(":")
+    own, more, options_of_own = behind.partition(":")
+    if own.isidentifier() and name not in POLICIES and name not in RECIPES:  # MODULE:OBJECT
+        name, colon, behind = f"{name}:{own}", more, options_of_own
     if colon and not behind:
         raise ValueError(
             f"{kind} {text!r} has a colon and no option: drop it, or give OPTION=VALUE"

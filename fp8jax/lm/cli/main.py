@@ -11,6 +11,7 @@
 """
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ def main() -> None:
         print(__doc__)
     elif name in COMMANDS:
         sys.argv[:2] = [f"fp8jax {name}"]
+        sys.path.append(os.getcwd())  # --config.precision=my_recipes:tile64 names a file there
         run(name)
     else:
         said = "name a command" if name is None else f"there is no command {name!r}"

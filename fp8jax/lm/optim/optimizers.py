@@ -6,6 +6,12 @@ global norm and rounds them to a format of gradients.py, then computes its updat
 decoupled weight decay and multiplies by the learning rate. Amax histories never reach an optimizer:
 they are not parameters.
 
+"adam", "sgd" and "adafactor" are optax's of that name, which have no weight decay: "sgd" has the
+momentum `b1`, and to "adafactor" a leaf is a block, so that the layers of a stack are one.
+MODULE:OBJECT names a function of the user's own code: it takes an `OptimizerConfig`, and returns a
+`optax.GradientTransformation` from gradients to an update, as `optax.scale_by_adam` is one, without
+weight decay and learning rate.
+
 "signum" is the sign of the momentum m <- b1 m + (1 - b1) g (Bernstein et al., arXiv 1802.04434),
 the baseline of StoSignSGD's paper: Lion with the same decay rate in the sign and in the momentum.
 """
@@ -24,9 +30,9 @@ from fp8jax.lm.optim.gradients import GRADIENTS, clip_and_round, refuse_saturati
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.optim.moment_formats import MOMENTS
 from fp8jax.lm.optim.moments import stored
-from fp8jax.lm.optim.schedules import SCHEDULES
+from fp8jax.lm.optim.schedules import schedule_of
 from fp8jax.lm.optim.stosign import V2_DECAY, scale_by_sign_adam, scale_by_stosign
-from fp8jax.lookup import lookup
+from fp8jax.lookup import lookup, own_object
 
 # The transformation from gradients to an update, and the fields of its state that are stored as
 # moments. The value of a field says whether it is a second moment, which is never negative.
@@ -42,14 +48,51 @@ def _stosign(c: OptimizerConfig, decay: float) -> Core:
     return scale_by_stosign(c.b1, decay, c.seed), fields
 
 
+def _adafactor(c: OptimizerConfig) -> Core:
+    """Adafactor without momentum (optax.adafactor, in which the rate comes before the last)."""
+    core = optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
+    )
+    return core, {}
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Core]] = {
     "adamw": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
+    "adam": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
+    "sgd": lambda c: (optax.trace(c.b1), dict(trace=False)),
+    "adafactor": _adafactor,
     "lion": lambda c: (optax.scale_by_lion(c.b1, c.b2), _MOMENTUM),
     "signum": lambda c: (optax.scale_by_lion(c.b1, c.b1), _MOMENTUM),
     "stosignsgd": lambda c: _stosign(c, 1.0),
     "stosignsgd_v2": lambda c: _stosign(c, V2_DECAY),
     "sign_adamw": lambda c: (scale_by_sign_adam(c.b1, c.b2, c.eps, c.seed), _ADAM),
 }
+
+
+_WITHOUT_DECAY = ("adam", "sgd", "adafactor")
+
+
+def _core(config: OptimizerConfig) -> Core:
+    """The transformation of a config, and its moments."""
+    name = config.name
+    if name in _WITHOUT_DECAY and config.weight_decay:
+        raise ValueError(
+            f"optimizer {name} has no weight decay, got weight_decay={config.weight_decay}: set it"
+            " to 0, or take adamw"
+        )
+    if ":" not in name:
+        core, moments = lookup("optimizer", name, OPTIMIZERS)(config)
+    else:
+        core, moments = own_object("optimizer", name)(config), {}
+        if not isinstance(core, optax.GradientTransformation):
+            raise TypeError(f"optimizer {name} returned no optax.GradientTransformation: {core}")
+    if not moments and config.moments != "float32":
+        raise ValueError(
+            f"moments={config.moments}: optimizer {name} keeps its state as it is; take float32"
+        )
+    return core, moments
 
 
 # Keys of the leaves that weight decay applies to, as `str` shows them in a path.
@@ -128,14 +171,15 @@ def make_optimizer(
 
     Raises:
       ValueError: the optimizer, the format of moments or of gradients, or the schedule is unknown;
-        the phases of the schedule do not fit into the run; or `clip_norm` is beyond the largest
-        number of the gradients' format.
+        weight decay, or a format of moments, for an optimizer that has none; the phases of the
+        schedule do not fit into the run; or `clip_norm` is beyond the largest number of the
+        gradients' format.
     """
     fmt = lookup("moment format", config.moments, MOMENTS)
-    core, moments = lookup("optimizer", config.name, OPTIMIZERS)(config)
+    core, moments = _core(config)
     gradients = lookup("gradient format", config.gradients, GRADIENTS)
     refuse_saturation(config.clip_norm, gradients)
-    counted_from_one = lookup("schedule", config.schedule, SCHEDULES)(config)
+    counted_from_one = schedule_of(config)
 
     def schedule(count):
         return counted_from_one(count + 1)

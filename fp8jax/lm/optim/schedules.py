@@ -5,6 +5,7 @@ from collections.abc import Callable
 import optax
 
 from fp8jax.lm.optim.config import OptimizerConfig
+from fp8jax.lookup import lookup, own_object
 
 
 def _cosine(c: OptimizerConfig) -> optax.Schedule:
@@ -42,8 +43,38 @@ def _decay(c: OptimizerConfig) -> optax.Schedule:
     )
 
 
+def _warmed_up(c: OptimizerConfig, then: optax.Schedule) -> optax.Schedule:
+    rise = optax.schedules.linear_schedule(0.0, c.learning_rate, max(c.warmup, 1))
+    return optax.schedules.join_schedules([rise, then], boundaries=[c.warmup])
+
+
+def _constant(c: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up, then the learning rate to the end."""
+    return _warmed_up(c, optax.schedules.constant_schedule(c.learning_rate))
+
+
+def _linear(c: OptimizerConfig) -> optax.Schedule:
+    """Linear warm-up, then a line that reaches final_fraction at the last step."""
+    last = c.final_fraction * c.learning_rate
+    fall = optax.schedules.linear_schedule(c.learning_rate, last, c.num_steps - c.warmup)
+    return _warmed_up(c, fall)
+
+
 SCHEDULES: dict[str, Callable[[OptimizerConfig], optax.Schedule]] = {
     "cosine": _cosine,
     "wsd": _wsd,
     "decay": _decay,
+    "constant": _constant,
+    "linear": _linear,
 }
+
+
+def schedule_of(config: OptimizerConfig) -> optax.Schedule:
+    """Returns the schedule of a config: a function from the step, counted from 1, to the rate.
+
+    Raises ValueError if there is none of that name. MODULE:OBJECT names a function of the user's
+    own code that takes the config and returns such a function.
+    """
+    if ":" in config.schedule:
+        return own_object("schedule", config.schedule)(config)
+    return lookup("schedule", config.schedule, SCHEDULES)(config)

@@ -19,7 +19,7 @@ def base_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
 
     # Precision
-    config.precision = "bf16"  # policy: which linear runs which recipe (listed in the README)
+    config.precision = "bf16"  # which linear runs which recipe: a policy, or MODULE:OBJECT of yours
     config.precision_schedule = ()  # changes of policy, by share of the run: ((0.9, "bf16"),)
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
@@ -79,9 +79,9 @@ def base_config() -> ml_collections.ConfigDict:
 
     # Optimizer
     config.optimizer = ml_collections.ConfigDict()
-    config.optimizer.name = "adamw"  # a key of OPTIMIZERS (fp8jax/lm/optim/optimizers.py)
+    config.optimizer.name = "adamw"  # a key of OPTIMIZERS (lm/optim), or MODULE:OBJECT of yours
     config.optimizer.learning_rate = 1e-3  # the largest one, reached after the warm-up
-    config.optimizer.schedule = "cosine"  # cosine, wsd (stable, then decay) or decay alone
+    config.optimizer.schedule = "cosine"  # a key of SCHEDULES (lm/optim), or MODULE:OBJECT of yours
     config.optimizer.warmup_steps = 20  # of linear growth; if too many, a tenth of the run
     config.optimizer.warmup_fraction = placeholder(float)  # as a share of the run; None: steps
     config.optimizer.decay_fraction = 0.2  # wsd: fraction of the run that decays

@@ -1,0 +1,82 @@
+"""A recipe, an optimizer and a schedule of a user's own file: trained, resumed, named."""
+
+import shutil
+import sys
+
+import pytest
+
+from fp8jax import train_and_evaluate
+from fp8jax.numerics.names import as_policy, as_recipe
+from tests.support.runs import numbers, one_layer
+
+_MINE = """
+import optax
+from fp8jax import Cast, Policy, Recipe, Tile
+
+tile64 = Cast(format="e4m3", tile=Tile(1, 64), scale="e8m0")
+casts = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
+recipe = Recipe(name="any", **{name: tile64 for name in casts})
+mlps = Policy((("layers/mlp/*", recipe),), name="any")
+number = 3
+
+def half_sign(config):
+    return optax.chain(optax.scale_by_sign(), optax.trace(config.b1), optax.scale(0.5))
+
+def steps_down(config):
+    return lambda step: config.learning_rate / (1 + step // 3)
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(_MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("mine", None)
+
+
+def test_a_run_resumes_to_the_bit_and_names_what_is_the_user_s(data, tmp_path):
+    config = one_layer(
+        data,
+        precision="mine:recipe",
+        num_steps=6,
+        valid__every=6,
+        checkpoint__every=3,
+        optimizer__name="mine:half_sign",
+        optimizer__schedule="mine:steps_down",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_and_evaluate(config, str(whole))
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "6")
+    train_and_evaluate(config, str(parts))
+    lines = numbers(whole)
+    assert numbers(parts) == lines and lines[-1]["loss"] < lines[0]["loss"]
+    rates = [line["learning_rate"] for line in lines]
+    assert rates == pytest.approx([3e-3, 3e-3, 1.5e-3, 1.5e-3, 1.5e-3, 1e-3])
+    assert "policy mine:recipe" in (whole / "precision.txt").read_text()
+    assert '"precision": "mine:recipe"' in (whole / "config.json").read_text()
+
+
+def test_names_with_options():
+    assert as_recipe("mine:recipe").name == "mine:recipe"
+    changed = as_recipe("mine:recipe:backward=bf16")
+    assert (changed.name, changed.wgrad_x) == ("mine:recipe:backward=bf16", None)
+    assert as_policy("mine:mlps").rules[0][0] == "layers/mlp/*"
+    assert as_policy("mine:recipe:bf16_last=2").exempt(8) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("resolve", "name", "error", "message"),
+    [
+        (as_policy, "mine:recip", ValueError, "of module 'mine': 'recip'; did you mean 'recipe'"),
+        (as_policy, "yours:recipe", ValueError, "'yours:recipe': Python finds no module 'yours'"),
+        (as_policy, "mine:number", TypeError, "mine:number is no policy and no recipe, but 3"),
+        (as_recipe, "mine:mlps", TypeError, "mine:mlps is no recipe, but Policy"),
+        (as_policy, "mine:recipe:", ValueError, "has a colon and no option"),
+        (as_policy, "mine:recipe:margin", ValueError, "expected margin=VALUE"),
+    ],
+)
+def test_what_is_not_there_is_refused(resolve, name, error, message):
+    with pytest.raises(error, match=message):
+        resolve(name)
