@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.corpus import Corpus, build_corpus
 from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.data.token_rows import OWN, TokenData, own_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.training.settings import Settings
 
@@ -45,25 +46,42 @@ def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
     )
 
 
-def with_steps(config: ConfigDict) -> tuple[ConfigDict, Corpus | None]:
+def with_steps(
+    config: ConfigDict, data: TokenData | None = None
+) -> tuple[ConfigDict, Corpus | None]:
     """Returns the config with the `num_steps` of its `num_epochs`, and the corpus that gives them.
 
-    Without `num_epochs`, returns the config as it is, and None.
+    Without `num_epochs` and `data`, returns the config as it is, and None.
+
+    Args:
+      data: a user's own rows of tokens, in place of `config.data`.
 
     Raises:
-      ValueError: a number out of range, sources with weights, or what `build_corpus` raises.
+      ValueError: a number out of range, sources with weights, or what `build_corpus` or
+        `own_corpus` raises.
     """
-    if config.num_epochs is None:
+    if config.num_epochs is None and data is None:
         return config, None
     settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
-    weighted = [each.name for each in parse_sources(config.data) if each.weight is not None]
-    if weighted:
-        raise ValueError(
-            f"num_epochs={config.num_epochs} reads all rows equally often, but {weighted} have "
-            "weights: remove the weights, or set num_steps and not num_epochs"
+    tokens, counted = tokenizer(config.tokenizer), config.copy_and_resolve_references()
+    if data is None:
+        weighted = [each.name for each in parse_sources(config.data) if each.weight is not None]
+        if weighted:
+            raise ValueError(
+                f"num_epochs={config.num_epochs} reads all rows equally often, but {weighted} have "
+                "weights: remove the weights, or set num_steps and not num_epochs"
+            )
+        corpus = read_corpus(settings, tokens)
+    else:
+        counted.data = OWN
+        corpus = own_corpus(
+            data,
+            seq_len=settings.seq_len,
+            valid_fraction=settings.valid_fraction,
+            vocab_size=tokens.vocab_size,
         )
-    corpus = read_corpus(settings, tokenizer(config.tokenizer))
-    counted = config.copy_and_resolve_references()
+    if config.num_epochs is None:
+        return counted, corpus
     counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)
     logging.info(
         "num_epochs=%d of %d rows are num_steps=%d of %d rows; num_steps=%d is not read",

@@ -27,6 +27,7 @@ from fp8jax.lm.data.corpus import Corpus
 from fp8jax.lm.data.loader import TimedIterator, train_batches
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
+from fp8jax.lm.data.token_rows import TokenData
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
@@ -85,6 +86,7 @@ def train_and_evaluate(
     config: ConfigDict,
     workdir: str,
     *,
+    data: TokenData | None = None,
     profile: tuple[int, int] | None = None,
     faults: Faults = NO_FAULTS,
     defaults: ConfigDict | None = None,
@@ -96,6 +98,9 @@ def train_and_evaluate(
       workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
         samples.jsonl, events.jsonl, checkpoints/, tensorboard/, telemetry/, profile/; hugging_face/
         with the files of a model or tokenizer that the config names by path.
+      data: rows of your own in place of `config.data`, such as a `grain.MapDataset`: element i is
+        an array [seq_len + 1] of ids of `config.tokenizer`, one document. The last `valid.fraction`
+        of them validate. A run that is resumed needs the same ones.
       profile: first and last step of a trace for xprof, None for none.
       faults: faults to inject (lm/stability/faults.py).
       defaults: the console shows which keys of the config differ from these; None for no keys.
@@ -124,7 +129,7 @@ def train_and_evaluate(
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
     xla.set_compilation_cache()
-    config, corpus = with_steps(config)
+    config, corpus = with_steps(config, data)
     run = build(as_begun(config, Path(workdir)))
     settings = run.settings
     # Refused before the lock, whose file would be left.
