@@ -126,19 +126,13 @@ def test_it_is_a_notebook_without_outputs_but_figures(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_badge_and_install_cell_name_one_repository(name):
-    first = texts(name, "markdown")[0]
+def test_it_installs_from_where_it_lies(name):
+    """The project has no address yet: a notebook points to none."""
     install = texts(name, "code")[0]
-    assert first.startswith("# ")
-    address = r'^REPOSITORY = "https://github.com/([\w.-]+/[\w.-]+)"'
-    (repository,) = re.findall(address, install, re.M)
-    assert (
-        "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-        f"(https://colab.research.google.com/github/{repository}/blob/main/colabs/{name})"
-    ) in first
-    everything = "".join(texts(name, "markdown") + texts(name, "code"))
-    assert everything.count(repository) == 2
+    assert texts(name, "markdown")[0].startswith("# ")
     assert install == texts(NAMES[0], "code")[0], "one install cell for all notebooks"
+    everything = "".join(texts(name, "markdown") + texts(name, "code"))
+    assert "github.com" not in everything and "colab.research" not in everything
 
 
 @pytest.mark.parametrize("name", NAMES)
