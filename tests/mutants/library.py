@@ -207,10 +207,10 @@ DATA = (
         'np.searchsorted(places, place, side="right")',
     ),
     M(
-        "ChatTemplate.turns",
+        "ChatTemplate._each_turn",
         "dropped call",
-        "rendered.spans[len(before.spans) :]",
-        "rendered.spans",
+        "rendered.text, rendered.spans[before:]",
+        "rendered.text, rendered.spans",
     ),
     M(
         "tokenize_sources",

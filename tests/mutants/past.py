@@ -87,8 +87,8 @@ PAST = (
         "an export named a grid of runs that cast no weights",
     ),
     _past(
-        "ChatTemplate.example",
-        "self._require_calls(messages, tools, variables, place)",
+        "ChatTemplate._whole",
+        "conversation.require_rendered(rendered.text)",
         "pass",
         "a template that leaves out the calls of tools trained empty turns",
     ),

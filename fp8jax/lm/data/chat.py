@@ -19,7 +19,11 @@ differently once later ones follow (Qwen 3's leaves out earlier thinking) are re
 and rendered by `turns`: each turn after what the model will see before it.
 
 Text that spells a special token stays text in a message, as everywhere in this package: only the
-template can write special tokens. A token that a turn contains in part counts as a whole.
+template can write special tokens, and other tokens of its own (forgery.py). A token that a turn
+contains in part counts as a whole.
+
+A text that the template does not render is an error, whatever message or tool it is of (leaves.py).
+Messages with the weight 0 are rendered, and the mask leaves them out (message_forms.py).
 """
 
 import dataclasses
@@ -29,9 +33,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -41,12 +45,17 @@ from fp8jax.lm.data.bad_examples import BadChatError, Reason
 from fp8jax.lm.data.bpe import BPETokenizer
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.conversation import Message, check_example, check_messages
-from fp8jax.lm.data.template import GUARD, Rendered, Template, read_config, read_source
+from fp8jax.lm.data.forgery import Tokens, plain_message, plain_tools, tokens_of
+from fp8jax.lm.data.message_forms import forms, is_trained
+from fp8jax.lm.data.rendering import Conversation
+from fp8jax.lm.data.sandbox import GUARD
+from fp8jax.lm.data.template import Template, read_config, read_source, read_tools_source
 from fp8jax.lookup import brief
 
-Spans = Sequence[tuple[int, int]]
+T = TypeVar("T")
 
-_NOTHING = Rendered(text="", spans=())
+Spans = Sequence[tuple[int, int]]
+_NONE: Spans = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,13 +79,16 @@ class ChatExample:
 class ChatTemplate:
     """Renders conversations; `load_chat_template` creates it.
 
-    `fingerprint` is a hex digest of the template and of what it reads besides messages.
+    `fingerprint` is a hex digest of the templates and of what they read besides messages.
+    `tools_template` is taken where tools are given; it is `template` unless a folder has two.
 
     Further arguments of the methods are variables of the template, such as `enable_thinking`.
     `place` says where messages are from, such as "chats.jsonl, line 3", and begins every error.
     """
 
     template: Template
+    tools_template: Template
+    tokens: Tokens
     tokenizer: BPETokenizer
     fingerprint: str
     backend: tokenizers.Tokenizer = dataclasses.field(repr=False)  # recognizes special tokens
@@ -93,16 +105,21 @@ class ChatTemplate:
 
         Raises:
           ValueError: the messages are no conversation (`check_messages`), their last one is the
-            assistant's, or the template refuses them or renders nothing.
+            assistant's, or the template refuses them, leaves a text out, or renders nothing.
         """
         check_messages(messages, place)
         if messages[-1]["role"] == "assistant":
             raise ValueError(f"{place}: the last message is the assistant's, so it has no turn")
-        text = self._render(messages, tools, variables, place, prompt=True).text
+        text = self._first_form(messages, tools, variables, place, self._prompt)
         ids = self._encode(text, place)[0]
         if not len(ids):
             raise ValueError(f"{place}: {self.template.place} makes an empty text of the messages")
         return ids
+
+    def _prompt(self, conversation: Conversation) -> str:
+        text = conversation.render(prompt=True).text
+        conversation.require_rendered(text, turn=len(conversation.messages), prompt=True)
+        return text
 
     def text(self, messages: Sequence[Message]) -> str:
         """Returns the whole conversation as text.
@@ -112,7 +129,8 @@ class ChatTemplate:
             them.
         """
         check_messages(messages, "messages")
-        return self._render(messages, None, {}, "messages").text.replace(GUARD, "")
+        first = forms(messages, "messages")[0]
+        return self._conversation(first, None, {}, "messages").render().text.replace(GUARD, "")
 
     def example(
         self,
@@ -125,20 +143,31 @@ class ChatTemplate:
         """Returns the whole conversation, and which of its tokens the assistant wrote.
 
         Raises:
-          BadChatError: the messages are no example (`check_example`), the template refuses them or
-            renders some turns differently once others follow or leaves out calls of tools, or the
-            mask would hold none or all of the tokens.
+          BadChatError: the messages are no example (`check_example`), the template refuses them,
+            leaves a text out or renders some turns differently once others follow, or the mask
+            would hold none or all of the tokens.
         """
         check_example(messages, place)
-        self._require_calls(messages, tools, variables, place)
-        if self.template.has_tags:
-            rendered = self._render(messages, tools, variables, place)
-            return self._example(rendered.text, rendered.spans, place)
-        text = self._render(messages, tools, variables, place).text
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                begin, upto = self._turn(messages[: i + 1], tools, variables, place)
+        return self._first_form(messages, tools, variables, place, self._whole)
+
+    def _whole(self, conversation: Conversation) -> ChatExample:
+        """Returns the example of a whole conversation."""
+        rendered, spans = conversation.render(), _NONE
+        if conversation.template.has_tags:
+            spans = conversation.trained_spans(rendered)
+        else:
+            spans = self._spans(conversation, rendered.text)
+        made = self._example(rendered.text, spans, conversation.place)
+        conversation.require_rendered(rendered.text)
+        return made
+
+    def _spans(self, conversation: Conversation, text: str) -> Spans:
+        """Returns the spans of the turns that are trained, in the text of the conversation."""
+        spans: list[tuple[int, int]] = []
+        place = conversation.place
+        for i in range(len(conversation.messages)):
+            if conversation.is_assistant(i):
+                begin, upto = self._turn(conversation.upto(i + 1))
                 if not text.startswith(upto):
                     raise BadChatError(
                         Reason.TURNS,
@@ -146,8 +175,9 @@ class ChatTemplate:
                         f"once others follow, {_difference(upto, text)}: render each turn by "
                         "itself, with `turns`",
                     )
-                spans.append((begin, self._end(upto, begin)))
-        return self._example(text, spans, place)
+                if conversation.trained[i]:
+                    spans.append((begin, self._end(upto, begin)))
+        return spans
 
     def turns(
         self,
@@ -165,57 +195,77 @@ class ChatTemplate:
           BadChatError: as `example`, but turns may be rendered differently once others follow.
         """
         check_example(messages, place)
-        self._require_calls(messages, tools, variables, place)
+        return self._first_form(messages, tools, variables, place, self._each_turn)
+
+    def _each_turn(self, conversation: Conversation) -> list[ChatExample]:
+        """Returns the examples of the turns that are trained."""
         examples = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for i in range(len(conversation.messages)):
+            if not (conversation.is_assistant(i) and conversation.trained[i]):
                 continue
-            where = f"{place}, message {i + 1}"
-            part = messages[: i + 1]
-            if self.template.has_tags:
-                before = self._render(messages[:i], tools, variables, where) if i else _NOTHING
-                rendered = self._render(part, tools, variables, where)
-                spans = rendered.spans[len(before.spans) :]
-                examples.append(self._example(rendered.text, spans, where))
+            part, spans = conversation.upto(i + 1), _NONE
+            if part.template.has_tags:
+                before = len(part.upto(i).render().spans) if i else 0
+                rendered = part.render()
+                text, spans = rendered.text, rendered.spans[before:]
             else:
-                begin, text = self._turn(part, tools, variables, where)
-                examples.append(self._example(text, [(begin, self._end(text, begin))], where))
+                begin, text = self._turn(part)
+                spans = ((begin, self._end(text, begin)),)
+            examples.append(self._example(text, spans, f"{part.place}, message {i + 1}"))
+            part.require_rendered(text, turn=i)
         return examples
 
-    def _render(self, messages, tools, variables, place, *, prompt: bool = False) -> Rendered:
-        return self.template.render(
-            messages, tools=tools, add_generation_prompt=prompt, variables=variables, place=place
+    def _first_form(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        place: str,
+        make: Callable[[Conversation], T],
+    ) -> T:
+        """Returns what is made of the first form of the messages that the template can render.
+
+        Raises:
+          BadChatError: there is none; the error of the first.
+        """
+        errors = []
+        for form in forms(messages, place):
+            try:
+                return make(self._conversation(form, tools, variables, place, messages))
+            except BadChatError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _conversation(
+        self,
+        form: Sequence[Message],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        place: str,
+        messages: Sequence[Message] = (),
+    ) -> Conversation:
+        """Returns a form of some messages with guards."""
+        return Conversation(
+            messages=[
+                plain_message(message, self.tokens, f"{place}: message {i + 1}")
+                for i, message in enumerate(form)
+            ],
+            tools=plain_tools(tools, self.tokens, place) if tools else None,
+            template=self.tools_template if tools else self.template,
+            variables=variables,
+            trained=[is_trained(message) for message in messages],
+            place=place,
         )
 
-    def _require_calls(self, messages, tools, variables, place) -> None:
-        """Raises ValueError if the template leaves out the assistant's calls of tools."""
-        calling = ["tool_calls" in message and bool(message["tool_calls"]) for message in messages]
-        if not any(calling):
-            return
-        text = self._render(messages, tools, variables, place).text
-        without = [
-            {key: value for key, value in message.items() if key != "tool_calls"}
-            for message in messages
-        ]
-        try:
-            same = self._render(without, tools, variables, place).text == text
-        except ValueError:  # the template reads the calls, it fails without them
-            return
-        if same:
-            raise BadChatError(
-                Reason.TEMPLATE,
-                f"{place}: message {calling.index(True) + 1} calls tools, and {self.template.place}"
-                " does not render the calls: take a template that does",
-            )
-
-    def _turn(self, messages, tools, variables, place) -> tuple[int, str]:
+    def _turn(self, conversation: Conversation) -> tuple[int, str]:
         """Returns where the last message begins in the text of all, and this text."""
-        before = self._render(messages[:-1], tools, variables, place, prompt=True).text
-        text = self._render(messages, tools, variables, place).text
+        number, place = len(conversation.messages), conversation.place
+        before = conversation.upto(number - 1).render(prompt=True).text
+        text = conversation.render().text
         if not text.startswith(before):
             raise BadChatError(
                 Reason.TURNS,
-                f"{place}: message {len(messages)} does not begin as the template's generation "
+                f"{place}: message {number} does not begin as the template's generation "
                 f"prompt does, {_difference(before, text)}: the assistant's turn cannot be found",
             )
         return len(before), text
@@ -249,19 +299,19 @@ class ChatTemplate:
         """Returns the ids of a text with guards, and offsets [length, 2] in the text without them.
 
         Raises:
-          BadChatError: a message spells a special token, and the tokenizer encodes text differently
-            after one, so that the parts of the text cannot be encoded apart.
+          BadChatError: a message spells a token, and the tokenizer encodes text differently after
+            one, so that the parts of the text cannot be encoded apart.
         """
         text = guarded.replace(GUARD, "")
-        if len(self._special.findall(text)) == len(self._special.findall(guarded)):
-            return self._encode_whole(text)  # no message spells a special token
+        if len(self._tokens.findall(text)) == len(self._tokens.findall(guarded)):
+            return self._encode_whole(text)  # no message spells a token
         spelled = [token.replace(GUARD, "") for token in self._forged.findall(guarded)]
         without = self._forged.sub("", guarded).replace(GUARD, "")
         if not np.array_equal(self._encode_parts(without)[0], self._encode_whole(without)[0]):
             raise BadChatError(
                 Reason.NOT_TEXT,
-                f"{place}: a message spells a special token, which with this tokenizer cannot be "
-                f"kept text: remove {', '.join(sorted(set(spelled)))}",
+                f"{place}: a message spells a token of the template, which with this tokenizer "
+                f"cannot be kept text: remove {', '.join(sorted(set(spelled)))}",
             )
         return self._encode_parts(guarded)
 
@@ -270,9 +320,9 @@ class ChatTemplate:
         return _ids(encoding.ids), _offsets(encoding.offsets)
 
     def _encode_parts(self, guarded: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes special tokens and the texts between them one by one."""
+        """Encodes the template's tokens and the texts between them one by one."""
         ids, offsets, at = [_ids([])], [_offsets([])], 0
-        for i, part in enumerate(re.split(f"({self._special.pattern})", guarded)):
+        for i, part in enumerate(re.split(f"({self._tokens.pattern})", guarded)):
             part = part.replace(GUARD, "")
             if i % 2:
                 index = self.backend.token_to_id(part)
@@ -288,20 +338,28 @@ class ChatTemplate:
 
     @functools.cached_property
     def plain(self) -> tokenizers.Tokenizer:
-        """Encodes text that spells special tokens as text, with offsets that leave nothing out."""
-        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        """Encodes text that spells the template's tokens as text, with complete offsets."""
+        spec = json.loads(self.backend.to_str())
+        for token in spec["added_tokens"]:
+            token["special"] |= token["content"] in self.tokens.all
+        copy = tokenizers.Tokenizer.from_str(json.dumps(spec))
         copy.encode_special_tokens = True
         return copy
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:
         """Finds special tokens, the longest where several begin."""
-        return _any_of(self.template.special_tokens)
+        return _any_of(self.tokens.special)
+
+    @functools.cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        """Finds special tokens, and others that the template writes."""
+        return _any_of(self.tokens.all)
 
     @functools.cached_property
     def _forged(self) -> re.Pattern[str]:
-        """Finds special tokens that a message spells."""
-        return _any_of([token[0] + GUARD + token[1:] for token in self.template.special_tokens])
+        """Finds tokens that a message spells."""
+        return _any_of([token[0] + GUARD + token[1:] for token in self.tokens.all])
 
 
 def load_chat_template(
@@ -316,7 +374,8 @@ def load_chat_template(
     Args:
       folder: has a chat_template.jinja, or a tokenizer_config.json with a chat_template.
       tokenizer: the folder's tokenizer.
-      name: which of several templates; None for the only one, or the one named default.
+      name: which of several templates; None for the only one, or the one named default, and the
+        one named tool_use where tools are given.
       now: the time that templates write into their texts (Llama 3's write today's date); None for
         the time of this call. It does not change after that, so the same messages give the same
         tokens; give one to repeat them on another day.
@@ -329,23 +388,62 @@ def load_chat_template(
     if not isinstance(tokenizer, BPETokenizer):
         has = "there is none" if tokenizer is None else f"this one is {tokenizer.name}"
         raise ValueError(f"{folder}: chat templates need the tokenizer of a tokenizer.json; {has}")
-    source, place = read_source(folder, name)
-    added = tokenizer.backend.get_added_tokens_decoder().values()
     variables, now = _named_tokens(folder), datetime.datetime.now() if now is None else now
-    template = Template.compile(
-        source,
-        place=place,
-        special_tokens=[token.content for token in added if token.special],
-        variables=variables,
-        now=now,
+    sources = [read_source(folder, name), read_tools_source(folder, name)]
+    template, tools_template = (
+        Template.compile(source, place=place, variables=variables, now=now)
+        for source, place in sources
     )
-    reads = json.dumps([source, variables, now.isoformat()], sort_keys=True)
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    tokens = tokens_of(
+        {token.content: token.special for token in added},
+        [text for each in (template, tools_template) for text in (each.source, *_probed(each))],
+        template.place,
+    )
+    # Folders with one template have the fingerprints that they had before there could be two.
+    texts = list(dict.fromkeys(source for source, _ in sources))
+    reads = json.dumps([*texts, variables, now.isoformat()], sort_keys=True)
     return ChatTemplate(
         template=template,
+        tools_template=tools_template,
+        tokens=tokens,
         tokenizer=tokenizer,
         backend=_backend(tokenizer),
         fingerprint=hashlib.sha256(reads.encode()).hexdigest(),
     )
+
+
+_PROBE_STEPS = 10_000
+_CALL = {"name": "call", "arguments": {"a": "b"}}
+_PROBES: tuple[list[dict[str, Any]], ...] = (
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": _CALL, **_CALL}]},
+        {"role": "tool", "content": "b"},
+    ],
+)
+
+
+def _probed(template: Template) -> list[str]:
+    """Returns the texts of some conversations, of those that a template renders."""
+    texts = []
+    for messages in _PROBES:
+        for tools in (None, [{"type": "function", "function": _CALL}]):
+            try:
+                rendered = template.render(
+                    messages,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    variables={},
+                    place=template.place,
+                    steps=_PROBE_STEPS,
+                )
+                texts.append(rendered.text)
+            except BadChatError:
+                continue
+    return texts
 
 
 def _backend(tokenizer: BPETokenizer) -> tokenizers.Tokenizer:

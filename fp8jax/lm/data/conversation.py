@@ -1,8 +1,10 @@
 """Conversations: the messages of chat data, what makes them valid, and files of them.
 
 A message is a dict with a `role` of `ROLES` and a `content`, its text. An assistant's message may
-have `tool_calls`, and then its content may be missing or null. Other keys, such as
-`reasoning_content` or `tool_call_id`, are for the template to read.
+have `tool_calls`, and then its content may be missing or null. Its `weight` of 0, or `train` of
+false, leave a turn untrained. Other keys, such as `reasoning_content` or `tool_call_id`, are for
+the template to read, which must render their texts. Keys that are null or an empty list count as
+missing.
 
 A file has JSON lines, `{"messages": […], "tools": […]}` or `{"prompt": "…", "response": "…"}`. The
 latter is a message of the user and one of the assistant.
@@ -15,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
+from fp8jax.lm.data.message_forms import Message, check_loss, check_row, is_trained, unique_keys
 from fp8jax.lm.data.readers import Tally, open_counted
 from fp8jax.lookup import brief
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-Message = Mapping[str, Any]
 OnBad = Callable[[Path, BadChatError], None]  # what is done about a bad conversation of a file
 
 
@@ -89,9 +91,11 @@ def read_chats(path: Path, tally: Tally | None = None, on_bad: OnBad = refuse) -
 def _conversation(line: bytes, place: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Returns the messages and tools of a line."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise BadChatError(Reason.NOT_JSON, f"{place}: not JSON: {error}") from error
+    if isinstance(row, dict):
+        check_row(row, place)
     if isinstance(row, dict) and "messages" not in row and {"prompt", "response"} <= row.keys():
         return _pair(row["prompt"], row["response"], place), None
     if not isinstance(row, dict) or "messages" not in row:
@@ -220,6 +224,15 @@ def check_example(messages: Any, place: str) -> None:
                 f"{place}: message {i + 1}, the assistant's, is blank and calls no tool, there is "
                 "nothing to learn",
             )
+    if not any(map(is_trained, _of_the_assistant(messages))):
+        raise BadChatError(
+            Reason.SUPERVISION,
+            f"{place}: weight or train leave all turns of the assistant untrained",
+        )
+
+
+def _of_the_assistant(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] == "assistant"]
 
 
 def _says_anything(message: Message) -> bool:
@@ -240,11 +253,12 @@ def _check_message(message: Any, place: str) -> None:
             Reason.ROLE, f"{place} has the role {brief(role)}; there are {', '.join(ROLES)}"
         )
     calls = message["tool_calls"] if "tool_calls" in message else None
-    if calls is not None and (role != "assistant" or not isinstance(calls, list)):
+    if calls not in (None, []) and (role != "assistant" or not isinstance(calls, list)):
         raise BadChatError(
             Reason.NO_CONVERSATION,
             f"{place}: tool_calls must be a list, of the assistant; the role is {role}",
         )
+    check_loss(message, place)
     content = message["content"] if "content" in message else None
     if not isinstance(content, str) and not (content is None and calls):
         raise BadChatError(

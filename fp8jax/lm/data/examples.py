@@ -32,7 +32,7 @@ from fp8jax.lm.data.readers import Tally
 from fp8jax.lm.data.token_cache import digests, map_array, token_dtype
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _NUMBERS = np.dtype("<i8")
 

@@ -278,7 +278,7 @@ def test_break_and_white_space_of_blocks(load):
         "{{ m.role }}\n{% if m.role == 'user' %}\n:{% else %}\n{% generation %}!{% endgeneration %}"
         "{% endif %}\n{% endfor %}\n"
     )
-    assert template.example(TWO_TURNS).text == "user\n:assistant\n!"
+    assert template.text(TWO_TURNS) == "user\n:assistant\n!"
 
 
 def test_which_template_of_a_folder(tmp_path):
