@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class BPETokenizer:
     Two spellings of bytes are supported: byte-level (GPT-2, Llama 3, Qwen), where each character of
     a token stands for a byte, and SentencePiece's (Llama 2, Gemma), where "▁" is a space and <0xAB>
     a byte. If the file normalizes text (NFC, a space in front), then ids and `token_bytes` describe
-    the normalized text.
+    the normalized text, of which no byte is lost.
 
     Attributes: those of `Tokenizer`. `vocab_size` is the highest id + 1, added tokens included; an
     id that no token has stands for no text. `fingerprint` contains the hash of the file, and
@@ -84,17 +85,25 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
 
     Raises:
       ValueError: a file is missing, damaged or not a BPE; the library gives an added token another
-        id than the file; the spelling of tokens is unknown; or the special tokens that begin and
-        end a document are unknown or do not exist.
+        id than the file; the spelling of tokens is unknown; some text cannot be spelled, so that it
+        would be lost; or the special tokens that begin and end a document are unknown or do not
+        exist.
     """
     path = Path(path).expanduser()
     content, spec = _read_json(path)
     backend = _backend(path, content)
+    # Dropout draws another encoding of a text in each call, which a cache would keep.
+    drops, backend.model.dropout = backend.model.dropout is not None, None
     _require_same_ids(path, spec, backend)
     added = backend.get_added_tokens_decoder()
     bos, eos = _bos_and_eos(path, added)
-    token_bytes = _token_bytes(backend, added, _spelling(path, spec))
-    fingerprint = f"bpe-1-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
+    spelling = _spelling(path, spec)
+    _require_bytes(path, backend, spelling)
+    _require_text(path, backend)
+    token_bytes = _token_bytes(backend, added, spelling)
+    # Caches of before dropout was switched off hold what it drew.
+    version = 2 if drops else 1
+    fingerprint = f"bpe-{version}-{hashlib.sha256(content).hexdigest()}-{bos}-{eos}"
     return BPETokenizer(
         vocab_size=len(token_bytes),
         bos=bos,
@@ -109,7 +118,7 @@ def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
 def _backend(path: Path, content: bytes) -> tokenizers.Tokenizer:
     """Returns the library's tokenizer of a tokenizer.json; ValueError unless it is a BPE."""
     try:
-        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        backend = tokenizers.Tokenizer.from_str(content.decode("utf-8-sig"))
     except Exception as error:  # the library raises plain exceptions
         raise ValueError(f"{path} is not a tokenizer: {error}") from error
     if (model := type(backend.model).__name__) != "BPE":
@@ -135,14 +144,14 @@ def _require_same_ids(path: Path, spec: Mapping[str, Any], backend: tokenizers.T
 def _token_bytes(
     backend: tokenizers.Tokenizer,
     added: Mapping[int, AddedToken],
-    spelled_bytes: Callable[[str], int],
+    spelling: "_Spelling",
 ) -> Int32[np.ndarray, " vocab"]:
     """Returns how many bytes of text each id stands for, as a read-only array."""
     vocab = backend.get_vocab(with_added_tokens=True)
     token_bytes = np.zeros(max(vocab.values()) + 1, np.int32)
     for piece, index in vocab.items():
         if index not in added:
-            token_bytes[index] = spelled_bytes(piece)
+            token_bytes[index] = spelling.length(piece)
         elif not added[index].special:
             token_bytes[index] = len(piece.encode("utf-8"))  # an added token is stored as text
     token_bytes.flags.writeable = False
@@ -251,11 +260,21 @@ def _named_tokens(path: Path, config_path: Path, ids: Mapping[str, int]) -> dict
     return named
 
 
-def _spelling(path: Path, spec: Mapping[str, Any]) -> Callable[[str], int]:
-    """Returns a function from a token of the model to the number of bytes it stands for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Spelling:
+    """How the tokens of a model are spelled.
 
-    The decoder in the file tells how tokens are spelled.
+    Attributes:
+      length: a function from a token of the model to the number of bytes it stands for.
+      bytes: the tokens of the 256 bytes.
     """
+
+    length: Callable[[str], int]
+    bytes: Sequence[str]
+
+
+def _spelling(path: Path, spec: Mapping[str, Any]) -> _Spelling:
+    """Returns how tokens are spelled, which the decoder in the file tells."""
     decoder = json.dumps(spec["decoder"] if "decoder" in spec else None, ensure_ascii=False)
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
@@ -268,10 +287,54 @@ def _spelling(path: Path, spec: Mapping[str, Any]) -> Callable[[str], int]:
         return 1 if is_byte else len(token.replace("▁", " ").encode("utf-8"))
 
     if '"ByteLevel"' in decoder:
-        return byte_level
+        return _Spelling(length=byte_level, bytes=sorted(alphabet))
     if "▁" in decoder:
-        return sentencepiece
+        return _Spelling(length=sentencepiece, bytes=[f"<0x{i:02X}>" for i in range(256)])
     raise ValueError(
         f"{path} spells its tokens in an unknown way: its decoder must be ByteLevel or one that "
         f"replaces ▁, but is {decoder[:200]}"
     )
+
+
+def _require_bytes(path: Path, backend: tokenizers.Tokenizer, spelling: _Spelling) -> None:
+    """Raises ValueError if the model has no token for some byte: text that needs it would vanish.
+
+    Models in SentencePiece's way spell bytes only with `byte_fallback`.
+    """
+    vocab = backend.get_vocab(with_added_tokens=False)
+    if missing := [token for token in spelling.bytes if token not in vocab]:
+        raise ValueError(
+            f"{path}: its vocabulary lacks {len(missing)} of the 256 bytes, such as "
+            f"{missing[0]!r}, so characters that need them would be lost: take a tokenizer with "
+            "all bytes (BpeTrainer's initial_alphabet, or byte_fallback)"
+        )
+    if spelling.bytes[0].startswith("<0x") and not backend.model.byte_fallback:
+        raise ValueError(
+            f"{path}: byte_fallback is off, so characters that are no tokens would be lost"
+        )
+
+
+# Each has what some normalizer or splitter removes: control characters, accents, white space.
+_PROBES = (
+    "Übung macht 日本 👍 e\u0301\u2028x\ufffd",
+    " \n\ta  b \r\n",
+    "".join(map(chr, range(1, 128))),
+    "no, 'no': 1,000.5 (x_y) <a/> -- don't!",
+)
+
+
+def _require_text(path: Path, backend: tokenizers.Tokenizer) -> None:
+    """Raises ValueError if text does not come back from its ids, but for normal forms and case."""
+    for text in _PROBES:
+        decoded = backend.decode(
+            backend.encode(text, add_special_tokens=False).ids, skip_special_tokens=True
+        )
+        if _normal(text) not in (_normal(decoded), _normal(decoded.removeprefix(" "))):
+            raise ValueError(
+                f"{path} loses text: {text[:40]!r} becomes {decoded[:40]!r}, by its "
+                f"normalizer or its pre-tokenizer"
+            )
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
