@@ -186,7 +186,7 @@ DATA = (
         'np.searchsorted(stream.starts, first, side="right")',
         'np.searchsorted(stream.starts, first, side="left")',
     ),
-    M("_decoded", "dropped call", "tally.no_text += 1", "pass"),
+    M("Tally.skip_record", "dropped call", "self.no_text += 1", "pass"),
     M(
         "count_chats",
         "sign",

@@ -1,5 +1,6 @@
-"""What becomes of conversations that no model can learn from: an error, or left out and counted.
+"""What becomes of records that no model can learn from: an error, or left out and counted.
 
+They are conversations that are bad for one of many reasons, and documents that are no text.
 `BAD_EXAMPLES` has the answers, by the values of the config key `bad_examples`. Conversations that
 are only longer than a row are a matter of long_examples.py.
 """
@@ -98,12 +99,12 @@ def read_stats(stats: dict[str, Any], paths: Sequence[Path]) -> BadChats:
 
 def _refuse(message: str) -> None:
     """Raises ValueError."""
-    raise ValueError(f"{message}; config.bad_examples=skip leaves such conversations out")
+    raise ValueError(f"{message}; config.bad_examples=skip leaves such records out")
 
 
 def _skip(message: str) -> None:
     """Does nothing: once all are read, the log names the first ones (`BadChats.log`)."""
 
 
-# What the config key bad_examples may be: functions of the message about a bad conversation.
+# What the config key bad_examples may be: functions of the message about a bad record.
 BAD_EXAMPLES: dict[str, Callable[[str], None]] = {"error": _refuse, "skip": _skip}

@@ -11,14 +11,13 @@ latter is a message of the user and one of the assistant.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
+from fp8jax.lm.data.files import Tally, parse_line, read_lines
 from fp8jax.lm.data.message_forms import Message, check_loss, check_row, is_trained, unique_keys
-from fp8jax.lm.data.readers import Tally, open_counted
 from fp8jax.lookup import brief
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,8 +65,7 @@ def refuse(path: Path, error: BadChatError) -> None:
 def read_chats(path: Path, tally: Tally | None = None, on_bad: OnBad = refuse) -> Iterator[Chat]:
     """Yields the conversations of a file (see the module's docstring).
 
-    `tools` may be missing, other keys are not read, and blank lines are skipped. A file whose name
-    ends in .gz or .zst is decompressed.
+    `tools` may be missing, and blank lines are skipped. Files may be compressed (files.py).
 
     Args:
       tally: counts the bytes read, for showing progress.
@@ -77,22 +75,20 @@ def read_chats(path: Path, tally: Tally | None = None, on_bad: OnBad = refuse) -
       BadChatError: a line is not such an object, or its messages are no example to train on (see
         `check_example`). The message names file and line.
     """
-    with open_counted(path, Tally() if tally is None else tally) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    messages, tools = _conversation(line, place_of(path, number))
-                except BadChatError as error:
-                    on_bad(path, error)
-                    continue
-                yield Chat(messages=messages, tools=tools, path=path, line=number)
+    for number, line in read_lines(path, Tally() if tally is None else tally):
+        try:
+            messages, tools = _conversation(line, place_of(path, number))
+        except BadChatError as error:
+            on_bad(path, error)
+            continue
+        yield Chat(messages=messages, tools=tools, path=path, line=number)
 
 
 def _conversation(line: bytes, place: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
     """Returns the messages and tools of a line."""
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+        row = parse_line(line, object_pairs_hook=unique_keys)
+    except ValueError as error:
         raise BadChatError(Reason.NOT_JSON, f"{place}: not JSON: {error}") from error
     if isinstance(row, dict):
         check_row(row, place)
@@ -151,7 +147,11 @@ class ChatFiles:
 
     def documents(self, tally: Tally) -> Iterator[str]:
         """Yields the contents of each conversation, for training a tokenizer."""
-        for chat in self.chats(tally):
+
+        def on_bad(path: Path, error: BadChatError) -> None:
+            tally.skip_record(path, str(error).removeprefix(str(path)))
+
+        for chat in self.chats(tally, on_bad):
             yield chat.contents
 
 

@@ -6,16 +6,18 @@ packed as whole examples (packing.py).
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Protocol, runtime_checkable
 
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.documents import SPLITS
 from fp8jax.lm.data.mixture import Mixture
 from fp8jax.lm.data.rows import PackedRows, Rows
 from fp8jax.lm.data.sources import Source, chat_readers, parse_sources
 from fp8jax.lm.data.token_cache import SourceStats, tokenize_sources
+from fp8jax.lookup import lookup
 
 
 @runtime_checkable
@@ -97,7 +99,7 @@ def build_corpus(
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
       long_examples: what becomes of conversations that are longer than a row: error, skip or cut.
-      bad_examples: what becomes of conversations that cannot be learned from: error or skip.
+      bad_examples: what becomes of records that cannot be learned from: error or skip.
       document_masking: whether the documents of a training row are kept apart (rows.py). Validation
         rows always keep them apart: so the validation losses of two runs compare, and a document's
         loss does not depend on its neighbors. Conversations are kept apart in any case.
@@ -108,14 +110,12 @@ def build_corpus(
         conversation cannot be rendered, learned from or packed, or a number is out of range.
     """
     sources = parse_sources(data)
-    # Either all sources have a weight or none has.
-    weights = {source.name: source.weight for source in sources if source.weight is not None}
     if not (chats := chat_readers(sources)):
-        for key, answer in (("long_examples", long_examples), ("bad_examples", bad_examples)):
-            if answer != "error":
-                raise ValueError(f"{key}={answer!r} is for conversations, and {data!r} is text")
+        if long_examples != "error":
+            raise ValueError(f"{long_examples=} is for conversations, and {data!r} is text")
+        answer = lookup("bad_examples", bad_examples, BAD_EXAMPLES)
         return _text_corpus(
-            sources, weights, tokenizer, seq_len, valid_fraction, cache_dir, document_masking
+            sources, tokenizer, seq_len, valid_fraction, cache_dir, document_masking, answer
         )
     if not document_masking:
         raise ValueError(
@@ -129,23 +129,28 @@ def build_corpus(
         long_examples=long_examples, bad_examples=bad_examples,
     )  # fmt: skip
     return Corpus(
-        train=Mixture(packed.rows["train"], weights or None), valid=packed.rows["valid"],
+        train=Mixture(packed.rows["train"], _weights(sources)), valid=packed.rows["valid"],
         stats=packed.stats, fingerprint=packed.fingerprint, first=packed.first,
     )  # fmt: skip
 
 
+def _weights(sources: Sequence[Source]) -> dict[str, Fraction] | None:
+    """Returns the weights of sources by name; None if none has one, else all have."""
+    return {s.name: s.weight for s in sources if s.weight is not None} or None
+
+
 def _text_corpus(
     sources: list[Source],
-    weights: Mapping[str, Fraction],
     tokenizer: Tokenizer,
     seq_len: int,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
     document_masking: bool,
+    answer: Callable[[str], None],
 ) -> Corpus:
     """Returns the corpus of sources of text."""
     tokenized = tokenize_sources(
-        sources, tokenizer, valid_fraction=valid_fraction, cache_dir=cache_dir
+        sources, tokenizer, valid_fraction=valid_fraction, cache_dir=cache_dir, answer=answer
     )
     for stats in tokenized.stats:
         _require_rows(stats, seq_len, valid_fraction)
@@ -159,7 +164,7 @@ def _text_corpus(
         for split, streams in tokenized.streams.items()
     }
     return Corpus(
-        train=Mixture(packed["train"], weights or None),
+        train=Mixture(packed["train"], _weights(sources)),
         valid=packed["valid"],
         stats=tokenized.stats,
         fingerprint=tokenized.fingerprint,

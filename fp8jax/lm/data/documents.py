@@ -10,9 +10,13 @@ of a line or word where there is one in their second half.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from fp8jax.lm.data.readers import Tally
+from absl import logging
+
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.sources import Source, parse_sources
 
 MIN_DOCUMENT_BYTES = 16  # shorter documents (empty files, stubs) are skipped and counted
@@ -98,6 +102,14 @@ def cut(text: str, size: int) -> Iterator[str]:
     yield text[begin:]
 
 
+def log_skipped(name: str, count: int, first: Sequence[tuple[Path | None, str]]) -> None:
+    """Logs a warning with the first bad records of the source `name`, if there are any."""
+    if count:
+        named = "; ".join(f"{path or ''}{rest}" for path, rest in first)
+        more = f"; and {count - len(first):,} more" if first and count > len(first) else ""
+        logging.warning("source %r: bad records skipped: %s: %s%s", name, f"{count:,}", named, more)
+
+
 def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
     """Returns an iterator over the training documents of all sources, in order.
 
@@ -110,15 +122,17 @@ def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
 
     Raises:
       ValueError: at the call, if the spec or the fraction is wrong; during iteration, if a file
-        cannot be read.
+        cannot be read. Bad records are skipped, and the log names the first ones.
     """
     require_fraction(valid_fraction)
     sources = parse_sources(data)
 
     def documents() -> Iterator[str]:
         for source in sources:
-            for text, _, split in read_documents(source, Tally(), valid_fraction):
+            tally = Tally(answer=BAD_EXAMPLES["skip"])
+            for text, _, split in read_documents(source, tally, valid_fraction):
                 if split == "train":
                     yield text
+            log_skipped(source.name, tally.not_utf8 + tally.no_text, tally.first)
 
     return documents()

@@ -28,7 +28,7 @@ from fp8jax.lm.data.cache_folder import Stats, read_or_build
 from fp8jax.lm.data.chat import ChatExample, ChatTemplate
 from fp8jax.lm.data.conversation import Chat, ChatFiles, OnBad, place_of
 from fp8jax.lm.data.documents import SPLITS, require_fraction, split_of
-from fp8jax.lm.data.readers import Tally
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.token_cache import digests, map_array, token_dtype
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.

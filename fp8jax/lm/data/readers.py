@@ -1,47 +1,27 @@
 """Readers of the file formats: text files, JSON lines, Parquet, and TensorFlow datasets.
 
-Each reader yields the documents of one source, always in the same order, and counts what it skips.
+Each reader yields the documents of one source, always in the same order. A bad record costs that
+record, or stops the program, as the answer in the `Tally` says (bad_examples.py).
 pyarrow and tensorflow_datasets are imported by the readers that need them.
 """
 
-import contextlib
 import dataclasses
-import io
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from absl import logging
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-
+from fp8jax.lm.data.files import Tally, open_counted, parse_line, read_lines
 
 BLANK = "blank"  # the separator of text files that stands for blank lines
-_BLANK_LINES = re.compile(r"(?<=\n)(?:[^\S\n]*\n)+")
+
+LARGEST = 2**26  # bytes of a document of a text file that is not cut
+_PIECE = 2**16  # bytes of its pieces
+_CHUNK = 2**20
 
 BATCH = 1024  # records read at a time, where a format allows it
-
-
-@dataclasses.dataclass(kw_only=True)
-class Tally:
-    """Counts of what a reader skipped and read; the reader updates them while it reads.
-
-    Attributes:
-      not_utf8: files skipped because they are not UTF-8.
-      no_text: records skipped because they are null, or bytes that are not UTF-8.
-      too_short: documents skipped by `read_documents` because they are too short.
-      bytes_read: bytes read from the files, before decompression; for showing progress.
-      piece_size: characters of the pieces into which `read_documents` cut documents; 0 if it did
-        not.
-    """
-
-    not_utf8: int = 0
-    no_text: int = 0
-    too_short: int = 0
-    bytes_read: int = 0
-    piece_size: int = 0
 
 
 @runtime_checkable
@@ -68,77 +48,64 @@ class Reader(Protocol):
         """Yields the documents, always in the same order; counts what it skips in `tally`.
 
         Raises:
-          ValueError: a file does not have the format of the kind; the message names the file.
+          ValueError: a file does not have the format of the kind, or a record is bad and the
+            tally's answer raises; the message names the file, and of a record its place there.
         """
         ...
 
 
-class _CountedFile(io.FileIO):
-    """A file that counts the bytes read from it in a `Tally`."""
+def _documents(file: BinaryIO, separator: str) -> Iterator[tuple[bytes, bool]]:
+    """Yields the parts of a file between separators, and whether each is cut from a longer one.
 
-    def __init__(self, path: Path, tally: Tally):
-        super().__init__(path, "rb")
-        self._tally = tally
-
-    def readinto(self, buffer: Any) -> int | None:
-        count = super().readinto(buffer)
-        self._tally.bytes_read += count or 0
-        return count
-
-    def readall(self) -> bytes:
-        content = super().readall()
-        self._tally.bytes_read += len(content)
-        return content
-
-
-@contextlib.contextmanager
-def open_counted(path: Path, tally: Tally) -> Iterator[BinaryIO]:
-    """Opens a file, decompressed if its name ends in one of `COMPRESSIONS`.
-
-    Raises:
-      ValueError: the file is not compressed in the way that its name says, or damaged.
+    Parts of more than `LARGEST` bytes are cut, so that they need not fit into memory.
     """
-    with io.BufferedReader(_CountedFile(path, tally)) as file:
-        if path.suffix not in COMPRESSIONS:
-            yield file
-            return
-        import pyarrow as pa
-
-        compression = COMPRESSIONS[path.suffix]
-        try:
-            # pyarrow reads an empty file as an empty text, but no compressor writes an empty file.
-            if not path.stat().st_size:
-                raise OSError("it is empty")
-            with io.BufferedReader(pa.CompressedInputStream(file, compression)) as stream:
-                yield stream
-        except OSError as error:
-            raise ValueError(f"{path}: damaged or not {compression} data: {error}") from error
+    between = separator.encode("utf-8")
+    rest, cutting = b"", False
+    while chunk := file.read(_CHUNK):
+        rest += chunk
+        *whole, rest = rest.split(between) if between else [rest]
+        for part in whole:
+            yield from _cut(part) if cutting else [(part, False)]
+            cutting = False
+        if len(rest) > LARGEST:
+            cutting = True
+            *pieces, (rest, _) = _cut(rest)
+            yield from pieces
+    yield from _cut(rest) if cutting else [(rest, False)]
 
 
-def _is_utf8(path: Path) -> bool:
-    """Whether the whole file is UTF-8. Reads it in pieces, since it may not fit into memory."""
-    with open_counted(path, Tally()) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        try:
-            while text.read(2**20):
-                pass
-        except UnicodeDecodeError:
-            return False
-        finally:
-            text.detach()  # so that `text` does not close the file, which open_counted does
-    return True
+def _paragraphs(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Yields what stands between blank lines, as `_documents` does."""
+    lines: list[bytes] = []
+    size, cutting = 0, False
+    while line := file.readline(_CHUNK):
+        if line.endswith(b"\n") and not line.decode("utf-8", "replace").strip():
+            if lines:
+                yield from _cut(b"".join(lines)) if cutting else [(b"".join(lines), False)]
+            lines, size, cutting = [], 0, False
+            continue
+        lines.append(line)
+        size += len(line)
+        if size > LARGEST:
+            cutting = True
+            *pieces, (rest, _) = _cut(b"".join(lines))
+            yield from pieces
+            lines, size = [rest], len(rest)
+    if lines:
+        yield from _cut(b"".join(lines)) if cutting else [(b"".join(lines), False)]
 
 
-def _utf8_files(paths: Sequence[Path], tally: Tally) -> Iterator[tuple[Path, BinaryIO]]:
-    """Opens the files one after the other; logs, counts and skips those that are not UTF-8."""
-    for path in paths:
-        if _is_utf8(path):
-            with open_counted(path, tally) as file:
-                yield path, file
-        else:
-            logging.warning("skipping %s: it is not UTF-8", path)
-            tally.not_utf8 += 1
-            tally.bytes_read += path.stat().st_size
+def _cut(text: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yields pieces of a text, of at most `_PIECE` bytes, that end lines, words or characters."""
+    begin = 0
+    while len(text) - begin > _PIECE:
+        half, end = begin + _PIECE // 2, begin + _PIECE
+        end = (text.rfind(b"\n", half, end) + 1) or (text.rfind(b" ", half, end) + 1) or end
+        while end > half and text[end] & 0xC0 == 0x80:  # within a character
+            end -= 1
+        yield text[begin:end], True
+        begin = end
+    yield text[begin:], True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +113,8 @@ class TextFiles:
     """Each file is a document, or has several; line ends are not changed.
 
     Between two documents of a file is `separator`. "blank" stands for one or more blank lines, ""
-    for none: a file is a document.
+    for none: a file is a document. Documents that are not UTF-8 are bad records, and those of more
+    than `LARGEST` bytes are cut.
     """
 
     label: str
@@ -161,21 +129,31 @@ class TextFiles:
         return self.paths
 
     def documents(self, tally: Tally) -> Iterator[str]:
-        for _, file in _utf8_files(self.paths, tally):
-            text = file.read().decode("utf-8")
-            if not self.separator:
-                yield text
-            elif self.separator == BLANK:
-                yield from _BLANK_LINES.split(text)
-            else:
-                yield from text.split(self.separator)
+        for path in self.paths:
+            with open_counted(path, tally) as file:
+                if self.separator == BLANK:
+                    parts = _paragraphs(file)
+                else:
+                    parts = _documents(file, self.separator)
+                for number, (part, is_cut) in enumerate(parts, start=1):
+                    try:
+                        text = part.decode("utf-8")
+                    except UnicodeDecodeError as error:
+                        if self.separator or is_cut:
+                            tally.skip_record(path, f", document {number}: not UTF-8: {error}")
+                        else:
+                            tally.skip_file(path, f": it is not UTF-8: {error}")
+                        continue
+                    if is_cut and number == 1:
+                        logging.warning("%s: documents over %d MiB are cut", path, LARGEST >> 20)
+                    yield text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines:
     """Each line is a JSON object whose string at `field` is a document; blank lines are skipped.
 
-    A line without such a string is an error.
+    A line without such a string is a bad record.
     """
 
     label: str
@@ -190,41 +168,52 @@ class JsonLines:
         return self.paths
 
     def documents(self, tally: Tally) -> Iterator[str]:
-        # Iterating over bytes splits at \n only; U+2028 and \r may be part of a text.
-        for path, file in _utf8_files(self.paths, tally):
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield self._text(line, f"{path}, line {number}")
+        for path in self.paths:
+            for number, line in read_lines(path, tally):
+                try:
+                    text = self._text(line)
+                except ValueError as error:
+                    tally.skip_record(path, f", line {number}: {error}")
+                else:
+                    yield text
 
-    def _text(self, line: bytes, place: str) -> str:
-        """Returns the document of a line; `place` names the line in errors."""
+    def _text(self, line: bytes) -> str:
+        """Returns the document of a line; ValueError if it has none."""
         try:
-            text = json.loads(line.decode("utf-8"))[self.field]
+            text = parse_line(line)[self.field]
             text.encode("utf-8")  # JSON can encode lone surrogates, which are not text
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f'{place}: expected {{"{self.field}": "…"}}, got '
+                f'expected {{"{self.field}": "…"}}, got '
                 f"{line[:80]!r} ({type(error).__name__}: {error})"
             ) from error
         return text
 
 
-def _decoded(records: Sequence[bytes | None], tally: Tally) -> Iterator[str]:
-    """Yields the records as text; counts and skips those that are null or not UTF-8."""
-    for record in records:
+def _decoded(
+    records: Iterable[tuple[bytes | None, int]], tally: Tally, path: Path | None, what: str
+) -> Iterator[str]:
+    """Yields the records as text; those that are null or not UTF-8 are bad.
+
+    Args:
+      records: with their numbers, from 1.
+      what: begins the place of a record within `path`, such as ", row".
+    """
+    for record, number in records:
         try:
             text = None if record is None else record.decode("utf-8")
-        except UnicodeDecodeError:
-            text = None
+            error = "it is null"
+        except UnicodeDecodeError as found:
+            text, error = None, f"it is not UTF-8: {found}"
         if text is None:
-            tally.no_text += 1
+            tally.skip_record(path, f"{what} {number}: {error}")
         else:
             yield text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFiles:
-    """Each row is a document, the string in `column`. Nulls are skipped and counted."""
+    """Each row is a document, the string in `column`. Nulls are bad records."""
 
     label: str
     paths: tuple[Path, ...]
@@ -248,13 +237,14 @@ class ParquetFiles:
                     table = pq.ParquetFile(file)
                     self._require_text(path, table.schema_arrow)
                     for batch in table.iter_batches(BATCH, columns=[self.column]):
-                        rows += len(batch)
+                        first, rows = rows + 1, rows + len(batch)
                         tally.bytes_read = before + size * rows // table.metadata.num_rows
                         # Read as bytes, since Arrow does not check that its strings are UTF-8.
                         values = batch.column(0)
                         if pa.types.is_dictionary(values.type):
                             values = values.dictionary_decode()
-                        yield from _decoded(values.cast(pa.large_binary()).to_pylist(), tally)
+                        texts = values.cast(pa.large_binary()).to_pylist()
+                        yield from _decoded(zip(texts, count(first)), tally, path, ", row")
                 except (OSError, pa.ArrowInvalid) as error:
                     raise ValueError(f"{path}: damaged or not Parquet: {error}") from error
             tally.bytes_read = before + size
@@ -270,7 +260,8 @@ class ParquetFiles:
         column_type = types[self.column]
         is_dictionary = pa.types.is_dictionary(column_type)
         value = column_type.value_type if is_dictionary else column_type
-        if not (pa.types.is_string(value) or pa.types.is_large_string(value)):
+        kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        if not any(is_kind(value) for is_kind in kinds):
             raise ValueError(
                 f"{path}: column {self.column!r} is {column_type}, not string. There are: {columns}"
             )
@@ -278,7 +269,7 @@ class ParquetFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorFlowDataset:
-    """Each example is a document, its text feature `field`; those not UTF-8 are counted.
+    """Each example is a document, its text feature `field`; those not UTF-8 are bad.
 
     `split` is a split of the dataset, or a slice such as train[:10%]. "" reads all splits in the
     order of their names; as for every source, a document's own text decides whether it trains or
@@ -319,7 +310,8 @@ class TensorFlowDataset:
             for first in range(0, len(source), BATCH):
                 batch = source.__getitems__(range(first, min(first + BATCH, len(source))))
                 texts = [parser.deserialize_example_np(example)[self.field] for example in batch]
-                yield from _decoded(texts, tally)
+                numbered = zip(texts, count(done + 1))
+                yield from _decoded(numbered, tally, None, f"{self.label}, example")
                 done += len(batch)
                 tally.bytes_read = before + size * done // total
 

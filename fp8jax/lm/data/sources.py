@@ -17,10 +17,10 @@ other sources (mixture.py); either all sources have a weight or none has. KIND i
     chat:GLOB[#turns]           each line is a conversation (conversation.py), or with #turns each
                                 of its assistant's turns, with what came before it
 
-FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` whose names end in .gz or
-.zst are decompressed while they are read. The text after the last # is a field if it looks like a
-name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text without
-commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
+FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` may be compressed, by gzip,
+zstd, bzip2 or xz, and have a byte order mark (files.py). The text after the last # is a field if it
+looks like a name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text
+without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
 
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
 the config is parsed, so it may look for files but must not read them.
@@ -36,8 +36,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from fp8jax.lm.data.conversation import ChatFiles
+from fp8jax.lm.data.files import COMPRESSIONS
 from fp8jax.lm.data.readers import (
-    COMPRESSIONS,
     JsonLines,
     ParquetFiles,
     Reader,

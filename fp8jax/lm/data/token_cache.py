@@ -14,22 +14,24 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64, UInt
 from tqdm import tqdm
 
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.cache_folder import Stats, read_or_build
 from fp8jax.lm.data.documents import (
     MIN_DOCUMENT_BYTES,
     SPLITS,
+    log_skipped,
     read_documents,
     require_fraction,
 )
-from fp8jax.lm.data.readers import Tally
+from fp8jax.lm.data.files import BYTE_ORDER_MARKS, Tally
 from fp8jax.lm.data.sources import Source
 
 # Version of the cached files; raise it whenever the same text would give other streams.
@@ -51,9 +53,11 @@ class SourceStats:
     Attributes:
       name: the source's name.
       files: its files, skipped ones included.
-      not_utf8: files skipped because they are not UTF-8.
+      not_utf8: files that are one document, skipped because they are not UTF-8.
       too_short: documents skipped because they are too short.
-      no_text: records skipped because they are null, or bytes that are not UTF-8.
+      no_text: other records that were skipped, because they are bad.
+      first: the first bad records and files: the number of the file, -1 for none, and the rest of
+        the message.
       piece_size: characters of the pieces into which documents were cut (documents.py); 0 if they
         were not.
       documents: documents of each split, "train" and "valid".
@@ -66,6 +70,7 @@ class SourceStats:
     not_utf8: int = 0
     too_short: int = 0
     no_text: int = 0
+    first: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     piece_size: int = 0
     documents: dict[str, int] = dataclasses.field(default_factory=_zeros)
     bytes: dict[str, int] = dataclasses.field(default_factory=_zeros)
@@ -78,6 +83,10 @@ class SourceStats:
             f"skipped {self.not_utf8} of {self.files} files (not UTF-8) and {self.too_short} "
             f"documents under {MIN_DOCUMENT_BYTES} bytes{records}"
         )
+
+    def bad(self, files: Sequence[Path]) -> list[tuple[Path | None, str]]:
+        """Returns the first bad records in files that now have these paths."""
+        return [(files[number] if number >= 0 else None, rest) for number, rest in self.first]
 
     def heading(self, width: int) -> str:
         """Returns the head of the table, with a first column of `width` characters."""
@@ -154,9 +163,10 @@ def _write_source(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     fraction: float,
+    answer: Callable[[str], None],
 ) -> SourceStats:
     """Tokenizes all documents of a source, and writes the streams of both splits."""
-    stats, tally = SourceStats(name=source.name, files=len(files)), Tally()
+    stats, tally = SourceStats(name=source.name, files=len(files)), Tally(answer=answer)
     dtype = token_dtype(tokenizer)
     with contextlib.ExitStack() as stack:
         outputs = {
@@ -180,6 +190,8 @@ def _write_source(
             bar.update(tally.bytes_read - bar.n)
     stats.not_utf8, stats.no_text = tally.not_utf8, tally.no_text
     stats.too_short, stats.piece_size = tally.too_short, tally.piece_size
+    numbers = {path: number for number, path in enumerate(files)}
+    stats.first = [(-1 if path is None else numbers[path], rest) for path, rest in tally.first]
     return stats
 
 
@@ -219,18 +231,28 @@ def _fingerprint(
 
 
 def digests(files: Sequence[Sequence[Path]]) -> list[list[list[str]]]:
-    """Returns suffix and SHA-256 of each file; the suffix decides how it is decompressed."""
+    """Returns suffix and SHA-256 of each file; the suffix may decide how it is decompressed.
 
-    def digest(path: Path) -> str:
+    A third entry marks files with a byte order mark, which caches of older versions kept as text.
+    """
+
+    def digest(path: Path) -> list[str]:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            mark = ["without mark"] if file.read(4).startswith(BYTE_ORDER_MARKS) else []
+            file.seek(0)
+            return [path.suffix, hashlib.file_digest(file, "sha256").hexdigest(), *mark]
 
-    return [[[path.suffix, digest(path)] for path in paths] for paths in files]
+    return [[digest(path) for path in paths] for paths in files]
 
 
-def _require_splits(cached: Stats) -> None:
-    """Raises ValueError if the cache is of a version that did not cut documents into pieces."""
+def _require_present(cached: Stats) -> None:
+    """Raises ValueError if the cache is of a version that made other streams of the same files.
+
+    One did not cut documents into pieces; one skipped whole files for a bad record.
+    """
     for stats in cached:
+        if "first" not in stats and (stats["not_utf8"] or stats["no_text"]):
+            raise ValueError(f"its source {stats['name']} lacks files with a bad record")
         if "piece_size" not in stats and 0 in stats["documents"].values():
             raise ValueError(f"its source {stats['name']} was not cut, and has an empty split")
         SourceStats(**stats)  # a TypeError for other fields
@@ -242,6 +264,7 @@ def tokenize_sources(
     *,
     valid_fraction: float,
     cache_dir: str | os.PathLike[str],
+    answer: Callable[[str], None] = BAD_EXAMPLES["error"],
 ) -> TokenizedSources:
     """Tokenizes the sources, or reads their streams from the cache.
 
@@ -251,10 +274,12 @@ def tokenize_sources(
       valid_fraction: fraction of the documents, between 0 and 1, that validate.
       cache_dir: folder of the token files; created if it does not exist. Every call reads and
         hashes all files, so that an edit is never missed.
+      answer: of `BAD_EXAMPLES`; called with what is wrong with a record. If it returns, the record
+        is skipped, and the log names the first ones.
 
     Raises:
-      ValueError: a file cannot be read (see `Reader.documents`), or `valid_fraction` is not between
-        0 and 1.
+      ValueError: a file cannot be read (see `Reader.documents`), `valid_fraction` is not between 0
+        and 1, or what `answer` raises.
     """
     require_fraction(valid_fraction)
     files = [source.reader.files() for source in sources]
@@ -263,11 +288,16 @@ def tokenize_sources(
 
     def write(new: Path) -> Stats:
         return [
-            dataclasses.asdict(_write_source(new, source, paths, tokenizer, valid_fraction))
+            dataclasses.asdict(_write_source(new, source, paths, tokenizer, valid_fraction, answer))
             for source, paths in zip(sources, files, strict=True)
         ]
 
-    stats = read_or_build(folder, write, _require_splits)
+    stats = [SourceStats(**each) for each in read_or_build(folder, write, _require_present)]
+    for each, paths in zip(stats, files, strict=True):
+        first = each.bad(paths)
+        for path, rest in first:  # which another run may have skipped
+            answer(f"{path or ''}{rest}")
+        log_skipped(each.name, each.not_utf8 + each.no_text, first)
 
     def stream(name: str, split: str) -> TokenStream:
         tokens, starts = (_path(folder, name, split, part) for part in ("tokens", "starts"))
@@ -279,7 +309,7 @@ def tokenize_sources(
     names = [source.name for source in sources]
     return TokenizedSources(
         streams={split: {name: stream(name, split) for name in names} for split in SPLITS},
-        stats=[SourceStats(**each) for each in stats],
+        stats=stats,
         fingerprint=fingerprint,
     )
 

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.loader import valid_batches
-from fp8jax.lm.data.readers import Tally
 from fp8jax.lm.data.rows import PackedRows, Row, Rows
 from fp8jax.lm.data.sources import chat_readers, parse_sources
 from fp8jax.lm.data.token_cache import TokenStream

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fp8jax.lm.data.readers import Tally, open_counted
+from fp8jax.lm.data.files import Tally, open_counted
 from fp8jax.lm.inference.verify import as_number, final_number
 from fp8jax.lookup import brief
 
@@ -56,7 +56,7 @@ def read_problems(path: Path) -> Problems:
       OSError: the file cannot be read.
     """
     problems, left_out = [], 0
-    with open_counted(path, Tally()) as file:
+    with open_counted(path, Tally(), is_json=True) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

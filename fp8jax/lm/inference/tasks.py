@@ -26,7 +26,7 @@ import yaml
 from lm_eval.api.registry import METRIC_REGISTRY
 from lm_eval.api.task import ALL_OUTPUT_TYPES, ConfigurableTask
 
-from fp8jax.lm.data.readers import COMPRESSIONS, Tally, open_counted
+from fp8jax.lm.data.files import COMPRESSIONS, Tally, open_counted
 from fp8jax.lm.inference.harness import GenerationOptions
 from fp8jax.lookup import brief, unknown
 
@@ -184,7 +184,7 @@ def _exact_match(row: Row, results: list[list[str]]) -> dict[str, float]:
 def _read_rows(path: Path) -> list[Row]:
     """Returns the rows of a file: query, choices and gold; or query and answers."""
     rows = []
-    with open_counted(path, Tally()) as file:
+    with open_counted(path, Tally(), is_json=True) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:

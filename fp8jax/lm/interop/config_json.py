@@ -175,7 +175,7 @@ FAMILIES = {family.architecture: family for family in _ALL}
 def load_json(path: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds; ValueError unless it can be read and is one."""
     try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # too many levels
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(parsed, dict):

@@ -64,7 +64,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
     config.long_examples = "error"  # conversations longer than a row: error, skip or cut
-    config.bad_examples = "error"  # conversations that nothing can be learned from: error or skip
+    config.bad_examples = "error"  # records that nothing can be learned from: error or skip
     config.data_timeout = 600.0  # seconds to wait for a batch; after that the run saves and stops
     config.cache_dir = "~/.cache/fp8jax/data"  # folder of the tokenized text
 

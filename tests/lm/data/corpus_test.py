@@ -104,7 +104,7 @@ def test_nothing_left(tmp_path):
             r"skipped 1 of 2 files \(not UTF-8\) and 1 documents under 16 bytes"
         ),
     ):
-        build(f"x=text:{tmp_path}/*.txt", tmp_path)
+        build(f"x=text:{tmp_path}/*.txt", tmp_path, bad_examples="skip")
 
 
 def test_splits_too_small(tmp_path):

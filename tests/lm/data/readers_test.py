@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8jax.lm.data import readers
-from fp8jax.lm.data.readers import Tally
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.sources import parse_sources
 from tests.support import ROOT
 from tests.support.text import compressed, json_lines
@@ -24,6 +24,11 @@ def read(spec: str, tally: Tally | None = None) -> list[str]:
     """All documents of one source."""
     (source,) = parse_sources(spec)
     return list(source.reader.documents(Tally() if tally is None else tally))
+
+
+def skipping() -> Tally:
+    """A tally that skips bad records."""
+    return Tally(answer=BAD_EXAMPLES["skip"])
 
 
 # Text and JSON lines.
@@ -117,11 +122,11 @@ def test_separators_of_text_files(tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_utf8_is_checked_across_pieces(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
-    path.write_bytes(compressed(b"x" * (2**20 - 1) + "é".encode(), suffix))
-    assert readers._is_utf8(path)
+    text = "x" * (2**20 - 1) + "é"
+    path.write_bytes(compressed(text.encode(), suffix))
+    assert read(f"text:{path}") == [text]
     path.write_bytes(compressed(b"x" * (2**20 - 1) + b"\xc3x", suffix))
-    assert not readers._is_utf8(path)
-    tally = Tally()
+    tally = skipping()
     assert read(f"text:{path}", tally) == []
     assert (tally.not_utf8, tally.bytes_read) == (1, path.stat().st_size)
 
@@ -141,7 +146,7 @@ def test_parquet(tmp_path, kind):
     numbers = pa.array(range(2500))
     write_parquet(tmp_path / "a.parquet", n=numbers, text=pa.array(texts, pa.string()).cast(kind))
     write_parquet(tmp_path / "b.parquet", text=pa.array(TEXTS, kind))
-    tally = Tally()
+    tally = skipping()
     assert read(f"parquet:{tmp_path}/*.parquet", tally) == [*filter(None, texts), *TEXTS]
     assert tally.no_text == 250
     assert tally.bytes_read == sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -155,7 +160,7 @@ def test_parquet_of_another_column(tmp_path):
 def test_parquet_strings_that_are_not_utf8(tmp_path):
     raw = pa.array([b"good text", b"\xff bad", b"good again"])
     write_parquet(tmp_path / "a.parquet", text=raw.view(pa.string()))
-    tally = Tally()
+    tally = skipping()
     assert read(f"parquet:{tmp_path}/a.parquet", tally) == ["good text", "good again"]
     assert tally.no_text == 1
 
@@ -198,7 +203,9 @@ def test_tfds(data_dir):
     )
     (source,) = parse_sources("tfds:fp8jax_examples")
     assert tally.bytes_read == sum(path.stat().st_size for path in source.reader.files())
-    tally = Tally()
+    with pytest.raises(ValueError, match="^fp8jax_examples@test, example .*: it is not UTF-8"):
+        read("tfds:fp8jax_examples@test#raw")
+    tally = skipping()
     assert read("tfds:fp8jax_examples@test#raw", tally) == ["raw text"] * 9
     assert tally.no_text == 1
 
@@ -268,7 +275,7 @@ def test_tfds_without_tensorflow(dataset):
     """In a program of its own, which finds the dataset through TFDS_DATA_DIR and by its files."""
     program = """
 import sys
-from fp8jax.lm.data.readers import Tally
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.sources import parse_sources
 (source,) = parse_sources("tfds:fp8jax_examples")
 assert "tensorflow_datasets" not in sys.modules

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fp8jax.lm.data import token_cache
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
 from fp8jax.lm.data.documents import HELD_OUT, MIN_DOCUMENT_BYTES, cut, training_documents
@@ -20,9 +21,15 @@ from tests.support.text import generated_text, write_generated_text, write_jsonl
 BYTES = ByteTokenizer()
 
 
-def build(data: str, cache: Path, *, valid_fraction=0.2, tokenizer=BYTES) -> TokenizedSources:
+def build(
+    data: str, cache: Path, *, valid_fraction=0.2, tokenizer=BYTES, bad_examples="error"
+) -> TokenizedSources:
     return tokenize_sources(
-        parse_sources(data), tokenizer, valid_fraction=valid_fraction, cache_dir=cache / "cache"
+        parse_sources(data),
+        tokenizer,
+        valid_fraction=valid_fraction,
+        cache_dir=cache / "cache",
+        answer=BAD_EXAMPLES[bad_examples],
     )
 
 
@@ -293,7 +300,9 @@ def test_files_that_are_not_utf8_are_skipped_and_named(tmp_path, caplog):
     (tmp_path / "cut.txt").write_bytes(b"ends in mid-character, at \xc3")
     (tmp_path / "short-1.txt").write_text("x" * (MIN_DOCUMENT_BYTES - 1))
     (tmp_path / "short-2.txt").write_text("")
-    corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path)
+    with pytest.raises(ValueError, match="cut.txt: it is not UTF-8.*; config.bad_examples=skip"):
+        build(f"x=text:{tmp_path}/*.txt", tmp_path)
+    corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path, bad_examples="skip")
     (stats,) = corpus.stats
     assert (stats.files, stats.not_utf8, stats.too_short) == (44, 2, 2)
     assert "latin.txt: it is not UTF-8" in caplog.text and "cut.txt" in caplog.text
@@ -310,7 +319,7 @@ def test_bad_fractions(tmp_path, fraction):
 
 def test_a_source_without_documents_has_empty_streams(tmp_path, caplog):
     (tmp_path / "a.txt").write_bytes(b"\xff" * 100)
-    corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path)
+    corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path, bad_examples="skip")
     assert [len(s["x"].tokens) + len(s["x"].starts) for s in corpus.streams.values()] == [0, 0]
     assert "a.txt: it is not UTF-8" in caplog.text
 
