@@ -612,7 +612,9 @@ DOT = [
 EQUATIONS = [
     (f"einsum {name}", call(einsum, equation), error, message)
     for name, equation, error, message in (
-        ("ellipsis", "...b,bc->...c", ValueError, r"letters only.* got '\.\.\.b"),
+        ("no axis", "...ab,...cde->...c", ValueError, "the operands have 2 and 2 axes"),
+        ("dots", "..b,bc->..c", ValueError, r"letters only.* got '\.\.b"),
+        ("ellipsis", "...b,bc->c", ValueError, "an ellipsis in an operand must be in the result"),
         ("repeated letter", "aa,ac->c", ValueError, "at most once in each; see a"),
         ("repeated in the result", "ab,bc->acc", ValueError, "at most once in each; see c"),
         ("no arrow", "ab,bc", ValueError, "with the result.*got 'ab,bc'"),

@@ -5,6 +5,7 @@ cannot be honored raises; nothing is ignored.
 """
 
 import operator
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,6 +136,8 @@ def _check_axes(name: str, shape: tuple[int, ...], axes: Sequence[int]) -> None:
 def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
     """Returns the letters of lhs, rhs and the result of an einsum that is one GEMM.
 
+    An ellipsis stands for as many letters as its operand has further axes.
+
     Raises:
       TypeError: for operands that are not arrays of floats, and an equation that is not a string.
       ValueError: for an equation that is not one GEMM of two arrays, or does not fit their shapes.
@@ -146,11 +149,12 @@ def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
         raise TypeError(f"{example}, got {brief(equation)}")
     operands, arrow, out = equation.replace(" ", "").partition("->")
     terms = operands.split(",")
-    if not arrow or len(terms) != 2 or not (operands + out).replace(",", "").isalpha():
+    letters = [term.replace("...", "", 1) for term in (*terms, out)]
+    if not arrow or len(terms) != 2 or not "".join(letters).isalpha():
         raise ValueError(
             f"{example} (two operands, letters only, with the result), got {equation!r}"
         )
-    a, b = terms
+    a, b, out = _without_ellipses(equation, terms, out, (len(lhs.shape), len(rhs.shape)))
     repeated = sorted({c for term in (a, b, out) for c in term if term.count(c) > 1})
     alone = sorted(c for c in {*a, *b, *out} if (c in a) + (c in b) + (c in out) == 1)
     if repeated or alone:
@@ -172,6 +176,35 @@ def parse_equation(equation: Any, lhs: Any, rhs: Any) -> tuple[str, str, str]:
                     f" {size} in rhs {rhs.shape}; they must be equal"
                 )
     return a, b, out
+
+
+def _without_ellipses(
+    equation: str, terms: Sequence[str], out: str, ranks: Sequence[int]
+) -> tuple[str, str, str]:
+    """Returns the three terms of an equation with letters in the place of ellipses.
+
+    As in NumPy, the last axes of two ellipses are the same.
+
+    Raises:
+      ValueError: an operand has fewer axes than letters, or ellipses are in the operands alone or
+        in the result alone.
+    """
+    counts = [
+        rank - len(term.replace("...", "")) if "..." in term else 0
+        for term, rank in zip(terms, ranks, strict=True)
+    ]
+    if ("..." in "".join(terms)) != ("..." in out) or min(counts) < 0:
+        raise ValueError(
+            f"equation {equation!r}: an ellipsis in an operand must be in the result, too, and"
+            f" stand for its further axes; the operands have {ranks[0]} and {ranks[1]} axes"
+        )
+    unused = [letter for letter in string.ascii_letters if letter not in equation]
+    letters = "".join(unused[: max(counts)])
+    a, b = (
+        term.replace("...", letters[len(letters) - count :])
+        for term, count in zip(terms, counts, strict=True)
+    )
+    return a, b, out.replace("...", letters)
 
 
 def history_lengths(recipe: Recipe, histories: Any) -> dict[str, int]:

@@ -268,7 +268,8 @@ def einsum(
     """`jnp.einsum` of two operands through `dot_general`.
 
     Args:
-      equation: letters only, with the result, such as "bsd,dhk->bshk".
+      equation: letters, with the result, such as "bsd,dhk->bshk". An ellipsis stands for any
+        number of axes, as in "...k,nk->...n".
       lhs, rhs, recipe, state, key, backend, preferred_element_type, seeded, probe: as in
         `dot_general`.
 
@@ -285,6 +286,8 @@ def einsum(
     Example:
       >>> x, w = jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8))
       >>> fp8jax.einsum("bsd,dhk->bshk", x, w, recipe="fp8_rowwise").shape
+      (2, 3, 4, 8)
+      >>> fp8jax.einsum("...d,dhk->...hk", x, w, recipe="fp8_rowwise").shape
       (2, 3, 4, 8)
       >>> fp8jax.einsum("bsd,dhk", x, w, recipe="fp8_rowwise")
       Traceback (most recent call last):

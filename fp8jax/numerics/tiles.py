@@ -230,7 +230,8 @@ def spread(
     An axis with a single tile keeps length 1.
     """
     for axis, (n, t) in enumerate(tile_grid(shape, tile)):
-        if n > 1 and t > 1:
+        # A symbolic number of tiles may be one; repeating it is right, too.
+        if (not isinstance(n, int) or n > 1) and t > 1:
             # Not with total_repeat_length: that compiles to a gather with indices from a cumsum.
             scale = lax.slice_in_dim(jnp.repeat(scale, t, axis=axis), 0, shape[axis], axis=axis)
     return scale

@@ -4,10 +4,13 @@ JAX and optax report two trees of different structure by their whole structures.
 the leaves that differ, by paths such as "params/mlp/kernel".
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lookup import brief
@@ -15,10 +18,31 @@ from fp8jax.lookup import brief
 
 def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns path -> shape of each leaf of a tree."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    return {_path(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def mapping_like(tree: Mapping[str, Any], entries: dict[str, Any]) -> Any:
+    """Returns a mapping of the type of `tree`, such as flax's FrozenDict, with other entries."""
+    kind: Any = type(tree)
+    if isinstance(tree, defaultdict):
+        return kind(tree.default_factory, entries)
+    return kind(entries)
+
+
+def structured_like(tree: Any, other: Any) -> Any:
+    """Returns `other`, whose leaves have the paths of those of `tree`, with mappings of its types.
+
+    Gradients may be in dicts where the variables are in FrozenDicts.
+    """
+    structure: Any = jax.tree.structure(tree)
+    if jax.tree.structure(other) == structure:
+        return other
+    leaves = {_path(path): leaf for path, leaf in jax.tree.leaves_with_path(other)}
+    return structure.unflatten([leaves[_path(path)] for path, _ in jax.tree.leaves_with_path(tree)])
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def check_no_histories_inside(tree: Any) -> None:
@@ -78,6 +102,17 @@ def check_optimizer(optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be an optax optimizer, such as optax.adamw(1e-3), got"
             f" {brief(optimizer)}"
+        )
+
+
+def check_extra(optimizer: Any, extra: Mapping[str, Any]) -> None:
+    """Raises TypeError for extra arguments of an optimizer that takes none."""
+    takes_none = isinstance(optimizer, optax.GradientTransformation) and not isinstance(
+        optimizer, optax.GradientTransformationExtraArgs
+    )
+    if extra and takes_none:
+        raise TypeError(
+            f"the optimizer takes gradients, state and parameters alone: drop {', '.join(extra)}"
         )
 
 

@@ -36,11 +36,14 @@ from jaxtyping import Array, Float, Int
 from fp8jax.gemm.histories.amax_history import HISTORIES, SEED_ENTRIES, combine_max, merge_history
 from fp8jax.gemm.histories.trees import (
     check_branch,
+    check_extra,
     check_leading_axis,
     check_loss,
     check_no_histories_inside,
     check_optimizer,
     check_same_leaves,
+    mapping_like,
+    structured_like,
 )
 from fp8jax.lookup import brief
 
@@ -76,7 +79,8 @@ def split(tree: Any) -> tuple[Any, Any]:
       tree: variables or gradients of a linen model, dicts of dicts.
 
     Returns:
-      (rest, histories), for `join`; histories is {} if there are none.
+      (rest, histories), for `join`, of the types of the tree's dicts; histories is {} if there are
+      none.
 
     Raises:
       TypeError: for histories inside a list or a TrainState.
@@ -99,7 +103,7 @@ def split(tree: Any) -> tuple[Any, Any]:
         rest[name], inside = split(branch)
         if inside:
             histories[name] = inside
-    return rest, histories
+    return mapping_like(tree, rest), mapping_like(tree, histories) if histories else {}
 
 
 def join(rest: Any, histories: Any) -> Any:
@@ -109,7 +113,7 @@ def join(rest: Any, histories: Any) -> Any:
       rest, histories: the results of `split`, or trees like them.
 
     Returns:
-      One tree of dicts.
+      One tree of dicts, of the types that `rest` has.
 
     Raises:
       KeyError: the histories belong to a branch that `rest` does not have.
@@ -125,7 +129,7 @@ def join(rest: Any, histories: Any) -> Any:
         if name != HISTORIES:
             check_branch(rest, name)
         joined[name] = branch if name == HISTORIES else join(rest[name], branch)
-    return joined
+    return mapping_like(rest, joined)
 
 
 # One tree from several ----------------------------------------------------------------------------
@@ -155,9 +159,12 @@ def merge(gradients: Any, *more: Any) -> Any:
     for other in more:
         check_same_leaves("gradients to merge", gradients, other, "take both from one model")
         (rest, histories), (more_rest, more_histories) = split(gradients), split(other)
-        gradients = join(
+        more_rest = structured_like(rest, more_rest)
+        more_histories = structured_like(histories, more_histories)
+        merged = join(
             jax.tree.map(jnp.add, rest, more_rest), combine_max(histories, more_histories)
         )
+        gradients = structured_like(gradients, merged)
     return gradients
 
 
@@ -289,7 +296,7 @@ def init_update(optimizer: Optimizer, variables: Any) -> UpdateState:
 
 
 def update(
-    optimizer: Optimizer, variables: Any, state: UpdateState, gradients: Any
+    optimizer: Optimizer, variables: Any, state: UpdateState, gradients: Any, **extra: Any
 ) -> tuple[Any, UpdateState, Faults]:
     """Applies one step of the optimizer to the parameters, and gives histories their next values.
 
@@ -298,13 +305,16 @@ def update(
       variables: parameters and histories.
       state: from `init_update`, or from the last step.
       gradients: a tree like `variables`, from `jax.grad` with respect to all of them.
+      extra: what else the optimizer's update takes, such as `value` of
+        `optax.contrib.reduce_on_plateau`. It gets trees without their histories, and functions of
+        all variables, such as `value_fn` of `optax.lbfgs`, as functions of the parameters.
 
     Returns:
       The next variables and state, and what is wrong with the histories, for `raise_if`.
 
     Raises:
-      TypeError: for what is not an optimizer, and a state that is not from `init_update` or
-        `update`.
+      TypeError: for what is not an optimizer, a state that is not from `init_update` or `update`,
+        and extra arguments that the optimizer does not take.
       ValueError: the gradients have no histories, or others than the variables.
 
     Example:
@@ -330,11 +340,25 @@ def update(
         "variables and gradients", params, grads, "differentiate with respect to all variables"
     )
     check_same_leaves("histories and their gradients", histories, new, "use one recipe for both")
-    updates, inner = optimizer.update(grads, state.optimizer, params)
+    check_extra(optimizer, extra)
+    grads, new = structured_like(params, grads), structured_like(histories, new)
+    seen = {name: _of_parameters(value, histories) for name, value in extra.items()}
+    updates, inner = optimizer.update(grads, state.optimizer, params, **seen)
     count = state.updates + 1
     faults = Faults(jax.tree.map(history_fault, histories, new), count)
     following = join(optax.apply_updates(params, updates), next_histories(histories, new))
-    return following, UpdateState(inner, count), faults
+    return structured_like(variables, following), UpdateState(inner, count), faults
+
+
+def _of_parameters(value: Any, histories: Any) -> Any:
+    """Returns an extra argument as an optimizer takes it that sees parameters alone."""
+    if not callable(value):
+        return split(value)[0]
+
+    def function(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return value(join(params, histories), *args, **kwargs)
+
+    return function
 
 
 def require_same_histories(
