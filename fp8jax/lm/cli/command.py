@@ -71,8 +71,9 @@ def call(
 def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
     """Parses the flags as absl does, and returns the program's name and the other arguments.
 
-    A wrong flag, or a wrong --config or --config.KEY=VALUE, ends the process with one line and
-    status 1. So does an argument that is not UTF-8: libraries fail on such paths and texts.
+    --help ends the process with status 0, where absl's own has 1. A wrong flag, or a wrong --config
+    or --config.KEY=VALUE, ends it with one line and status 1. So does an argument that is not
+    UTF-8: libraries fail on such paths and texts.
     """
     for argument in argv:
         if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
@@ -81,6 +82,8 @@ def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
         argv = with_files(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
         check_config_flags(argv, config)
         return flags.FLAGS(argv)
+    except SystemExit:  # of --help, which has written it
+        sys.exit(0)
     except (flags.Error, AttributeError, KeyError, TypeError, *ERRORS) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 

@@ -2,6 +2,10 @@
 
 --config.KEY=VALUE changes a key of the config. A run whose workdir holds a checkpoint of the same
 config resumes from it. --dry_run prints what the run would cost, without training.
+
+    --config=base                     the keys of fp8jax.base_config(), as they are
+    --config.precision=fp8_delayed    bf16, fp8_block, nvfp4, …: a key of fp8jax.POLICIES
+    --config.mesh=fsdp                shards parameters and batch over all devices
 """
 
 import contextlib

@@ -8,10 +8,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from absl import app
 
 import fp8jax
 from fp8jax.lm import cli
-from fp8jax.lm.cli import config_flag, main
+from fp8jax.lm.cli import command, config_flag, main
 from fp8jax.lm.cli.config_flag import with_files
 from tests.support import ROOT
 
@@ -33,6 +34,13 @@ def test_the_program_names_its_commands(monkeypatch, capsys):
     help = capsys.readouterr().out
     assert all(f"\n    {name} " in help for name in main.COMMANDS)
     assert all((ROOT / f"experiments/{name}.py").is_file() for name in main.COMMANDS)
+
+
+def test_help_is_no_error(capsys):
+    app.define_help_flags()
+    with pytest.raises(SystemExit) as ended:
+        command.parse_flags(["program", "--help"])
+    assert ended.value.code == 0 and "--helpfull" in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
