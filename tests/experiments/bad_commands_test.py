@@ -343,7 +343,7 @@ NAMES = {
     "model": ("llama_125", "llama_125m"),
     "precision_schedule": ('((0.9,"bf17"),)', "bf16"),
     "tokenizer": ("byte", "bytes"),
-    "optimizer.name": ("adam", "adamw"),
+    "optimizer.name": ("adamv", "adam"),
     "optimizer.schedule": ("cosin", "cosine"),
     "optimizer.moments": ("fp9", "fp8"),
     "mesh": ("fdsp", "fsdp"),

@@ -440,7 +440,7 @@ def test_swiglu_outputs_that_grow_are_said_and_a_resumed_run_remembers(data, tmp
         (dict(mesh="fsdp", model_overrides__d_model=60), "'embed' has size 60, which is not"),
         (dict(tokenizer="byte"), "unknown tokenizer 'byte'"),
         (dict(remat="ful"), "unknown remat policy 'ful'; did you mean 'full'"),
-        (dict(optimizer__name="adam"), "unknown optimizer 'adam'; did you mean 'adamw'"),
+        (dict(optimizer__name="adamv"), "unknown optimizer 'adamv'; did you mean 'adam'"),
         (dict(optimizer__schedule="cosin"), "unknown schedule"),
         (dict(optimizer__warmup_steps=-1), "warmup_steps=-1 is negative"),
         (dict(unroll=3), "unroll=3 is more than the model's 2 layers"),
