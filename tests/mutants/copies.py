@@ -98,6 +98,7 @@ def preload() -> None:
 def pytest_in(
     copy: Path,
     plugins: list[str],
+    marks: str,
     paths: list[str],
     variables: dict[str, str],
     *,
@@ -108,13 +109,13 @@ def pytest_in(
 
     Args:
       plugins: modules of plugins.
+      marks: which tests, an expression of pytest's -m.
       paths: of test files.
       variables: of the environment.
       cpu_s, wall_s: limits on processor time and time, without which pytest is also heard.
     """
     options = ["-n", "0", "-q", "--no-header", "--tb=no", "--durations=1", "-p", "no:cacheprovider"]
-    options += ["-m", "not gpu and not extended"]  # but what takes long, too
-    options += ["--continue-on-collection-errors", *(f"-p{name}" for name in plugins)]
+    options += ["-m", marks, "--continue-on-collection-errors", *(f"-p{name}" for name in plugins)]
     sys.stdout.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of forks: it has no thread yet

@@ -75,3 +75,18 @@ def test_figures_of_a_table():
     assert found.killed == ["a", "b", "d"] and found.default == ["a", "d"]
     assert found.two == ["d"] and found.survived == ["c"]
     assert table.finished(kills["c"]) and not table.finished(entry("fast", left=2))
+
+
+def test_what_left_the_default_kills_nothing_that_two_that_stay_do_not():
+    outside = lambda *killers, left=0: {"outside": entry(*killers, left=left)}  # noqa: E731
+    kills = {
+        "two": entry("fast", "x") | outside("slow"),
+        "kept by one": entry("fast") | outside("slow", left=3),
+        "kept by none": entry() | outside("slow"),
+        "of no one outside": entry("fast") | outside(),
+        "half tried": entry("fast") | outside(left=1),
+        "not tried": entry("fast"),
+    }
+    found = table.figures(kills, {"fast", "x"})
+    assert found.rule == ["kept by one", "kept by none"]
+    assert found.unknown == ["half tried", "not tried"] and not found.survived

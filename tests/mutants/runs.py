@@ -3,7 +3,7 @@
 import json
 import resource
 import tempfile
-import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,27 @@ from tests.mutants.recorder import FOLDER, RECORD, SITE
 from tests.support import ROOT
 
 BUILD = ROOT / "build" / "mutants"  # git ignores it
-WANTED = 2  # test functions that kill a mutant before it is done
+WANTED = 2  # test functions of the default that kill a mutant before it is done
 FIRST_BATCH_S, GROWTH = 8.0, 3.0  # of test functions in one process
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Some of the tests. A function may have cases in the default, and others that have left it.
+
+    Attributes:
+      marks: which tests, an expression of pytest's -m.
+      folder: of what is recorded.
+      wanted: test functions that kill a mutant before it is done.
+    """
+
+    marks: str
+    folder: Path
+    wanted: int
+
+
+DEFAULT = Tier("not full and not extended and not gpu", BUILD, WANTED)
+OUTSIDE = Tier("(full or extended) and not gpu", BUILD / "outside", 1)
 
 
 @dataclass(frozen=True)
@@ -43,33 +62,37 @@ class Outcome:
     seconds: float
 
 
-def read_record() -> dict[str, dict]:
+def read_record(tier: Tier) -> dict[str, dict]:
     """test function -> what the recorder wrote."""
-    path = BUILD / RECORD
+    path = tier.folder / RECORD
     if not path.exists():
         raise FileNotFoundError(f"{path}: run `python -m tests.mutants record` first")
     return json.loads(path.read_text("utf-8"))
 
 
-def record(paths: list[str], functions: set[str]) -> None:
+def record(tier: Tier, paths: list[str], functions: set[str]) -> None:
     """Records the test functions of some files in a copy of the tree; of all, if none are named."""
-    BUILD.mkdir(parents=True, exist_ok=True)
+    tier.folder.mkdir(parents=True, exist_ok=True)
     with copies.copied_tree() as copy:
         (copy / "sitecustomize.py").write_text(SITE, "utf-8")
-        variables = {FOLDER: str(BUILD)}
+        variables = {FOLDER: str(tier.folder)}
         if functions:
             everything = {"functions": sorted(functions), "wanted": 10**9, "out": "/dev/null"}
             (copy / "order.json").write_text(json.dumps(everything), "utf-8")
             variables[ORDER] = str(copy / "order.json")
         plugins = ["tests.mutants.recorder", "tests.mutants.killer"]
-        copies.pytest_in(copy, plugins, paths, variables)
+        copies.pytest_in(copy, plugins, tier.marks, paths, variables)
 
 
-def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) -> list[Covering]:
+def covering(
+    known: dict[str, dict], mutant: Mutant, seconds: dict[str, float], killers: Collection[str] = ()
+) -> list[Covering]:
     """The test functions that enter a mutant's symbol and pass without it, cheapest first.
 
-    Those of the module's own tests, and of its folder's, come before others that are as cheap.
+    Those of the module's own tests, of its folder's, and of files with a function that kills the
+    mutant, come before others that are as cheap.
     """
+    files = {killer.partition("::")[0] for killer in killers}
     path, name = Path(place(ROOT, mutant).path), mutant.symbol.rpartition(":")[2]
     stem, folder = path.stem, path.parent.name
     found = [
@@ -81,7 +104,8 @@ def covering(known: dict[str, dict], mutant: Mutant, seconds: dict[str, float]) 
 
     def cost(each: Covering) -> float:
         test = Path(each.name.partition("::")[0])
-        near = 0.1 if test.stem == f"{stem}_test" else 0.3 if test.parent.name == folder else 1.0
+        own = test.stem == f"{stem}_test" or test.as_posix() in files
+        near = 0.1 if own else 0.3 if test.parent.name == folder else 1.0
         return max(each.seconds, 0.01) * near
 
     return sorted(found, key=cost)
@@ -104,7 +128,9 @@ def _batches(tests: list[Covering]) -> list[list[Covering]]:
     return groups
 
 
-def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str, str], list[str]]:
+def _run_batch(
+    copy: Path, tier: Tier, tests: list[Covering], wanted: int
+) -> tuple[dict[str, str], list[str]]:
     """Runs test functions in one process; returns who killed how, and which came to an end."""
     with tempfile.TemporaryDirectory(prefix="mutants-out-") as folder:
         out, order = Path(folder, "out.jsonl"), Path(folder, "order.json")
@@ -115,6 +141,7 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
         status = copies.pytest_in(
             copy,
             ["tests.mutants.killer"],
+            tier.marks,
             sorted({name.partition("::")[0] for name in names}),
             {ORDER: str(order)},
             cpu_s=round(90 + 4 * expected),
@@ -134,34 +161,39 @@ def _run_batch(copy: Path, tests: list[Covering], wanted: int) -> tuple[dict[str
     return killed, [*ended, *(name for name in killed if name not in ended)]
 
 
-def _without_broken(copy: Path, batch: list[Covering], killed: dict[str, str]) -> dict[str, str]:
-    """Those that a batch found dead, without tests that fail in such a batch without a fault."""
+def finders(copy: Path, tier: Tier, mutant: Mutant, tests: list[Covering]) -> dict[str, str]:
+    """Those of a few test functions that find a mutant and pass without it, and how."""
+    with copies.fault(copy, mutant):
+        killed, _ = _run_batch(copy, tier, tests, len(tests))
     if not killed:
         return {}
-    broken, _ = _run_batch(copy, batch, len(batch))
+    broken, _ = _run_batch(copy, tier, tests, len(tests))
     return {name: how for name, how in killed.items() if name not in broken}
 
 
-def finders(copy: Path, mutant: Mutant, tests: list[Covering]) -> dict[str, str]:
-    """Those of a few test functions that find a mutant and pass without it, and how."""
-    with copies.fault(copy, mutant):
-        killed, _ = _run_batch(copy, tests, len(tests))
-    return _without_broken(copy, tests, killed)
-
-
 def run(
-    copy: Path, mutant: Mutant, tests: list[Covering], outcome: Outcome, limit_s: float
+    copy: Path,
+    tier: Tier,
+    mutant: Mutant,
+    tests: list[Covering],
+    outcome: Outcome,
+    limit_s: float,
 ) -> None:
-    """Goes on with a mutant: runs the tests that have not been tried, and adds what they say."""
-    begin, deadline = _children_s(), time.monotonic() + limit_s
-    tried = set(outcome.tried)
+    """Goes on with a mutant: runs the tests that have not been tried, and adds what they say.
+
+    A test that fails is run again by itself, with the fault and without: others that run before it
+    may be what fails it.
+    """
+    begin, tried = _children_s(), set(outcome.tried)
     left = [test for test in tests if test.name not in tried]
-    while left and len(outcome.killed_by) < WANTED and time.monotonic() < deadline:
+    while left and len(outcome.killed_by) < tier.wanted and _children_s() - begin < limit_s:
         batch = _batches(left)[0]
-        wanted = WANTED - len(outcome.killed_by)
+        wanted = tier.wanted - len(outcome.killed_by)
         with copies.fault(copy, mutant):
-            killed, ended = _run_batch(copy, batch, wanted)
-        outcome.killed_by |= _without_broken(copy, batch, killed)
+            killed, ended = _run_batch(copy, tier, batch, wanted)
+        if killed:
+            failed = [test for test in batch if test.name in killed]
+            outcome.killed_by |= finders(copy, tier, mutant, failed)
         # One that was not run at all is gone from the tree, or no longer of the tier.
         done = set(ended) if len(killed) >= wanted else {t.name for t in batch}
         if any(how != "failed" for how in killed.values()):

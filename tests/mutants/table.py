@@ -12,10 +12,13 @@ TABLE = Path(__file__).with_name("kills.json")
 
 
 def read_table() -> dict[str, dict]:
-    """A mutant's name -> {"killed_by", "tried", "left", "seconds"}.
+    """A mutant's name -> {"killed_by", "tried", "left", "seconds"}, of the default's tests.
 
     `tried` is the number of test functions that were run, `left` that of covering ones that were
     not. A mutant is finished when WANTED functions kill it or none is left.
+
+    `outside` is what tests outside the default said: {"killed_by", "tried", "left"}, where `tried`
+    has names. Mutants have it that fewer than WANTED functions of the default kill.
     """
     return json.loads(TABLE.read_text("utf-8")) if TABLE.exists() else {}
 
@@ -25,13 +28,30 @@ def finished(entry: Mapping) -> bool:
 
 
 def write_entry(mutant: Mutant, outcome: Outcome, left: int) -> None:
-    table = read_table()
-    table[mutant.name] = {
+    entry = {
         "killed_by": dict(sorted(outcome.killed_by.items())),
         "tried": len(outcome.tried),
         "left": left,
         "seconds": round(outcome.seconds, 1),
     }
+    table = read_table()
+    old = table[mutant.name] if mutant.name in table else {}
+    if "outside" in old and len(entry["killed_by"]) < WANTED:
+        entry["outside"] = old["outside"]
+    _write({**table, mutant.name: entry})
+
+
+def write_outside(mutant: Mutant, outcome: Outcome, left: int) -> None:
+    table = read_table()
+    table[mutant.name]["outside"] = {
+        "killed_by": dict(sorted(outcome.killed_by.items())),
+        "tried": sorted(outcome.tried),
+        "left": left,
+    }
+    _write(table)
+
+
+def _write(table: dict[str, dict]) -> None:
     TABLE.write_text(
         json.dumps(table, indent=1, sort_keys=True, ensure_ascii=False) + "\n", "utf-8"
     )
@@ -78,12 +98,21 @@ def choose(table: Mapping[str, dict], seconds: Mapping[str, float], over: float)
 
 @dataclass(frozen=True)
 class Figures:
-    """Names of mutants: `killed` at all, by `default`, by `two` functions of it; and `survived`."""
+    """Names of mutants.
+
+    Attributes:
+      killed, default, two: those killed at all, by the default, by two functions of it.
+      survived: those that nothing kills.
+      rule: killed by tests outside the default, but not by two functions of it, as they must be.
+      unknown: neither killed by two, nor run against all tests outside that enter their symbols.
+    """
 
     killed: list[str]
     default: list[str]
     two: list[str]
     survived: list[str]
+    rule: list[str]
+    unknown: list[str]
 
 
 def figures(table: Mapping[str, dict], default: set[str]) -> Figures:
@@ -92,10 +121,21 @@ def figures(table: Mapping[str, dict], default: set[str]) -> Figures:
     Args:
       default: the test functions of the default tier.
     """
-    by = {name: set(entry["killed_by"]) for name, entry in table.items()}
+    by = {name: set(entry["killed_by"]) & default for name, entry in table.items()}
+    outside = {
+        name: entry["outside"]
+        for name, entry in table.items()
+        if "outside" in entry and len(by[name]) < WANTED
+    }
+    killed_outside = {name for name, said in outside.items() if said["killed_by"]}
+    judged = {name for name, said in outside.items() if said["killed_by"] or said["left"] == 0}
     return Figures(
-        killed=[name for name, killers in by.items() if killers],
-        default=[name for name, killers in by.items() if killers & default],
-        two=[name for name, killers in by.items() if len(killers & default) >= WANTED],
-        survived=[name for name, killers in by.items() if not killers],
+        killed=[name for name in table if table[name]["killed_by"] or name in killed_outside],
+        default=[name for name, killers in by.items() if killers],
+        two=[name for name, killers in by.items() if len(killers) >= WANTED],
+        survived=[
+            name for name in table if not table[name]["killed_by"] and name not in killed_outside
+        ],
+        rule=[name for name in table if name in killed_outside],
+        unknown=[name for name in table if len(by[name]) < WANTED and name not in judged],
     )
