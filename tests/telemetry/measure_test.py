@@ -14,6 +14,7 @@ import fp8jax
 from fp8jax import telemetry
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.telemetry import measure_forward
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.nn import HISTORIES
 from fp8jax.telemetry.rows import Table
