@@ -228,6 +228,16 @@ def test_stosignsgd_has_the_formats_of_its_paper(size):
     assert load("stosignsgd", size).optimizer.gradients == "e5m2"
 
 
+def test_best_checkpoints_may_be_rarer_than_validations_but_not_between_them():
+    config = base.get_config()
+    config.valid.every = 50
+    config.checkpoint.update(keep_best=1, every=100)
+    check_numbers(config)
+    config.checkpoint.every = 25
+    with pytest.raises(ValueError, match="checkpoint.every=25 must be a multiple of valid.every"):
+        check_numbers(config)
+
+
 @pytest.mark.parametrize(("name", "size"), ALL)
 @pytest.mark.parametrize("num_steps", [10, 50])
 def test_a_shorter_run_needs_no_other_key(name, size, num_steps):

@@ -302,6 +302,12 @@ def test_a_shape_that_fp8_units_do_not_take_is_the_reason():
     assert bad.reason == ("shape: FP8 matrix units need multiples of 16, not 16384 x 14328 x 4096")
 
 
+@pytest.mark.parametrize("size, reason", [(14344, "shape"), (14352, "pattern")])
+def test_a_shape_is_the_reason_only_where_16_does_not_divide_it(size, reason):
+    text = doctored(lambda line: fallen(line).replace("14336]", f"{size}]"))
+    assert [gemm.reason.partition(":")[0] for gemm in judged(text) if gemm.reason] == [reason]
+
+
 def test_a_bare_dot_on_a_gpu_is_no_matrix_unit():
     dot = ", lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata"
     text = doctored(

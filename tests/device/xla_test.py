@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp8jax.device import xla
@@ -167,6 +169,12 @@ def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_set
     assert not os.listdir(tmp_path)
 
 
+def test_a_program_of_several_cpu_devices_has_no_key():
+    backend, program = types.SimpleNamespace(platform="cpu"), None  # which is not looked at
+    devices = np.array(jax.devices())
+    assert xla._cache_key(None, backend=backend, devices=devices, computation=program) is None
+
+
 def test_scales_fold_on_gpus_unless_every_rounding_was_asked_for(monkeypatch):
     assert not xla.folds_scales()  # a CPU
     assert xla.compiler_options() == {"xla_allow_excess_precision": False}
@@ -184,3 +192,9 @@ def test_bytes_of_a_program_count_a_donated_argument_once():
     for donated, arrays in (((), 2), ((0,), 1)):
         program = jax.jit(lambda x: x + 1, donate_argnums=donated).lower(x).compile()
         assert xla.program_bytes(program) == arrays * 4096
+
+
+def test_bytes_of_a_program_whose_second_argument_becomes_its_result():
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    program = jax.jit(lambda x, y: x + y, donate_argnums=1).lower(x, x).compile()
+    assert xla.program_bytes(program) == 2 * 4096

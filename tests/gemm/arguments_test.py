@@ -62,6 +62,13 @@ def test_the_dtype_of_the_result_by_position_and_by_name():
     np.testing.assert_array_equal(by_name, by_position)
 
 
+def test_a_layer_that_names_the_dtype_by_position_gets_it():
+    layer = Fp8DotGeneral("fp8_current")
+    x, w = data().astype(jnp.bfloat16), data((32, 8), 1)
+    y, _ = layer.init_with_output(jax.random.key(0), x, w, MATMUL, None, jnp.float32)
+    assert y.dtype == jnp.float32
+
+
 @pytest.mark.parametrize(
     ("positional", "named", "message"),
     [

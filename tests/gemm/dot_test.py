@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from fp8jax.device import hardware
+from fp8jax.gemm import vjp
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
 from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
 from fp8jax.gemm.histories.amax_history import init_state
@@ -605,6 +606,26 @@ def test_weights_that_share_an_operand_add_its_gradients_as_jax_does():
     assert got == expected == 1.0
 
 
+def test_the_gradient_of_x_does_not_depend_on_the_dtype_of_x_where_only_dgrad_casts():
+    """The codes are those of the float32 weight, so that only the result is rounded."""
+    w = jnp.asarray(random_operands()["w"])
+    recipe = Recipe(dgrad_w=Cast(format=FORMATS["e4m3"]))
+    g = jnp.ones((1, w.shape[1]), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(dtype):
+        x = jnp.ones((1, w.shape[0]), dtype)
+        return jax.vjp(lambda x: dot_general(x, w, MATMUL, recipe=recipe), x)[1](g.astype(dtype))[0]
+
+    rounded = gradient(jnp.float32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(gradient(jnp.bfloat16), rounded)
+
+
+def test_cotangents_are_added_from_the_last_to_the_first():
+    terms = [jnp.float32(value) for value in (2.0**24, 1.0, -(2.0**24))]
+    assert vjp.sum_cotangents(terms) == 1.0 and vjp.sum_cotangents(terms[::-1]) == 0.0
+
+
 # Randomness and bad input -------------------------------------------------------------------------
 
 
@@ -622,6 +643,24 @@ def test_stochastic_casts_follow_the_key():
         np.testing.assert_array_equal(y, f(key=keys[0]))
     with pytest.raises(ValueError, match="needs a key"):
         f()
+
+
+def test_the_first_key_rounds_a_shared_x_for_the_gradients_of_all_weights():
+    plain = Cast(format=FORMATS["e4m3"])
+    recipe = Recipe(wgrad_x=dataclasses.replace(plain, rounding="stochastic"), wgrad_g=plain)
+    x, w = (jnp.asarray(random_operands()[k]) for k in "xw")
+    g, keys = x @ w, (jax.random.key(0), jax.random.key(1))
+
+    @jax.jit
+    def gradients(*keys):
+        def shared(w):
+            weights = [Weight(w, key=key) for key in keys]
+            return dot_general_shared(x, weights, MATMUL, recipe=recipe, backend="emulated")
+
+        return jax.vjp(shared, w)[1](tuple(g for _ in keys))[0]
+
+    np.testing.assert_array_equal(gradients(*keys), gradients(keys[0]) * 2)
+    assert (gradients(keys[1]) != gradients(keys[0])).any()
 
 
 @pytest.mark.parametrize(

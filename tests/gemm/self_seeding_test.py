@@ -61,6 +61,15 @@ def test_a_damaged_history_makes_the_gemms_that_read_it_nan(operand, entry):
         assert jnp.isnan(result).all()
 
 
+def test_an_infinite_entry_makes_the_gemms_that_read_it_nan_although_its_scale_is_finite():
+    """As a float, infinity has an exponent, of which a power of two can be made."""
+    recipe = as_recipe("fp8_delayed:scale=pow2")
+    histories = init_state(recipe)
+    histories["x"] = histories["x"].at[5].set(np.inf)
+    y, dx, dw, _ = all_of(recipe, histories)
+    assert jnp.isnan(y).all() and jnp.isnan(dw).all() and jnp.isfinite(dx).all()
+
+
 def test_newest_seeds_itself_only_while_the_whole_history_is_empty():
     recipe = as_recipe("fp8_delayed:amax=newest")
     y, *_ = all_of(recipe, init_state(recipe))

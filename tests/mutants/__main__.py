@@ -112,9 +112,10 @@ def run_one(
 
 def run_outside(copy: Path, mutant: Mutant, known: dict, args: argparse.Namespace) -> None:
     """Runs what is left outside the default, unless two functions of the default kill a mutant."""
-    entry = table.read_table()[mutant.name]
-    if len(entry["killed_by"]) >= runs.WANTED:
+    entries = table.read_table()
+    if mutant.name not in entries or len(entries[mutant.name]["killed_by"]) >= runs.WANTED:
         return
+    entry = entries[mutant.name]
     old = entry["outside"] if "outside" in entry else {"killed_by": {}, "tried": []}
     outcome = runs.Outcome(dict(old["killed_by"]), list(old["tried"]), 0.0)
     # What a function's cases outside take, the record knows; seconds.json has those of the default.

@@ -30,6 +30,7 @@ def test_a_policy_is_a_line_or_two(name):
     assert all(pattern in repr(policy) for pattern, _ in policy.rules)
     lines = policy.table().splitlines()
     assert len(lines) == 1 + 6 * len(policy.rules)
+    assert lines == [line.rstrip() for line in lines]
 
 
 def test_the_table_by_hand():

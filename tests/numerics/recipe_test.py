@@ -66,6 +66,12 @@ def test_contradictions_in_a_cast_name_both_parts(kwargs, named):
         assert part in str(error.value)
 
 
+def test_a_changed_copy_of_a_cast_is_checked_too():
+    smallest = Cast(format=E4M3, hadamard=2)
+    with pytest.raises(ValueError, match="hadamard=2.*Delayed"):
+        dataclasses.replace(smallest, scale=Delayed(4))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [
@@ -292,6 +298,8 @@ def test_map_changes_casts_by_name():
     )
     assert recipe.dgrad_g.format is E5M2 and recipe.wgrad_g == RECIPES["fp4_block"].wgrad_g
     assert recipe.name == "fp4_block" and RECIPES["bf16"].map(lambda *_: CURRENT) == HIGH_PRECISION
+    split = RECIPES["fp4_naive"].with_forward(as_recipe("fp8_current:accumulation=split"))
+    assert split.accumulation == ("split", "fast", "fast")
     mixed = RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])
     assert (mixed.fwd_x, mixed.fwd_w) == (_BLOCK, fp8(tile=BLOCK128))
     assert mixed.gemms["wgrad"] == RECIPES["fp4_naive"].gemms["wgrad"]

@@ -43,6 +43,16 @@ def test_validation_always_keeps_documents_apart(tmp_path):
     assert max(row["segments"].max() for row in joined.train.rows[name]) == 1
 
 
+def test_rows_that_validate_have_segments_where_those_that_train_have_none(tmp_path):
+    corpus = build(write_generated_text(tmp_path), tmp_path, document_masking=False)
+    largest = [
+        max(row["segments"].max() for row in rows)
+        for split in (corpus.train.rows, corpus.valid)
+        for rows in split.values()
+    ]
+    assert largest[0] == 1 < largest[1]
+
+
 def test_summary(tmp_path):
     specs = [write_generated_text(tmp_path, seed=seed) for seed in (1, 2)]
     corpus = build(f"a=0.75*{specs[0]}, b=0.25*{specs[1]}", tmp_path)

@@ -59,6 +59,8 @@ def test_all_documents_arrive_once_in_order(tmp_path):
     assert sorted(train + valid) == sorted(texts)
     assert train == [text for text in texts if text in train]
     assert valid == [text for text in texts if text in valid]
+    tokens = corpus.streams["train"]["jsonl-a"].tokens
+    assert (tokens[0], tokens[-1]) == (BYTES.bos, BYTES.eos)
     (stats,) = corpus.stats
     assert stats.documents == {"train": len(train), "valid": len(valid)}
     assert stats.bytes == {"train": len("".join(train)), "valid": len("".join(valid))}

@@ -285,6 +285,9 @@ def test_a_stream_checks_its_pieces(plain):
     "policy, triton", [("bf16", False), ("fp8_rowwise", False), ("fp8_rowwise:only=fwd_w", True)]
 )
 def test_programs_of_weights_only_may_widen_codes_inside_gemms(policy, triton, monkeypatch):
-    monkeypatch.setattr(xla, "platform", lambda: "gpu")
     model = Transformer(MODELS["llama_tiny"], policy)
-    assert ("xla_gpu_enable_triton_gemm" in compiler_options(model)) == triton
+    assert compiler_options(model) == {"xla_allow_excess_precision": False}  # a CPU
+    monkeypatch.setattr(xla, "platform", lambda: "gpu")
+    options = compiler_options(model)
+    assert ("xla_gpu_enable_triton_gemm" in options) == triton
+    assert not options["xla_gpu_enable_dynamic_slice_fusion"]  # there is a loop over layers

@@ -1,5 +1,6 @@
 """Likelihoods of given text against a softmax of the model's logits."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from fp8jax.lm.inference.score import _judged_in_chunks, log_likelihoods, score, score_targets
 from fp8jax.lm.model import chunked_loss
+from fp8jax.lm.model.cache import empty_cache
 from tests.support.arrays import normal
 from tests.support.tiny_models import tiny_model
 
@@ -98,6 +100,17 @@ def test_padding_replaces_no_token_in_a_cache():
         for positions in (behind, np.where(ones > 0, behind, behind - 6))
     ]
     np.testing.assert_array_equal(*scores)
+
+
+def test_rows_of_padding_leave_their_cache_as_it_was():
+    model, variables = tiny()
+    before = dataclasses.replace(empty_cache(model.config, *TOKENS.shape, "fp32"), fresh=False)
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
+    nothing = np.zeros_like(TOKENS)
+    _, after = jax.jit(
+        lambda cache: model.apply(variables, TOKENS, nothing, positions, cache=cache)
+    )(before)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_no_token_after_padding_counts():

@@ -17,6 +17,7 @@ from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.interop.trained import load_model
 from fp8jax.lm.interop.write import write_json
 from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training import loop
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder
@@ -131,6 +132,9 @@ def test_a_folder_that_changes_under_a_run_is_refused(data, folder, tmp_path):
         ValueError, match=r"no longer the model .*: rope_theta: 10000.0 -> 500000.0"
     ):
         train_and_evaluate(config, str(tmp_path / "run"))
+    config.resume_with_changes = True
+    changes = loop._model_changes(build(config), str(tmp_path / "run"))
+    assert changes == [f"hf:{folder}: rope_theta: 10000.0 -> 500000.0"]
 
 
 def test_weights_of_another_shape_are_refused_with_all_that_differ(folder):

@@ -210,4 +210,6 @@ def test_the_tensors_of_one_file_are_held_at_a_time(tmp_path):
 
     write_tensors(tmp_path, {str(i): lambda i=i: make(i) for i in range(6)}, max_shard_bytes=80)
     assert len(list(tmp_path.glob("model-0000?-of-00003.safetensors"))) == 3
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 6 * 10 * 4
     assert_same({str(i): np.full(10, i, np.float32) for i in range(6)}, read(tmp_path))

@@ -769,6 +769,22 @@ def test_every_cast_of_every_layer_has_its_own_key_and_a_run_is_reproducible(mon
         assert (np.asarray(a) != np.asarray(b)).any()
 
 
+def test_the_linears_of_a_part_and_the_head_have_keys_of_their_own(monkeypatch):
+    key = jax.random.key(1)
+    linears = Linears(CONFIG, as_policy("bf16"), None, "layers/attention", key)
+    keys = [jax.random.key_data(each) for each in linears.keys("qkv")]
+    assert len({*map(tuple, np.stack(keys).tolist())}) == 3
+
+    def head(self, policy, x_BLD, table_VD, key):
+        return jax.random.key_data(key).reshape(1, 1, -1)
+
+    variables = {"params": enlarged()}
+    monkeypatch.setattr(Transformer, "_head", head)
+    rows = (batch()[name] for name in ("tokens", "segments", "positions"))
+    words = jax.jit(Transformer(CONFIG, "bf16").apply)(variables, *rows, key)
+    np.testing.assert_array_equal(words[0, 0], folded(key, LAYERS))
+
+
 # Counts -------------------------------------------------------------------------------------------
 
 

@@ -146,6 +146,17 @@ def test_a_second_moment_is_zero_only_without_a_gradient():
     assert np.abs(np.asarray(updates["kernel"])).max() <= 2.0
 
 
+def test_each_step_rounds_with_draws_of_its_own():
+    """A moment that is the gradient itself, equal in both steps."""
+    grads = {"kernel": jnp.abs(moments((8, 128)))}
+    optimizer = stored(optax.trace(0.0), MOMENTS["fp8"], moments=dict(trace=True), seed=0)
+    update = jax.jit(optimizer.update)
+    _, first = update(grads, jax.jit(optimizer.init)(grads))
+    _, second = update(grads, first)
+    one, other = (decode("fp8", state.inner.trace["kernel"]) for state in (first, second))
+    assert 0.1 < np.mean(one != other) < 0.9
+
+
 # A transformation ---------------------------------------------------------------------------------
 
 

@@ -410,6 +410,15 @@ def test_only_the_named_part_is_compared(tmp_path):
     assert find_damage(tmp_path, ("a", "c")) == "missing: c/file"
 
 
+def test_what_is_not_asked_for_may_be_gone(tmp_path):
+    (tmp_path / "params").write_text("p")
+    (tmp_path / "moments").write_text("m")
+    (tmp_path / HASHES).write_text(json.dumps(hash_files(tmp_path, ["moments", "params"])))
+    (tmp_path / "moments").unlink()
+    assert find_damage(tmp_path, "params") is None
+    assert find_damage(tmp_path, "") == "missing: moments"
+
+
 def test_a_spoilt_list_of_hashes_is_damage(tmp_path):
     _write(tmp_path, [1, 2])
     for text in ("", "[]", "3", '{"a": '):
@@ -481,6 +490,24 @@ def test_ctrl_c_waits_until_a_step_is_read(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             checkpointer.read_meta()
     assert len(read) == 1
+
+
+def test_ctrl_c_waits_until_arrays_are_restored(tmp_path, monkeypatch, takes_ctrl_c):
+    ended = []
+
+    def interrupted(self, *args, restore=ocp.Checkpointer.restore, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        ended.append(restore(self, *args, **kwargs))
+        return ended[-1]
+
+    with Checkpointer(tmp_path, every=1, keep=1, keep_best=0) as checkpointer:
+        checkpointer.save(1, {"fp8": _fp8()}, {}, None)
+        checkpointer.wait()
+        assert checkpointer.read_meta() == (1, {})
+        monkeypatch.setattr(ocp.Checkpointer, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.restore({"fp8": _fp8()})
+    assert len(ended) == 1
 
 
 def test_another_model_is_an_error_that_says_what_differs(tmp_path):

@@ -74,3 +74,16 @@ def test_a_signal_that_is_ignored_stays_ignored():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_that_is_ignored_ends_nothing_beside_one_that_waits(takes_ctrl_c):
+    before, done = signal.signal(signal.SIGTERM, signal.SIG_IGN), []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with deferred_signals():
+                signal.raise_signal(signal.SIGINT)
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+                done.append(1)
+        assert done and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,12 +11,13 @@ import re
 import struct
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
 from absl import logging
 
-from fp8jax.lm.records import jsonl
+from fp8jax.lm.records import jsonl, metrics
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
@@ -156,6 +157,16 @@ def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):
     points = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert started == [2]
     assert points == [(2, "loss", 0.5)]
+
+
+@pytest.mark.parametrize("start_step, purged_from", [(0, 0), (1, 2), (7, 8)])
+def test_tensorboard_forgets_what_comes_after_the_step_resumed_from(
+    tmp_path, monkeypatch, start_step, purged_from
+):
+    opened = mock.Mock()
+    monkeypatch.setattr(metrics, "open_tensorboard", opened)
+    with Metrics(tmp_path, num_steps=10, start_step=start_step):
+        opened.assert_called_once_with(tmp_path / "tensorboard", purged_from)
 
 
 def test_torch_is_not_imported(tmp_path):

@@ -55,6 +55,10 @@ def test_one_non_finite_loss_among_200_disturbs_no_decision(bad):
     assert found[:100] + found[101:] == without
 
 
+def test_the_smallest_window_judges_from_its_fifth_loss_on():
+    assert verdicts([9.0, 1.0, 1.0, 2.0, 99.0], window=8)[3:] == [ACCEPTED, SPIKE]
+
+
 def test_a_gradient_norm_that_is_not_finite_is_a_class_of_its_own():
     losses, norms = falling(60), np.ones(60)
     norms[50] = np.inf

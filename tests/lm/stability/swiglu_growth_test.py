@@ -14,3 +14,8 @@ def test_growth_is_five_rises_in_a_row_and_fourfold():
     assert growing([(0.1, 0.1, 0.1, 0.1), *validations]) == [1]  # only the last six count
     assert growing([(x,) for x in (1.0, 2.0, 4.0, float("nan"), 16.0, 32.0)]) == []
     assert growing([]) == []
+
+
+def test_nothing_grows_before_there_can_have_been_five_rises():
+    for count in range(6):
+        assert growing([(4.0**i, 9.0**i) for i in range(count)]) == []

@@ -63,6 +63,11 @@ def test_the_end_names_the_best_loss_and_the_folder():
     assert best_of(lines[:2]) is None and best_of(lines)["step"] == 4
 
 
+def test_of_two_best_losses_the_first_is_named():
+    lines = [{"step": step, "valid_loss": loss} for step, loss in enumerate([3.0, 1.5, 1.5, 2.0])]
+    assert best_of(lines) == lines[1]
+
+
 def test_one_line_on_precision():
     assert str(Summary(252, 252, ())) == "all 252 quantized GEMMs multiply in FP8"
     assert str(Summary(0, 0, ())) == "no GEMM is quantized"

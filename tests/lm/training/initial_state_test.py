@@ -141,6 +141,11 @@ def test_another_precision_begins_with_fresh_histories(data, tmp_path):
     before, after = (numbers(tmp_path / name) for name in ("bf16", "fp8"))
     assert after[0]["loss"] == pytest.approx(before[-1]["loss"], rel=0.1)
     assert sum(after[-1][key] for key in after[-1] if key.startswith("rows/")) == (8 + 2) * 16
+    # A later stage of the run drops no histories of its first.
+    switching = dict(precision="one_linear", num_steps=2, precision_schedule=((0.5, "bf16"),))
+    switched = decay_of(config, str(tmp_path / "fp8"), **switching)
+    restored = InitialState.parse(switched.initial_state).read(build(switched))
+    assert "histories" in restored.arrays
     _check_refusals(config, tmp_path)
 
 

@@ -260,6 +260,7 @@ def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(
 def test_another_optimizer_is_refused_and_a_tampered_checkpoint_stops_a_run(data, tmp_path):
     """Both before a file of the run is touched."""
     train_and_evaluate(one_layer(data, num_steps=2), str(tmp_path))
+    assert "valid_loss" in read_jsonl(tmp_path / "metrics.jsonl")[-1]  # the last step validates
 
     def files():
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

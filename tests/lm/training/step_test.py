@@ -95,6 +95,31 @@ def test_a_microbatch_has_every_nth_row_and_a_key_of_its_own(monkeypatch):
     assert loss == sum(drawn) + 4 + 5 + 6 + 7
 
 
+def test_a_history_receives_the_largest_of_all_microbatches(monkeypatch):
+    """In place of the loss: one whose gradient of a history is the number of the row."""
+
+    def numbered(model, params, histories, micro, key, promoted, total):
+        return jnp.sum(histories["h"]) * jnp.max(micro["rows"]) + 0 * params["w"]
+
+    monkeypatch.setattr(step, "loss_sum", numbered)
+    model = Transformer(MODELS["llama_tiny"], "bf16")
+    histories = {"h": jnp.zeros(2)}
+    state = TrainState(jnp.asarray(0), {"w": jnp.ones(())}, histories, {}, jax.random.key(0))
+    batch = {"rows": np.float32([2, 9, 1, 3]), "weights": np.ones(4, np.float32)}
+    _, _, received = jax.jit(accumulate_step, static_argnums=(0, 3))(model, state, batch, 4)
+    np.testing.assert_array_equal(received["h"], [9, 9])
+
+
+def test_rows_and_keys_of_microbatches_by_hand():
+    rows, indices = step._microbatches({"rows": np.arange(6)[:, None]}, 2)
+    np.testing.assert_array_equal(rows["rows"][..., 0], [[0, 2, 4], [1, 3, 5]])
+    recipe = Recipe(fwd_x=Cast(format=FORMATS["e4m3"], rounding="stochastic"))
+    model = Transformer(MODELS["llama_tiny"], Policy((("*", recipe),)))
+    state = TrainState(jnp.asarray(7), {}, {}, {}, jax.random.key(3))
+    keys = [jax.random.key_data(step._microbatch_key(model, state, i)) for i in indices]
+    assert (keys[0] != keys[1]).any()
+
+
 def test_norms_of_layers_by_hand():
     layers = {"a": np.float32([[[3], [0]], [[6], [2]]]), "b": np.float32([[4], [3]])}
     np.testing.assert_array_equal(step.layer_norms({"layers": layers, "head": layers["a"]}), [5, 7])

@@ -24,6 +24,22 @@ def sums(state, batch):
     }
 
 
+def test_a_batch_validates_in_all_its_microbatches(data):
+    seen = []
+
+    def counted(state, batch):
+        seen.append(len(batch["weights"]))
+        return sums(state, batch)
+
+    run = build(tiny(data, batch_size=8, grad_accum=4, valid__batches=2), jax.devices()[:1])
+    (stage,) = run.stages
+    stage = dataclasses.replace(
+        stage, programs=dataclasses.replace(stage.programs, eval_step=counted)
+    )
+    validate(run, stage, stage.state, corpus(*data))
+    assert seen == [2] * 8
+
+
 @pytest.mark.parametrize("valid_batches", [1, 2, None])
 def test_grad_accum_does_not_change_which_rows_validate(data, valid_batches):
     found = []
