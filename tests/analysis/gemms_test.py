@@ -17,7 +17,7 @@ from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.modules import Dense
 from fp8jax.lm.data.loader import to_devices
 from fp8jax.lm.records.jsonl import read_jsonl
-from fp8jax.lm.training import loop
+from fp8jax.lm.training import hooks, loop, run
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.programs import abstract_numbers
@@ -563,8 +563,8 @@ def test_the_program_that_runs_is_looked_at_and_compiled_once(data, tmp_path, mo
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
     )
-    monkeypatch.setattr(loop, "find_gemms", noted_gemms)
-    monkeypatch.setattr(loop, "to_devices", noted_to_devices)
+    monkeypatch.setattr(run, "find_gemms", noted_gemms)
+    monkeypatch.setattr(hooks, "to_devices", noted_to_devices)
     config = tiny(data, precision="fp8_delayed", num_steps=3, optimizer__warmup_steps=1)
     train_and_evaluate(config, str(tmp_path))
     before = noted[0][1]

@@ -23,7 +23,7 @@ from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.records.checkpoint import Checkpointer, Restored
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
-from fp8jax.lm.training import dry_run, loop, parameter_table, programs, resume
+from fp8jax.lm.training import dry_run, hooks, loop, parameter_table, programs, resume
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.policy_switch import enter_policy, leaves_by_path
@@ -131,8 +131,8 @@ def whole(data, tmp_path_factory):
     jax.monitoring.register_event_duration_secs_listener(listen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build", noted_build)
-        patch.setattr(loop, "to_devices", noted_to_devices)
-        patch.setattr(loop, "enter_policy", noted_enter)
+        patch.setattr(hooks, "to_devices", noted_to_devices)
+        patch.setattr(hooks, "enter_policy", noted_enter)
         train_and_evaluate(config, str(run.workdir))
     run.compilations = np.diff([*run.compilations, len(compiled)]).tolist()
     return run
