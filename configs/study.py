@@ -12,8 +12,8 @@ them the whole of a matrix: a granularity is what its name says. 8 layers of 8 h
 parameters; embedding and head, with 32,000 tokens, 32.8M; together 58.5M.
 
 A step has 65,536 tokens. The trunk warms up and stays at its rate, without a decay; a fork is a run
-with schedule=decay from one of its checkpoints. At the published sizes of H100 and H200, 64 rows of
-1024 fit on one GPU in every precision.
+with optimizer.schedule=decay from one of its checkpoints. At the published sizes of H100 and H200,
+64 rows of 1024 fit on one GPU in every precision.
 """
 
 import ml_collections
