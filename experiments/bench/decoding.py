@@ -162,7 +162,7 @@ class _Contestant:
             limits_B=self._for_requests(self.shape.tokens + 1),
             stops=jnp.array([NO_TOKEN]),
             rule=Sampling(temperature=0.8).rule(),
-            words=self.shape.config.vocab_size,
+            vocab_size=self.shape.config.vocab_size,
         )
 
     def _prefill(self) -> Callable[[], Decoding]:

@@ -27,9 +27,9 @@ def check_tokenizer(config: ConfigDict) -> None:
     size, least = settings.vocab_size, 256 + len(CHAT_TOKENS)
     if settings.folder:
         folder = Path(settings.folder).expanduser()
-        words = tokenizers.tokenizer(f"bpe:{folder / 'tokenizer.json'}")
-        load_chat_template(folder, words)
-        size = words.vocab_size
+        text_tokenizer = tokenizers.tokenizer(f"bpe:{folder / 'tokenizer.json'}")
+        load_chat_template(folder, text_tokenizer)
+        size = text_tokenizer.vocab_size
     elif size < least:
         raise ValueError(f"tokenizer.vocab_size={size} must be at least {least}")
     if config.cpt.model.startswith("hf:") and not settings.folder:

@@ -78,10 +78,10 @@ def tokenize(output: Path) -> str:
     Without it, the first runs of all GPUs would do the same work side by side.
     """
     config = study.get_config()
-    words = tokenizer(f"bpe:{output / TOKENIZER}")
+    text_tokenizer = tokenizer(f"bpe:{output / TOKENIZER}")
     return build_corpus(
         training_text(output),
-        words,
+        text_tokenizer,
         seq_len=config.seq_len,
         valid_fraction=VALID_FRACTION,
         cache_dir=config.cache_dir,

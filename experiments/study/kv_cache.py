@@ -114,7 +114,7 @@ def _equal_tokens(trained: TrainedModel, tokens: np.ndarray) -> tuple[int, float
     assert trained.tokenizer is not None
     length = tokens.shape[1]
     generator = Generator(
-        trained.model, trained.variables, words=trained.tokenizer.vocab_size, max_length=length
+        trained.model, trained.variables, vocab_size=trained.tokenizer.vocab_size, max_length=length
     )
     longest = length - _NEW_TOKENS
     prompts = [row[: max(longest * (i + 1) // _BATCH, 1)] for i, row in enumerate(tokens[:_BATCH])]

@@ -35,7 +35,9 @@ def test_prompts_are_continued(folder):
     done = run_here("generate", f"--from=hf:{folder}", *flags, "--stop=never to come")
     assert done.returncode == 0, done.stderr
     trained, words = load_model(f"hf:{folder}"), tokenizer(f"bpe:{folder}/tokenizer.json")
-    generator = Generator(trained.model, trained.variables, words=words.vocab_size, max_length=64)
+    generator = Generator(
+        trained.model, trained.variables, vocab_size=words.vocab_size, max_length=64
+    )
     texts = ["one two", "seven"]
     prompts = [[words.bos, *words.encode(text)] for text in texts]
     new = generator.generate(prompts, Sampling(temperature=0), 12, stops=[words.eos])

@@ -41,7 +41,7 @@ from fp8jax.lm.data.rows import Rows
 from fp8jax.lm.data.sources import chat_readers, parse_sources
 from fp8jax.lm.inference.accuracy import share
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS
-from fp8jax.lm.inference.memory import memory_errors
+from fp8jax.lm.inference.memory_check import memory_errors
 from fp8jax.lm.inference.perplexity import joined, read_texts, score_texts
 from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
 from fp8jax.lm.inference.scorer import require_room

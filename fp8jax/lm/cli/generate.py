@@ -22,7 +22,7 @@ from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.chat import ChatTemplate, load_chat_template
 from fp8jax.lm.inference.accuracy import turn_ends
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS, Generator
-from fp8jax.lm.inference.memory import memory_errors
+from fp8jax.lm.inference.memory_check import memory_errors
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.text import LENGTH, Completion, complete_text, stream_text
 from fp8jax.lm.interop.folders import end_ids
@@ -149,12 +149,16 @@ def _prompts(trained: TrainedModel) -> _Prompts:
     return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
 
 
-def _generator(trained: TrainedModel, words: int, max_length: int) -> Generator:
+def _generator(trained: TrainedModel, vocab_size: int, max_length: int) -> Generator:
     variables = trained.variables
     if _FREEZE.value:
         variables = freeze(trained.model, variables)
     return Generator(
-        trained.model, variables, words=words, max_length=max_length, cache=_KV_CACHE.value
+        trained.model,
+        variables,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        cache=_KV_CACHE.value,
     )
 
 
@@ -228,16 +232,16 @@ def _generate(
     trained: TrainedModel, prompts: _Prompts, texts: Sequence[str], sampling: Sampling
 ) -> None:
     """Prints what the model writes after the prompts; without any, talks with the user."""
-    words = prompts.tokenizer.vocab_size
+    vocab_size = prompts.tokenizer.vocab_size
     if not texts:
-        _chat(_generator(trained, words, _MAX_LENGTH.value or _CHAT_LENGTH), prompts, sampling)
+        _chat(_generator(trained, vocab_size, _MAX_LENGTH.value or _CHAT_LENGTH), prompts, sampling)
         return
     ids = [prompts.ids(text, f"prompt {index}") for index, text in enumerate(texts)]
     needed = max(map(len, ids)) + _MAX_TOKENS.value
     max_length = _MAX_LENGTH.value or min(needed, MOST_POSITIONS)
     for index, each in enumerate(ids):
         _require_fits(f"prompt {index}", len(each), max_length)
-    generator = _generator(trained, words, max_length)
+    generator = _generator(trained, vocab_size, max_length)
     if _STREAM.value:
         _say_ends([_print_stream(generator, prompts, ids[0], sampling, _SEED.value)])
         return

@@ -33,7 +33,7 @@ def solve(
     """
     if trained.tokenizer is None:
         raise ValueError(f"{trained.name} has no tokenizer, which problems need")
-    words = trained.model.config.vocab_size
+    vocab_size = trained.model.config.vocab_size
     return measure_accuracy(
         trained.model,
         _frozen(trained),
@@ -42,7 +42,7 @@ def solve(
         template=chat_template(trained),
         max_tokens=max_tokens,
         batch_size=batch_size,
-        stop_ids=() if trained.files is None else end_ids(trained.files, words),
+        stop_ids=() if trained.files is None else end_ids(trained.files, vocab_size),
     )
 
 

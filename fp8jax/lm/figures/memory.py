@@ -1,4 +1,4 @@
-"""What the memory of a training step is taken by."""
+"""A figure of what the memory of a training step is taken by."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -103,7 +103,7 @@ def measure_accuracy(
     generator = Generator(
         model,
         variables,
-        words=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         max_length=_room(model, longest, max_tokens),
         max_requests=batch_size,
         cache="fp32" if model.dtype == jnp.float32 else "bf16",

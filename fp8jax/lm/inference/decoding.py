@@ -1,6 +1,6 @@
 """Prefill and decoding as pure functions, which generate.py and training's samples compile.
 
-Legend: B requests, P positions of the padded prompts, S slots of the cache, V words.
+Legend: B requests, P positions of the padded prompts, S slots of the cache, V token ids.
 
 `prefill` runs all prompts at once and draws the first new token of each request. `decode` then
 draws many tokens in a loop on the device. A request ends with a stop id, or at its limit; from then
@@ -44,14 +44,14 @@ class Requests:
       limits_B: the most new tokens of each; 0 for rows that hold no request.
       stops: any number of ids that end a request; `NO_TOKEN` fills unused places.
       rule: of the draws.
-      words: ids below this one may be drawn, since a model's vocabulary may be padded. Static.
+      vocab_size: ids below this one may be drawn, since a model's vocabulary may be padded. Static.
     """
 
     keys_B: Any
     limits_B: Any
     stops: Any
     rule: Rule
-    words: int = dataclasses.field(metadata={"static": True})
+    vocab_size: int = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -198,7 +198,7 @@ def complete(
 
 def _drawn(requests: Requests, logits_BV: Float[Array, "B V"], drawn_B: Array) -> Array:
     keys_B = jax.vmap(jax.random.fold_in)(requests.keys_B, drawn_B)
-    return draw(requests.rule, logits_BV[:, : requests.words], keys_B)
+    return draw(requests.rule, logits_BV[:, : requests.vocab_size], keys_B)
 
 
 def _after_draw(

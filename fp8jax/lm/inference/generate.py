@@ -1,6 +1,6 @@
 """Generation: prompts of different lengths in one batch, compiled once for each size of a batch.
 
-    generator = Generator(model, variables, words=tokenizer.vocab_size, max_length=1024)
+    generator = Generator(model, variables, vocab_size=tokenizer.vocab_size, max_length=1024)
     new_ids = generator.generate(prompts, Sampling(temperature=0.8), num_tokens=64, stops=[eos])
 
 Requests, positions of prompts and slots of the cache are padded to powers of two, and each triple
@@ -20,7 +20,7 @@ from jaxtyping import Int32, Integer
 
 from fp8jax.device import hardware
 from fp8jax.lm.inference.decoding import LEAST_ROWS, NO_TOKEN, Decoding, Requests, decode, prefill
-from fp8jax.lm.inference.memory import array_bytes, require_memory
+from fp8jax.lm.inference.memory_check import array_bytes, require_memory
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.model.cache import CACHES, empty_cache
 from fp8jax.lm.model.prepare import compiler_options, inference_model, prepare
@@ -43,7 +43,7 @@ class Generator:
         model: Transformer,
         variables: Any,
         *,
-        words: int,
+        vocab_size: int,
         max_length: int,
         cache: str = "bf16",
         max_requests: int = 64,
@@ -53,7 +53,7 @@ class Generator:
         """
         Args:
           variables: parameters, trained or frozen, and amax histories if the policy has any.
-          words: ids below this one may be drawn: the tokenizer's.
+          vocab_size: ids below this one may be drawn: the tokenizer's.
           max_length: most tokens of a request, with its prompt; at most `MOST_POSITIONS`.
           cache: a key of `CACHES`, what keys and values are stored in.
           max_requests: the most requests of a batch.
@@ -66,10 +66,10 @@ class Generator:
           ValueError: a size is out of range, or the cache's name is unknown.
         """
         lookup("KV cache", cache, CACHES)
-        if not 1 <= words <= model.config.vocab_size:
+        if not 1 <= vocab_size <= model.config.vocab_size:
             raise ValueError(
-                f"words={words} do not fit the model's vocab_size={model.config.vocab_size}: this "
-                "tokenizer is not the model's"
+                f"vocab_size={vocab_size} does not fit the model's"
+                f" vocab_size={model.config.vocab_size}: this tokenizer is not the model's"
             )
         for name, size in (
             ("max_length", max_length), ("max_requests", max_requests),
@@ -80,7 +80,7 @@ class Generator:
         if max_length > MOST_POSITIONS:
             raise ValueError(f"max_length={max_length} must be at most {MOST_POSITIONS}")
         model.config.check_length(max_length)
-        self.words, self.max_length = words, max_length
+        self.vocab_size, self.max_length = vocab_size, max_length
         self.max_requests, self.tokens_per_call = max_requests, tokens_per_call
         unrolled = hardware.platform() == "gpu" if unrolled is None else unrolled
         model = inference_model(model)
@@ -196,7 +196,7 @@ class Generator:
             limits_B=jnp.asarray(limits_B),
             stops=jnp.asarray(stop_ids),
             rule=sampling.rule(),
-            words=self.words,
+            vocab_size=self.vocab_size,
         )
         state = self._prefill(self._variables, prompts_BP, lengths_B, requests, slots=slots)
         step = functools.partial(self._decode, self._variables)
@@ -222,10 +222,10 @@ class Generator:
                     f"not fit the cache of max_length={self.max_length}"
                 )
             ids = np.asarray(prompt)
-            if ids.min() < 0 or ids.max() >= self.words:
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise ValueError(
                     f"prompt {index} has ids from {ids.min()} to {ids.max()}: they must be in [0, "
-                    f"{self.words})"
+                    f"{self.vocab_size})"
                 )
 
 

@@ -221,7 +221,7 @@ class HarnessModel(TemplateLM):
         return Generator(
             self._model,
             self._variables,
-            words=self._tokens.vocab_size,
+            vocab_size=self._tokens.vocab_size,
             max_length=self._max_length,
             max_requests=self._batch_size,
             cache=cache,

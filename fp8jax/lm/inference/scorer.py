@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8jax.device import xla
-from fp8jax.lm.inference.memory import array_bytes, require_memory
+from fp8jax.lm.inference.memory_check import array_bytes, require_memory
 from fp8jax.lm.inference.score import Scores, score_targets
 from fp8jax.lm.model.transformer import Transformer
 

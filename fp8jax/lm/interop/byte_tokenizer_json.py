@@ -15,7 +15,7 @@ from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
 
 def byte_level_bpe() -> tokenizers.Tokenizer:
     """Returns the tokenizer; its special tokens are those that `train_bpe` names."""
-    words = ByteTokenizer()
+    text_tokenizer = ByteTokenizer()
     vocab = {character: byte for byte, character in enumerate(_characters())}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
@@ -23,7 +23,10 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
     )
     made.decoder = tokenizers.decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, special=True) for name in (BEGIN, END)])
-    assert (made.token_to_id(BEGIN), made.token_to_id(END)) == (words.bos, words.eos)
+    assert (made.token_to_id(BEGIN), made.token_to_id(END)) == (
+        text_tokenizer.bos,
+        text_tokenizer.eos,
+    )
     return made
 
 

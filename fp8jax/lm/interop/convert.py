@@ -60,7 +60,7 @@ def import_folder(source: str, workdir: Path) -> TrainedModel:
         except OSError as error:
             _remove(made)
             raise OSError(f"{workdir} cannot be written: {error}") from error
-        copy_small_files(folder, made / HUGGING_FACE, words=True)
+        copy_small_files(folder, made / HUGGING_FACE, with_tokenizer=True)
         write_json(made / "config.json", {CONVERTED_FROM: where})
     return trained
 

@@ -183,8 +183,12 @@ def _as_hugging_face(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def _special_ids(words: Tokenizer | None) -> dict[str, int]:
-    return {} if words is None else {"bos_token_id": words.bos, "eos_token_id": words.eos}
+def _special_ids(text_tokenizer: Tokenizer | None) -> dict[str, int]:
+    return (
+        {}
+        if text_tokenizer is None
+        else {"bos_token_id": text_tokenizer.bos, "eos_token_id": text_tokenizer.eos}
+    )
 
 
 def _with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,18 +199,25 @@ def _with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, 
 
 def _write_small_files(trained: TrainedModel, folder: Path) -> None:
     """Writes the tokenizer's files and generation_config.json."""
-    words = trained.tokenizer
+    text_tokenizer = trained.tokenizer
     if trained.files is not None:
-        copy_small_files(trained.files, folder, words=not isinstance(words, ByteTokenizer))
-    if isinstance(words, ByteTokenizer):
+        copy_small_files(
+            trained.files, folder, with_tokenizer=not isinstance(text_tokenizer, ByteTokenizer)
+        )
+    if isinstance(text_tokenizer, ByteTokenizer):
         byte_level_bpe().save(str(folder / "tokenizer.json"))
-    elif isinstance(words, BPETokenizer) and small_file(folder, "tokenizer.json") is None:
+    elif isinstance(text_tokenizer, BPETokenizer) and small_file(folder, "tokenizer.json") is None:
         # The run is older than its copy of the tokenizer, or has none.
-        words.backend.save(str(folder / "tokenizer.json"))
-    if words is not None and small_file(folder, "tokenizer_config.json") is None:
-        backend = words.backend if isinstance(words, BPETokenizer) else byte_level_bpe()
-        begin, end = backend.id_to_token(words.bos), backend.id_to_token(words.eos)
+        text_tokenizer.backend.save(str(folder / "tokenizer.json"))
+    if text_tokenizer is not None and small_file(folder, "tokenizer_config.json") is None:
+        backend = (
+            text_tokenizer.backend if isinstance(text_tokenizer, BPETokenizer) else byte_level_bpe()
+        )
+        begin, end = (
+            backend.id_to_token(text_tokenizer.bos),
+            backend.id_to_token(text_tokenizer.eos),
+        )
         assert begin is not None and end is not None
         write_json(folder / "tokenizer_config.json", tokenizer_config(begin, end))
-    if words is not None and small_file(folder, "generation_config.json") is None:
-        write_json(folder / "generation_config.json", _special_ids(words))
+    if text_tokenizer is not None and small_file(folder, "generation_config.json") is None:
+        write_json(folder / "generation_config.json", _special_ids(text_tokenizer))

@@ -82,10 +82,10 @@ def small_file(folder: Path, name: str) -> Path | None:
     return folder / name if (folder / name).is_file() else None
 
 
-def copy_small_files(source: Path, target: Path, *, words: bool) -> None:
-    """Copies config.json and generation_config.json, and the tokenizer's files if `words`."""
+def copy_small_files(source: Path, target: Path, *, with_tokenizer: bool) -> None:
+    """Copies config.json and generation_config.json, and the tokenizer's files if asked for."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in (*_SHAPE, *(_TOKENIZER if words else ())):
+    for name in (*_SHAPE, *(_TOKENIZER if with_tokenizer else ())):
         if (found := small_file(source, name)) is not None:
             shutil.copyfile(found, target / name)
 
@@ -118,7 +118,7 @@ def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     kept = workdir / HUGGING_FACE
     folder = as_folder(record["model"])
     if folder is not None and not _same(folder, kept):
-        copy_small_files(folder, kept, words=False)
+        copy_small_files(folder, kept, with_tokenizer=False)
     kind, _, path = record["tokenizer"].partition(":")
     if kind == "bpe" and not _same(Path(path).expanduser().parent, kept):
         _copy_tokenizer(Path(path).expanduser(), kept)

@@ -116,8 +116,8 @@ def _load_folder(
     warn_of_unknown_keys(f"hf:{folder}")
     policy = as_policy(precision)
     found = small_file(folder, "tokenizer.json")
-    words = None if found is None else tokenizer(f"bpe:{found}")
-    _check(shape, policy, words, mesh, str(folder))
+    text_tokenizer = None if found is None else tokenizer(f"bpe:{found}")
+    _check(shape, policy, text_tokenizer, mesh, str(folder))
     model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
     files = open_tensors(folder)
     prefix = check_tensors(files, shape)
@@ -128,7 +128,7 @@ def _load_folder(
     return TrainedModel(
         model=model,
         variables=variables,
-        tokenizer=words,
+        tokenizer=text_tokenizer,
         name=str(folder),
         record=None,
         files=folder,
@@ -150,8 +150,8 @@ def _load_workdir(
         record = meta["config"] if "config" in meta else None
         shape = shape_of_workdir(workdir, record)
         policy, own = _policy(record, found, precision, workdir)
-        words = tokenizer_of_workdir(workdir, record)
-        _check(shape, policy, words, mesh, str(workdir))
+        text_tokenizer = tokenizer_of_workdir(workdir, record)
+        _check(shape, policy, text_tokenizer, mesh, str(workdir))
         model, shardings, boxed = _model(shape, policy, own, mesh, backend, attention)
         dtype = (
             jnp.float32 if record is None else MASTER_WEIGHTS[record["optimizer"]["master_weights"]]
@@ -168,7 +168,7 @@ def _load_workdir(
     return TrainedModel(
         model=model,
         variables=variables,
-        tokenizer=words,
+        tokenizer=text_tokenizer,
         name=str(workdir),
         record=record,
         step=found,
@@ -253,13 +253,17 @@ def _policy(
 
 
 def _check(
-    shape: ModelConfig, policy: Policy, words: Tokenizer | None, mesh: Mesh | None, name: str
+    shape: ModelConfig,
+    policy: Policy,
+    text_tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+    name: str,
 ) -> None:
     policy.check(shape.modules, shape.n_layers)
-    if words is not None and words.vocab_size > shape.vocab_size:
+    if text_tokenizer is not None and text_tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"{name}: vocab_size={shape.vocab_size} of the model is less than the tokenizer's"
-            f" {words.vocab_size}"
+            f" {text_tokenizer.vocab_size}"
         )
     if mesh is not None:
         shape.check_mesh(mesh.shape["tensor"])

@@ -45,7 +45,6 @@ from fp8jax.lm.training.layer_choice import (
     memory_limit,
     sizes_of,
 )
-from fp8jax.lm.training.memory import gradient_bytes
 from fp8jax.lm.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
 from fp8jax.lm.training.policy_switch import carried_histories
 from fp8jax.lm.training.programs import device_bytes
@@ -60,6 +59,7 @@ from fp8jax.lm.training.step import (
     telemetry_step,
     train_step,
 )
+from fp8jax.lm.training.step_memory import gradient_bytes
 from fp8jax.lookup import lookup
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
@@ -193,8 +193,8 @@ class _Draft:
 
 def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     """The draft of the stage that trains in `policy`."""
-    words = shared.tokenizer.vocab_size
-    model = _model(config, shared.shape, policy, words, shared.mesh)
+    vocab_size = shared.tokenizer.vocab_size
+    model = _model(config, shared.shape, policy, vocab_size, shared.mesh)
     initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
     boxed = initial.eval_shape()
     state = jax.tree.map(
@@ -378,7 +378,7 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[.
 
 
 def _model(
-    config: ConfigDict, shape: ModelConfig, policy: Policy, words: int, mesh: Mesh
+    config: ConfigDict, shape: ModelConfig, policy: Policy, vocab_size: int, mesh: Mesh
 ) -> Transformer:
     check_batch(config.batch_size, config.grad_accum, mesh)
     shape.check_mesh(mesh.shape["tensor"])
@@ -387,8 +387,8 @@ def _model(
         lookup("remat policy", config.remat, REMAT)
     if config.unroll is not None and config.unroll > shape.n_layers:
         raise ValueError(f"unroll={config.unroll} is more than the model's {shape.n_layers} layers")
-    if shape.vocab_size < words:
-        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {words}")
+    if shape.vocab_size < vocab_size:
+        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {vocab_size}")
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
     attention = choose_attention(
         config.attention,
@@ -464,7 +464,7 @@ def _sampler(
             limits_B=jnp.array([config.sample.tokens]),
             stops=jnp.array([tokens.eos]),
             rule=Sampling(temperature=config.sample.temperature).rule(),
-            words=tokens.vocab_size,
+            vocab_size=tokens.vocab_size,
         )
         new_1T = complete(
             model,

@@ -30,12 +30,12 @@ from fp8jax.device import hardware, xla
 from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.model.config import flops_per_token
 from fp8jax.lm.model.transformer import count_params
-from fp8jax.lm.training.memory import memory_by_kind
 from fp8jax.lm.training.programs import (
     compile_programs,
     training_programs,
 )
 from fp8jax.lm.training.run import Run, Stage
+from fp8jax.lm.training.step_memory import memory_by_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -140,9 +140,9 @@ class InitialState:
 
     def _refuse_other_tokenizer(self, before: dict[str, Any], run: Run) -> None:
         """Raises ValueError if the model's ids stood for other tokens; paths do not count."""
-        words = tokenizer_of_workdir(Path(self.source), before)
-        assert words is not None  # a run has one
-        if words.fingerprint != run.tokenizer.fingerprint:
+        text_tokenizer = tokenizer_of_workdir(Path(self.source), before)
+        assert text_tokenizer is not None  # a run has one
+        if text_tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise ValueError(
                 f"initial_state={self.source} was trained with another tokenizer, so that the ids"
                 f" of tokenizer={run.settings.record['tokenizer']} mean other text: set tokenizer="

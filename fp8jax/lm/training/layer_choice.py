@@ -118,7 +118,7 @@ def step_bytes(sizes: Sizes, remat: str, unroll: int) -> int:
 
     n layers keep `saved_bytes` of each token. In a loop the gradients of all layers have their
     place while all of that is kept; without one they take the place of what the backward has used.
-    The others, for T tokens of a microbatch and V words on the device:
+    The others, for T tokens of a microbatch and V ids of the vocabulary on the device:
 
         layer      T (saved_bytes of "none" + 16 F): what it computes again, and its gradients. On
                    several devices also 6 bytes for each number of its kernels and of the head's,

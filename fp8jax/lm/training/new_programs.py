@@ -12,10 +12,10 @@ from fp8jax.device import xla
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.training.console import labeled
-from fp8jax.lm.training.memory import memory_by_kind
 from fp8jax.lm.training.programs import Compilation, compile_programs, training_programs
 from fp8jax.lm.training.resume import Position
 from fp8jax.lm.training.run import Run, Stage
+from fp8jax.lm.training.step_memory import memory_by_kind
 
 
 class NewPrograms:

@@ -52,7 +52,7 @@ def test_responses_are_those_of_single_prompts(model):
     """In float32 a batch changes no token; the last batch is padded with repeated prompts."""
     own = problems([3, 9, 140, 4, 7, 12, 150])
     found = measure_accuracy(*model, BYTES, {"a": own}, template=None, max_tokens=8, batch_size=4)
-    single = Generator(*model, words=BYTES.vocab_size, max_length=256, cache="fp32")
+    single = Generator(*model, vocab_size=BYTES.vocab_size, max_length=256, cache="fp32")
     same_program = dict(least_length=128)  # for all short prompts
     for problem, response, ended in zip(own, found["a"].responses, found["a"].ended, strict=True):
         prompt = [BYTES.bos, *BYTES.encode(problem.prompt + "\n")]

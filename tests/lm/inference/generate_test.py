@@ -9,7 +9,7 @@ import pytest
 
 from fp8jax.device import xla
 from fp8jax.gemm.histories.amax_history import HISTORIES
-from fp8jax.lm.inference import memory
+from fp8jax.lm.inference import memory_check
 from fp8jax.lm.inference.decoding import NO_TOKEN, Requests, complete, prefill
 from fp8jax.lm.inference.generate import Generator, bucket
 from fp8jax.lm.inference.sampling import Sampling
@@ -26,7 +26,7 @@ tiny = functools.cache(tiny_model)
 
 
 def generator(model, variables, **settings) -> Generator:
-    settings = dict(words=WORDS, max_length=64, unrolled=False) | settings
+    settings = dict(vocab_size=WORDS, max_length=64, unrolled=False) | settings
     return Generator(model, variables, **settings)
 
 
@@ -191,7 +191,7 @@ def test_one_program_from_prompt_to_text(plain):
             limits_B=jnp.array([tokens, 0]),  # the second row holds no request
             stops=jnp.array([stop]),
             rule=GREEDY.rule(),
-            words=WORDS,
+            vocab_size=WORDS,
         )
         arguments = jnp.asarray([PROMPTS[0]] * 2), jnp.array([len(PROMPTS[0])] * 2)
         found, empty = completed(model, variables, *arguments, requests, tokens=tokens)
@@ -214,7 +214,7 @@ def test_a_prefill_without_requests_is_over(plain):
         limits_B=jnp.array([0, 3]),
         stops=jnp.array([NO_TOKEN]),
         rule=GREEDY.rule(),
-        words=WORDS,
+        vocab_size=WORDS,
     )
     state = jax.jit(prefill, static_argnums=0)(
         inference_model(model),
@@ -249,7 +249,10 @@ def test_bad_requests_raise_in_one_line(plain, prompts, settings, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(words=33), "words=33 do not fit the model's vocab_size=32: this tokenizer is not"),
+        (
+            dict(vocab_size=33),
+            "vocab_size=33 does not fit the model's vocab_size=32: this tokenizer is not",
+        ),
         (dict(max_length=0), "max_length=0 must be at least 1"),
         (dict(max_length=2**31), "max_length=2147483648 must be at most 2147483647"),
         (dict(tokens_per_call=0), "tokens_per_call=0"),
@@ -266,9 +269,9 @@ def test_a_cache_that_exceeds_the_memory_is_refused(plain, monkeypatch):
     """Of 2 layers: keys and values, 2 rows, 2 heads of 8 float32 numbers, 512 bytes a token."""
     generate = generator(*plain[:2], cache="fp32", max_length=2**30 + 8).generate
     with pytest.raises(ValueError, match="2 rows of 1073741832 tokens .* 512.0 GiB"):
-        monkeypatch.setattr(memory, "capacity", lambda: 512 * 2**30)
+        monkeypatch.setattr(memory_check, "capacity", lambda: 512 * 2**30)
         generate([[1] * 8], GREEDY, 2**30)
-    monkeypatch.setattr(memory, "capacity", lambda: 512 * 32)
+    monkeypatch.setattr(memory_check, "capacity", lambda: 512 * 32)
     assert len(generate([[1] * 8], GREEDY, 24)[0]) == 24
     with pytest.raises(ValueError, match="lower max_tokens, or generate from fewer or shorter"):
         generate([[1] * 8], GREEDY, 25)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fp8jax.lm.data.tokenizers import tokenizer
-from fp8jax.lm.inference import memory
+from fp8jax.lm.inference import memory_check
 from fp8jax.lm.inference.perplexity import joined, read_texts, score_texts
 from fp8jax.lm.inference.scorer import Scorer
 from tests.support.bigrams import WORDS, bigram_model
@@ -78,7 +78,7 @@ def test_a_source_without_text(tmp_path):
     ],
 )
 def test_batches_that_exceed_the_memory_are_refused(monkeypatch, rows, length, room, message):
-    monkeypatch.setattr(memory, "capacity", lambda: room)
+    monkeypatch.setattr(memory_check, "capacity", lambda: room)
     model, variables, _ = bigram_model({})
     with pytest.raises(ValueError, match=message):
         Scorer(model, variables).program(rows, length)
@@ -86,9 +86,12 @@ def test_batches_that_exceed_the_memory_are_refused(monkeypatch, rows, length, r
 
 def test_exhausted_memory_is_one_line():
     said = pytest.raises(MemoryError, match="^memory is exhausted: buy more$")
-    with said, memory.memory_errors("buy more"):
+    with said, memory_check.memory_errors("buy more"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory.memory_errors(""):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        memory_check.memory_errors(""),
+    ):
         raise jax.errors.JaxRuntimeError("INTERNAL: another one")
 
 

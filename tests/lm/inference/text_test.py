@@ -57,7 +57,7 @@ def test_a_stop_id_ends_a_text():
 @pytest.fixture(scope="module")
 def generator():
     model, variables = tiny_model(vocab_size=BYTES.vocab_size)
-    return Generator(model, variables, words=BYTES.vocab_size, max_length=64, cache="fp32")
+    return Generator(model, variables, vocab_size=BYTES.vocab_size, max_length=64, cache="fp32")
 
 
 def test_texts_end_by_themselves(generator):

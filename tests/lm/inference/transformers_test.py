@@ -27,8 +27,10 @@ def test_greedy_tokens_are_those_of_transformers(family, tmp_path):
     folder = write_folder(tmp_path, config, tensors(config, np.float32))
     trained = load_model(f"hf:{folder}")
     model = trained.model.clone(dtype=jnp.float32)
-    words = model.config.vocab_size
-    generator = Generator(model, trained.variables, words=words, max_length=24, cache="fp32")
+    vocab_size = model.config.vocab_size
+    generator = Generator(
+        model, trained.variables, vocab_size=vocab_size, max_length=24, cache="fp32"
+    )
     ours = generator.generate(PROMPTS, Sampling(temperature=0), NEW)
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     equal = 0
