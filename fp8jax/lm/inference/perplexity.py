@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int32
+from tqdm import tqdm
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.files import Tally
@@ -103,7 +104,7 @@ def score_texts(
     batch_size: int,
     seed: int = 0,
 ) -> dict[str, TextScores]:
-    """Returns the scores of each source.
+    """Returns the scores of each source; on a terminal with a bar for each.
 
     Args:
       variables: parameters, and histories if the policy has delayed scaling.
@@ -125,7 +126,12 @@ def score_texts(
         score = scorer.program(batch_size, len(source_rows[0]["tokens"]))
         sums: list[np.ndarray] = []
         before: tuple[Row, Array] | None = None  # read while the device computes the next batch
-        for batch in valid_batches(source_rows, batch_size=batch_size):
+        batches = valid_batches(source_rows, batch_size=batch_size)
+        total, label = (
+            -(-len(source_rows) // batch_size),
+            f"{as_policy(model.policy).name}, {source}",
+        )
+        for batch in tqdm(batches, total=total, desc=label, unit="batch", disable=None):
             scores_of_batch = score(*_inputs(batch))
             if before is not None:
                 sums.append(_row_sums(*before, token_bytes))
