@@ -156,5 +156,6 @@ def test_a_chat_goes_on_after_a_message_that_does_not_fit(folder, generate, monk
         r"cache of --max_length=64: lower .*, or raise --max_length. The last message was not sent",
         long,
     )
-    assert re.match("error: the conversation: the text is not Unicode: .* not sent", lone)
+    place = "error: the conversation: message 3: content: "
+    assert re.match(f"{place}the text is not Unicode: .* not sent", lone)
     assert len(found) == 2 and (found, "") == chat("one", "three")

@@ -26,7 +26,7 @@ def memory_by_kind(*runs: RunFiles, dark: bool = False) -> Any:
     the programs of validation and initialization.
 
     Args:
-      *runs: their events have the memory of each stage.
+      runs: their events have the memory of each stage.
       dark: whether to draw for dark pages.
 
     Returns:
