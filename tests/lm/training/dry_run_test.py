@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
-from fp8jax.lm.training import dry_run, memory, parameter_table, profile, programs
+from fp8jax.lm.training import dry_run, parameter_table, profile, programs, step_memory
 from fp8jax.lm.training.build import build
 from fp8jax.numerics.policy import POLICIES
 from tests.support.commands import command_line
@@ -104,7 +104,7 @@ def test_gradients_are_float32_and_weights_as_the_config_stores_them():
         .state
     )
     assert programs.device_bytes(state.params) == 2 * (CUT // 8 + WHOLE)
-    assert memory.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
+    assert step_memory.gradient_bytes(state.params) == 4 * (CUT // 8 + WHOLE)
     assert programs.device_bytes(state.opt_state) == 8 * (CUT // 8 + WHOLE) + COUNTERS
 
 
