@@ -11,11 +11,14 @@ from configs import base
 from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
-from fp8jax.lm.records.events import ROUTINE
+from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training.build import build
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
+
+# Every run has these.
+ROUTINE = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})
 
 # A policy with histories that compiles nearly as fast as bf16; a test puts it into `POLICIES`.
 ONE_LINEAR = Policy((("layers/mlp/down", RECIPES["fp8_delayed"]),), name="one_linear")

@@ -38,7 +38,3 @@ class Cause(enum.StrEnum):
 
     SPIKE = "spike"
     NON_FINITE = "non_finite"
-
-
-# Every run has these.
-ROUTINE = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})

@@ -80,8 +80,11 @@ NEEDS_NULL = chatml(
     "{%- if m.content is none %}" + EACH_CALL + "c.function | tojson }}{% endfor %}"
     "{%- else %}{{- m.content }}{%- endif %}"
 )
-COUNTS = CALLING.replace("{%- for c", "{%- if 'tool_calls' in m and m.tool_calls|length > 1 %}"
-                         "{{ raise_exception('one call') }}{% endif %}{%- for c")  # fmt: skip
+COUNTS = CALLING.replace(
+    "{%- for c",
+    "{%- if 'tool_calls' in m and m.tool_calls|length > 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{%- for c",
+)
 TOOLS = chatml(
     CONTENT,
     "{%- if tools is not none %}{% for t in tools %}{{- t | tojson }}{% endfor %}{% endif %}",
@@ -101,8 +104,9 @@ ROLE_TOKENS = (
     "{%- if m.role == 'assistant' %}{{- '</s>' }}{% endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<｜Assistant｜>' }}{%- endif %}"
 )
-TAGGED_ROLES = TAGGED.replace("message['content'] + '<|im_end|>' }}{% endg", "message['content']"
-                              " }}{{ '<|im_end|>' }}{% endg")  # fmt: skip
+TAGGED_ROLES = TAGGED.replace(
+    "message['content'] + '<|im_end|>' }}{% endg", "message['content'] }}{{ '<|im_end|>' }}{% endg"
+)
 LOOP = "{%- for i in range(99999) %}{%- for j in range(99999) %}{% endfor %}{% endfor %}"
 RECURSION = (
     "{%- macro f(n) %}{% if n %}{{- f(n - 1) + f(n - 1) }}{% endif %}{% endmacro %}{{- f(64) }}"
@@ -151,50 +155,100 @@ RIGHT = [
     # Arguments as servers render them, whatever the file's spelling is.
     ("a dict", CALLING, calls({"city": "Oslo"}), [JSON_CALL, DRY]),
     ("a string", CALLING, calls('{"city":"Oslo"}'), [JSON_CALL, DRY]),
-    ("non-ASCII", CALLING, calls('{"city": "\\u00c5s"}'),
-     [JSON_CALL.replace("Oslo", "Ås"), DRY]),
+    ("non-ASCII", CALLING, calls('{"city": "\\u00c5s"}'), [JSON_CALL.replace("Oslo", "Ås"), DRY]),
     ("no arguments", CALLING, calls(""), [JSON_CALL.replace('{"city": "Oslo"}', "{}"), DRY]),
     ("null arguments", CALLING, calls(None), [JSON_CALL.replace('{"city": "Oslo"}', "{}"), DRY]),
-    ("flat calls", FLAT,
-     [user("a"), assistant("", tool_calls=[{"name": "rain", "arguments": '{"city": 1}'}])],
-     ['<tool_call>{"city": 1}rain<|im_end|>']),
-    ("a template that joins strings", JOINS, calls('{"city":"Oslo"}'),
-     ['<tool_call>rain {"city":"Oslo"}<|im_end|>', DRY]),
-    ("a template that prints", PRINTS, calls('{"city":"Oslo"}'),
-     ['<tool_call>rain {"city":"Oslo"}<|im_end|>', DRY]),
-    ("a string within arguments", CALLING, calls('{"city": "{\\"a\\": 1}"}'),
-     [JSON_CALL.replace("Oslo", '{\\"a\\": 1}'), DRY]),
+    (
+        "flat calls",
+        FLAT,
+        [user("a"), assistant("", tool_calls=[{"name": "rain", "arguments": '{"city": 1}'}])],
+        ['<tool_call>{"city": 1}rain<|im_end|>'],
+    ),
+    (
+        "a template that joins strings",
+        JOINS,
+        calls('{"city":"Oslo"}'),
+        ['<tool_call>rain {"city":"Oslo"}<|im_end|>', DRY],
+    ),
+    (
+        "a template that prints",
+        PRINTS,
+        calls('{"city":"Oslo"}'),
+        ['<tool_call>rain {"city":"Oslo"}<|im_end|>', DRY],
+    ),
+    (
+        "a string within arguments",
+        CALLING,
+        calls('{"city": "{\\"a\\": 1}"}'),
+        [JSON_CALL.replace("Oslo", '{\\"a\\": 1}'), DRY],
+    ),
     # Keys of exporters that say nothing.
     ("null calls", COUNTS, [user("a"), assistant("b", tool_calls=None)], ["b<|im_end|>"]),
     ("empty calls", COUNTS, [user("a", tool_calls=[]), assistant("b")], ["b<|im_end|>"]),
-    ("null reasoning", CHATML, [user("a", name=None), assistant("b", reasoning_content=None)],
-     ["b<|im_end|>\n"]),
+    (
+        "null reasoning",
+        CHATML,
+        [user("a", name=None), assistant("b", reasoning_content=None)],
+        ["b<|im_end|>\n"],
+    ),
     ("an empty list", CHATML, [user("a"), assistant("b", annotations=[])], ["b<|im_end|>\n"]),
     ("null ids", CALLING, calls('{"city":"Oslo"}', id=None), [JSON_CALL, DRY]),
     ("null content", ADDS, calls({"city": "Oslo"}, None), [JSON_CALL, DRY]),
     ("null content printed", SAYS_NONE, calls({"city": "Oslo"}, None), [JSON_CALL, DRY]),
-    ("content that must be null", NEEDS_NULL, calls({"city": "Oslo"}),
-     [JSON_CALL.replace("</tool_call>", ""), DRY]),
-    ("null weights", CHATML, [user("a", weight=None), assistant("b", weight=None, train=None)],
-     ["b<|im_end|>"]),
+    (
+        "content that must be null",
+        NEEDS_NULL,
+        calls({"city": "Oslo"}),
+        [JSON_CALL.replace("</tool_call>", ""), DRY],
+    ),
+    (
+        "null weights",
+        CHATML,
+        [user("a", weight=None), assistant("b", weight=None, train=None)],
+        ["b<|im_end|>"],
+    ),
     # Reasoning and calls that the template renders; references that it need not.
-    ("reasoning", REASONING, [user("a"), assistant("b", reasoning_content="r")],
-     ["<think>r</think>b<|im_end|>"]),
-    ("thinking in the text", THINKING, [user("a"), assistant("<think>\nr\n</think>\n\nb")],
-     ["<think>\nr\n</think>\n\nb<|im_end|>"]),
+    (
+        "reasoning",
+        REASONING,
+        [user("a"), assistant("b", reasoning_content="r")],
+        ["<think>r</think>b<|im_end|>"],
+    ),
+    (
+        "thinking in the text",
+        THINKING,
+        [user("a"), assistant("<think>\nr\n</think>\n\nb")],
+        ["<think>\nr\n</think>\n\nb<|im_end|>"],
+    ),
     ("ids", CALLING, calls({"city": "Oslo"}, id="call_1"), [JSON_CALL, DRY]),
-    ("lines", CHATML, [user("a\n\n b <b>c</b> [INST] "), assistant("x\ny\n")],
-     ["x\ny\n<|im_end|>"]),
+    (
+        "lines",
+        CHATML,
+        [user("a\n\n b <b>c</b> [INST] "), assistant("x\ny\n")],
+        ["x\ny\n<|im_end|>"],
+    ),
     ("numbers of others", CHATML, [user("a", rating=4), assistant("b", index=1)], ["b<|im_end|>"]),
     # Turns that are not trained.
-    ("weight 0", CHATML, [user("a"), assistant("b", weight=0), user("c"), assistant("d", weight=1)],
-     ["d<|im_end|>"]),
-    ("train false", HEADERS, [user("a"), assistant("b"), user("c"), assistant("d", train=False)],
-     ["b<|turn|>"]),
-    ("tags", TAGGED, [user("a"), assistant("b", train=False), user("c"), assistant("d")],
-     ["d<|im_end|>"]),
+    (
+        "weight 0",
+        CHATML,
+        [user("a"), assistant("b", weight=0), user("c"), assistant("d", weight=1)],
+        ["d<|im_end|>"],
+    ),
+    (
+        "train false",
+        HEADERS,
+        [user("a"), assistant("b"), user("c"), assistant("d", train=False)],
+        ["b<|turn|>"],
+    ),
+    (
+        "tags",
+        TAGGED,
+        [user("a"), assistant("b", train=False), user("c"), assistant("d")],
+        ["d<|im_end|>"],
+    ),
     ("a user's weight 0", BRACKETS, [user("a", weight=0.0), assistant("b")], [" b </s>"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -211,44 +265,95 @@ def test_trained_as_it_is(load, template, messages, spans):
 WHERE = r"message {}: {} is not rendered by .*tokenizer_config.json: take a template that renders"
 
 WRONG = [
-    ("reasoning", CHATML, [user("a"), assistant("b", reasoning_content="r")],
-     WHERE.format(2, "reasoning_content")),
+    (
+        "reasoning",
+        CHATML,
+        [user("a"), assistant("b", reasoning_content="r")],
+        WHERE.format(2, "reasoning_content"),
+    ),
     ("thinking", REASONING, [user("a"), assistant("b", thinking="t")], WHERE.format(2, "thinking")),
-    ("earlier reasoning", REASONING.replace("m.reasoning_content %}", "m.reasoning_content and "
-     "loop.last %}"), [user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d")],
-     "first 2 messages differently"),
-    ("developer", KNOWN_ROLES, [system("s", "developer"), user("a"), assistant("b")],
-     WHERE.format(1, "content")),
-    ("a later system message", FIRST_SYSTEM, [user("a"), system("s"), assistant("b")],
-     WHERE.format(2, "content")),
-    ("a tool's result", KNOWN_ROLES.replace(CONTENT, CONTENT + EACH_CALL
-     + "c.function | tojson }}{% endfor %}"), calls({"city": "Oslo"}), WHERE.format(3, "content")),
+    (
+        "earlier reasoning",
+        REASONING.replace("m.reasoning_content %}", "m.reasoning_content and loop.last %}"),
+        [user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d")],
+        "first 2 messages differently",
+    ),
+    (
+        "developer",
+        KNOWN_ROLES,
+        [system("s", "developer"), user("a"), assistant("b")],
+        WHERE.format(1, "content"),
+    ),
+    (
+        "a later system message",
+        FIRST_SYSTEM,
+        [user("a"), system("s"), assistant("b")],
+        WHERE.format(2, "content"),
+    ),
+    (
+        "a tool's result",
+        KNOWN_ROLES.replace(CONTENT, CONTENT + EACH_CALL + "c.function | tojson }}{% endfor %}"),
+        calls({"city": "Oslo"}),
+        WHERE.format(3, "content"),
+    ),
     ("text beside a call", HEADERS, calls({"city": "Oslo"}, "I look."), WHERE.format(2, "content")),
-    ("a part of a text", LAST_LINE, [user("a"), assistant("first\nsecond")],
-     WHERE.format(2, "a part of content, 'first',")),
-    ("a part of a user's text", LAST_LINE, [user("first\nsecond"), assistant("b")],
-     WHERE.format(1, "a part of content, 'first',")),
-    ("thinking in the text", NO_THINKING, [user("a"), assistant("<think>r</think>b")],
-     WHERE.format(2, "a part of content, 'r',")),
+    (
+        "a part of a text",
+        LAST_LINE,
+        [user("a"), assistant("first\nsecond")],
+        WHERE.format(2, "a part of content, 'first',"),
+    ),
+    (
+        "a part of a user's text",
+        LAST_LINE,
+        [user("first\nsecond"), assistant("b")],
+        WHERE.format(1, "a part of content, 'first',"),
+    ),
+    (
+        "thinking in the text",
+        NO_THINKING,
+        [user("a"), assistant("<think>r</think>b")],
+        WHERE.format(2, "a part of content, 'r',"),
+    ),
     ("a name", CHATML, [user("a", name="Ada"), assistant("b")], WHERE.format(1, "name")),
-    ("an image", CHATML, [user("a", images=["a.png"]), assistant("b")],
-     WHERE.format(1, r"images\[0\]")),
+    (
+        "an image",
+        CHATML,
+        [user("a", images=["a.png"]), assistant("b")],
+        WHERE.format(1, r"images\[0\]"),
+    ),
     ("calls", CHATML, calls({"city": "Oslo"}), "message 2 calls tools, and .* does not render"),
-    ("arguments", ONLY_NAMES, calls({"city": "Oslo"}),
-     WHERE.format(2, r"tool_calls\[0\].function.arguments.city")),
-    ("arguments that are no JSON", CALLING, calls("city=Oslo"),
-     r"message 2: tool_calls\[0\].function.arguments is not JSON: .*'city=Oslo'"),
+    (
+        "arguments",
+        ONLY_NAMES,
+        calls({"city": "Oslo"}),
+        WHERE.format(2, r"tool_calls\[0\].function.arguments.city"),
+    ),
+    (
+        "arguments that are no JSON",
+        CALLING,
+        calls("city=Oslo"),
+        r"message 2: tool_calls\[0\].function.arguments is not JSON: .*'city=Oslo'",
+    ),
     ("arguments that are a list", CALLING, calls("[1]"), "arguments must be a JSON object, got"),
     ("an argument twice", CALLING, calls('{"a": 1, "a": 2}'), "the key 'a' comes twice"),
     ("arguments of Python", PRINTS, calls({"city": "Oslo"}), "call as Python's dict, not as JSON"),
     ("quoted arguments", QUOTES, calls('{"city": "Oslo"}'), "refuses the conversation: TypeError"),
-    ("half a weight", CHATML, [user("a"), assistant("b", weight=0.5)],
-     "message 2: weight must be 0 or 1, got 0.5"),
+    (
+        "half a weight",
+        CHATML,
+        [user("a"), assistant("b", weight=0.5)],
+        "message 2: weight must be 0 or 1, got 0.5",
+    ),
     ("a weight of true", CHATML, [user("a"), assistant("b", weight=True)], "must be 0 or 1, got"),
     ("train of 1", CHATML, [user("a"), assistant("b", train=1)], "train must be true or false"),
     ("both", CHATML, [user("a"), assistant("b", train=True, weight=0)], "say different things"),
-    ("a user's weight", CHATML, [user("a", weight=1), assistant("b")],
-     "message 1: weight would train a message of the role user"),
+    (
+        "a user's weight",
+        CHATML,
+        [user("a", weight=1), assistant("b")],
+        "message 1: weight would train a message of the role user",
+    ),
     ("loss_mask", CHATML, [user("a"), assistant("b", loss_mask=0)], "the key 'loss_mask' is not s"),
     ("nothing trained", CHATML, [user("a"), assistant("b", weight=0)], "leave all turns .* unt"),
     ("a loop", LOOP + CHATML, [user("a"), assistant("b")], "takes more than 1,000 steps, and may"),
@@ -257,7 +362,7 @@ WRONG = [
     ("a block that doubles", BLOCKS + CHATML, [user("a"), assistant("b")], "a str of more than"),
     ("a power", "{{ 10 ** (10 ** 10) }}" + CHATML, [user("a"), assistant("b")], "is too large"),
     ("a product", "{{ 'ab' * 10 ** 9 }}" + CHATML, [user("a"), assistant("b")], "is too large"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -294,9 +399,11 @@ def test_tools_that_are_left_out(load):
     for source, field in (
         (CHATML, r"tools\[0\].function.name"),
         (ONLY_TOOL_NAMES, r"tools\[0\].function.description"),
-        (ONLY_TOOL_NAMES.replace("t.function.name", "t.function.name + t.function.description"),
-         r"tools\[0\].function.parameters.properties.city"),
-    ):  # fmt: skip
+        (
+            ONLY_TOOL_NAMES.replace("t.function.name", "t.function.name + t.function.description"),
+            r"tools\[0\].function.parameters.properties.city",
+        ),
+    ):
         for method in ("example", "turns"):
             with pytest.raises(ValueError, match=f"^x: {field} is not rendered by"):
                 getattr(load(source), method)(messages, tools=[TOOL], place="x")
@@ -323,9 +430,11 @@ def test_tool_use_is_taken_where_tools_are_given(load):
 
 def test_turns_may_lose_earlier_thinking_only(load):
     messages = [
-        user("a"), assistant("<think>\nr\n</think>\n\nb"),
-        user("c"), assistant("<think>\ns\n</think>\n\nd"),
-    ]  # fmt: skip
+        user("a"),
+        assistant("<think>\nr\n</think>\n\nb"),
+        user("c"),
+        assistant("<think>\ns\n</think>\n\nd"),
+    ]
     first, second = load(THINKING).turns(messages)
     assert trained(first) == ["<think>\nr\n</think>\n\nb<|im_end|>"]
     assert second.text.split("user\nc")[0].endswith("assistant\nb<|im_end|>\n<|im_start|>")

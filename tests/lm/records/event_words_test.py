@@ -5,7 +5,8 @@ import math
 import pytest
 
 from fp8jax.lm.records.event_words import in_words
-from fp8jax.lm.records.events import ROUTINE, Cause, Event
+from fp8jax.lm.records.events import Cause, Event
+from tests.support.runs import ROUTINE
 
 _REJECTED = {"loss": 7.5, "grad_norm": math.inf, "cause": Cause.NON_FINITE, "spent": {"skip": 1}}
 _FIELDS = {
