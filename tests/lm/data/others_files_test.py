@@ -197,7 +197,7 @@ DAMAGED = [
     ("a.jsonl.xz", lzma.compress(GOOD) + b"more" * 9, "damaged or not xz data: Input format not"),
     ("a.jsonl.xz", GOOD, "damaged or not xz data"),
     ("a.jsonl.bz2", b"", "damaged or not bzip2 data: it is empty"),
-    ("a.jsonl", gzip.compress(GOOD)[:-20], "damaged or not gzip data"),
+    ("a.jsonl", gzip.compress(GOOD, mtime=0)[:-20], "damaged or not gzip data"),
     ("a.jsonl", GOOD.decode().encode("utf-16")[:-1], "damaged or not UTF-16: .*truncated data"),
     ("a.jsonl", b"\xff\xfe{\0\x00\xd8}\0", "damaged or not UTF-16: .*illegal"),
 ]
