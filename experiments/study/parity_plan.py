@@ -152,6 +152,8 @@ PLANS = {
     "rate": Plan(arms=_RATES, seeds=(100,), forks=FORKS[:1]),
     # What one seed scatters by, in BF16, at two rates; with a seed that no other plan has.
     "repeats": Plan(arms=_REPEATS, seeds=(101,), forks=FORKS[:1]),
+    # The same at the chosen rate, four times, at twice and four times the tokens.
+    "repeats_long": Plan(arms=_REPEATS[1:8:2], seeds=(101,), forks=FORKS[1:3]),
     # All arms with one seed, to 150M tokens.
     "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
     # What the page is about, with intervals; the controls are of the same plan.
