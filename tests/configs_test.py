@@ -17,14 +17,14 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import train_batches
-from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.mesh import MeshAxes
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.optimizers import make_optimizer
 from fp8jax.lm.records.config_keys import by_path
+from fp8jax.lm.sources import parse_sources
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.programs import abstract_numbers, training_programs
 from fp8jax.lm.training.settings import Settings, check_numbers

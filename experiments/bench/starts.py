@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from experiments.bench.report import Report, Row
 from experiments.bench.timing import Timing, say
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import read_jsonl

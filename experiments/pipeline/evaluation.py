@@ -23,7 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
-from fp8jax.lm.data.chat import load_chat_template
+from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.inference.accuracy import measure_accuracy, share

@@ -10,11 +10,11 @@ from ml_collections import ConfigDict
 
 from experiments.arithmetic.files import ProblemFile, problem_files, write_problems
 from experiments.arithmetic.problems import Difficulty
+from fp8jax.lm.chat.chat_template import load_chat_template
+from fp8jax.lm.chat.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
 from fp8jax.lm.data import tokenizers
-from fp8jax.lm.data.chat import load_chat_template
-from fp8jax.lm.data.chat_tokenizer import CHAT_TOKENS, write_chat_tokenizer
-from fp8jax.lm.data.documents import training_documents
 from fp8jax.lm.interop.folders import shape_of_model
+from fp8jax.lm.sources import training_documents
 
 
 def check_tokenizer(config: ConfigDict) -> None:

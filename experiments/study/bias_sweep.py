@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
-from fp8jax.lm.data.corpus import Corpus, build_corpus
+from fp8jax.lm.corpus import Corpus, build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.figures.style import require_matplotlib

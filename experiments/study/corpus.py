@@ -26,8 +26,8 @@ from typing import Any
 from configs import study
 from experiments.study.corpus_files import File, Root, find_files
 from experiments.study.corpus_split import held_out_packages, unseen
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.bpe import train_bpe
-from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 
 VOCAB_SIZE = 32_000  # that of llama_60m

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study.bias_sweep import intervals
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.inference.score import log_likelihoods
 from fp8jax.lm.interop.trained import TrainedModel, load_model

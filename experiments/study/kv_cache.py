@@ -17,7 +17,7 @@ import numpy as np
 
 from experiments.markdown import markdown_table
 from fp8jax.device import xla
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.inference.generate import Generator
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.score import log_likelihoods

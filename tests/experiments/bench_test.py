@@ -40,8 +40,8 @@ from fp8jax.gemm.backends.xla import matmul_xla
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.kernels.block_gemm import TuningConfig
 from fp8jax.lm.model.transformer import Transformer, count_params
-from fp8jax.lm.stability.faults import Faults
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.commands import run_command
 from tests.support.runs import tiny

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import train_bpe
-from fp8jax.lm.data.chat import load_chat_template
-from fp8jax.lm.data.documents import training_documents
 from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.sources import training_documents
 from tests.support.commands import run_here
 
 # The tokenizer ------------------------------------------------------------------------------------

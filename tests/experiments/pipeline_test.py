@@ -26,12 +26,12 @@ from experiments.config_keys import PIPELINE_KEYS
 from experiments.pipeline import evaluation, figures, plan, stages, training
 from experiments.pipeline.chains import read_chains
 from experiments.pipeline.stages import Stage, StageError
+from fp8jax.lm.chat.chat_tokenizer import write_chat_tokenizer
 from fp8jax.lm.cli import charts
-from fp8jax.lm.data.chat_tokenizer import write_chat_tokenizer
 from fp8jax.lm.inference.accuracy import paired_difference, share
 from fp8jax.lm.inference.paired import measured
 from fp8jax.lm.records.jsonl import read_jsonl
-from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training.faults import Faults
 from tests.support import ROOT
 from tests.support.commands import run_command, run_here
 from tests.support.pages import page_of
@@ -619,7 +619,7 @@ def test_failed_inside_stages_and_finished(tmp_path, caplog, monkeypatch):
 KILLED = """
 import runpy, sys
 from experiments.pipeline import training
-from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training.faults import Faults
 
 stage, fault = sys.argv.pop(1), Faults.parse(sys.argv.pop(1))
 whole = training.train_and_evaluate

@@ -1,6 +1,6 @@
 """The real command: sharded, in two processes, stopped, resumed, misused.
 
-tests/lm/stability/faults_test.py kills and stops it on one device.
+tests/lm/training/faults_test.py kills and stops it on one device.
 """
 
 import re
@@ -15,8 +15,8 @@ import pytest
 
 from fp8jax.lm import mesh
 from fp8jax.lm.records.jsonl import read_jsonl
-from fp8jax.lm.stability.faults import OF_STEPS
 from fp8jax.lm.training import build
+from fp8jax.lm.training.faults import OF_STEPS
 from tests.support import ROOT
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers

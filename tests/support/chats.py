@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8jax.lm.data.corpus import Corpus, build_corpus
+from fp8jax.lm.corpus import Corpus, build_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 from tests.support.chat_templates import CHATML, write_chat_folder
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
-from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.token_cache import TokenStream
 
 BYTES = ByteTokenizer()

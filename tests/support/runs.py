@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import base
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.records.events import Event

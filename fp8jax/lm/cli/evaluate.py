@@ -34,11 +34,10 @@ from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.measured import ACCURACY, BASELINE, Numbers, table, write_json
 from fp8jax.lm.cli.solve import solve
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.data.rows import Rows
-from fp8jax.lm.data.sources import chat_readers, parse_sources
 from fp8jax.lm.inference.accuracy import share
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS
 from fp8jax.lm.inference.memory_check import memory_errors
@@ -48,6 +47,7 @@ from fp8jax.lm.inference.scorer import require_room
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.telemetry import measure_forward
 from fp8jax.lm.records.checkpoint import DamagedError
+from fp8jax.lm.sources import chat_readers, parse_sources
 from fp8jax.numerics.names import as_policy
 from fp8jax.telemetry.files import write_rows
 
@@ -149,7 +149,7 @@ def _measure_all(precisions: Sequence[Any], asked: Asked) -> Mapping[str, Number
     measured: dict[str, Numbers] = {}
     for precision in precisions or [None]:
         trained = _load(precision)
-        label = precision or as_policy(trained.model.policy).name
+        label = precision or trained.model.resolved_policy.name
         measured[label] = _measure(trained, asked, rows)
     if BASELINE in measured:
         return measured
@@ -279,7 +279,7 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
 
 def _packed(name: str, rows: Rows, length: int) -> Rows:
     """Returns a source's rows of conversations, packed again into rows of `length` tokens."""
-    from fp8jax.lm.data.packing import ExampleRows  # imports jinja2 and the package tokenizers
+    from fp8jax.lm.chat.packing import ExampleRows  # imports jinja2 and the package tokenizers
 
     assert isinstance(rows, ExampleRows)
     if (most := int(rows.examples.lengths.max()) - 1) > length:
@@ -313,7 +313,7 @@ def _write_telemetry(trained: TrainedModel, rows: Rows, folder: str) -> None:
     tokens, segments, positions = (
         jnp.asarray(batch[name]) for name in ("tokens", "segments", "positions")
     )
-    policy = as_policy(trained.model.policy)
+    policy = trained.model.resolved_policy
     key = jax.random.key(_SEED.value) if policy.stochastic else None
     table = measure_forward(trained.model, trained.variables, tokens, segments, positions, key=key)
     write_rows(Path(folder, f"{policy.name.replace('/', '_')}.parquet"), table.rows)

@@ -17,10 +17,9 @@ from typing import Any
 from absl import flags, logging
 
 from fp8jax.device import xla
+from fp8jax.lm.chat.chat_template import ChatTemplate, load_chat_template
 from fp8jax.lm.cli import command
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.chat import ChatTemplate, load_chat_template
-from fp8jax.lm.inference.accuracy import turn_ends
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS, Generator
 from fp8jax.lm.inference.memory_check import memory_errors
 from fp8jax.lm.inference.sampling import Sampling
@@ -145,7 +144,7 @@ def _prompts(trained: TrainedModel) -> _Prompts:
         if trained.files is None:
             raise ValueError(f"{trained.name} has no chat template: --chat needs one")
         template = load_chat_template(trained.files, trained.tokenizer)
-        stops += turn_ends(template)
+        stops += template.turn_ends()
     return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8jax.lm.data.chat import ChatTemplate, load_chat_template
-from fp8jax.lm.data.chat_corpus import DATE
-from fp8jax.lm.data.template import has_template
+from fp8jax.lm.chat.chat_corpus import DATE
+from fp8jax.lm.chat.chat_template import ChatTemplate, load_chat_template
+from fp8jax.lm.chat.template import has_template
 from fp8jax.lm.inference.accuracy import Accuracy, measure_accuracy
 from fp8jax.lm.inference.problems import Problem
 from fp8jax.lm.interop.folders import end_ids

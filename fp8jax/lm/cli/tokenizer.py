@@ -15,11 +15,11 @@ from pathlib import Path
 
 from absl import flags, logging
 
+from fp8jax.lm.chat.chat_tokenizer import write_chat_tokenizer
 from fp8jax.lm.cli import command
 from fp8jax.lm.data import tokenizers
 from fp8jax.lm.data.bpe import train_bpe
-from fp8jax.lm.data.chat_tokenizer import write_chat_tokenizer
-from fp8jax.lm.data.documents import training_documents
+from fp8jax.lm.sources import training_documents
 
 _DATA = flags.DEFINE_string(
     "data", None, "The text, in the syntax of the config key data.", required=True

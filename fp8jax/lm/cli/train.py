@@ -20,11 +20,11 @@ from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.records.workdir_lock import lock_workdir
-from fp8jax.lm.stability.faults import Faults
 from fp8jax.lm.training import dry_run, parameter_table, programs
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.config import base_config
 from fp8jax.lm.training.epochs import with_steps
+from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.profile import parse_profile
 from fp8jax.lm.training.recovery import StoppedError
@@ -44,7 +44,7 @@ _PROFILE = flags.DEFINE_string(
     "profile", None, "A:B traces the steps A to B, inclusive, into WORKDIR/profile."
 )
 _INJECT = flags.DEFINE_string(
-    "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/lm/stability/faults.py."
+    "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/lm/training/faults.py."
 )
 _COORDINATOR = flags.DEFINE_string(
     "coordinator", None, "HOST:PORT of process 0, if several processes train one run."

@@ -1,1 +1,1 @@
-"""Text in, batches out: sources, tokenizers, token files, packed rows, mixtures."""
+"""Text in, batches out: files, tokenizers, token files, packed rows, mixtures."""

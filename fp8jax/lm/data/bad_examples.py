@@ -2,7 +2,7 @@
 
 They are conversations that are bad for one of many reasons, and documents that are no text.
 `BAD_EXAMPLES` has the answers, by the values of the config key `bad_examples`. Conversations that
-are only longer than a row are a matter of long_examples.py.
+are only longer than a row are a matter of chat/long_examples.py.
 """
 
 import dataclasses

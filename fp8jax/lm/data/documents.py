@@ -15,9 +15,8 @@ from pathlib import Path
 
 from absl import logging
 
-from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.sources import Source, parse_sources
+from fp8jax.lm.data.readers import Source
 
 MIN_DOCUMENT_BYTES = 16  # shorter documents (empty files, stubs) are skipped and counted
 
@@ -108,31 +107,3 @@ def log_skipped(name: str, count: int, first: Sequence[tuple[Path | None, str]])
         named = "; ".join(f"{path or ''}{rest}" for path, rest in first)
         more = f"; and {count - len(first):,} more" if first and count > len(first) else ""
         logging.warning("source %r: bad records skipped: %s: %s%s", name, f"{count:,}", named, more)
-
-
-def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
-    """Returns an iterator over the training documents of all sources, in order.
-
-    They are the documents of a corpus's training split. A tokenizer is trained on them, since it
-    must not see validation text. Weights have no effect here.
-
-    Args:
-      data: sources, see `parse_sources`.
-      valid_fraction: fraction of the documents, between 0 and 1, that validate and are left out.
-
-    Raises:
-      ValueError: at the call, if the spec or the fraction is wrong; during iteration, if a file
-        cannot be read. Bad records are skipped, and the log names the first ones.
-    """
-    require_fraction(valid_fraction)
-    sources = parse_sources(data)
-
-    def documents() -> Iterator[str]:
-        for source in sources:
-            tally = Tally(answer=BAD_EXAMPLES["skip"])
-            for text, _, split in read_documents(source, tally, valid_fraction):
-                if split == "train":
-                    yield text
-            log_skipped(source.name, tally.not_utf8 + tally.no_text, tally.first)
-
-    return documents()

@@ -26,8 +26,8 @@ each source continues with its own next row.
 Epochs. Row k of a source belongs to its epoch k // R, where R is its number of rows. Without
 weights, all sources end their epochs together, every sum(R) positions. A run of E epochs takes
 E * R rows of each source. Where a source would begin its epoch E, counted from 0, `reader` gives
-empty rows, which fill up the last batch. Conversations are packed anew in each epoch (packing.py),
-into as many rows.
+empty rows, which fill up the last batch. Conversations are packed anew in each epoch, into as many
+rows (chat/packing.py).
 """
 
 import dataclasses

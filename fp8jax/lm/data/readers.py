@@ -7,6 +7,7 @@ pyarrow and tensorflow_datasets are imported by the readers that need them.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -52,6 +53,23 @@ class Reader(Protocol):
             tally's answer raises; the message names the file, and of a record its place there.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source that a run reads.
+
+    Attributes:
+      name: its name in reports and metrics.
+      kind: its key in `SOURCES` (lm/sources.py).
+      weight: its weight, or None if no source has one.
+      reader: reads its documents.
+    """
+
+    name: str
+    kind: str
+    weight: Fraction | None
+    reader: Reader
 
 
 def _documents(file: BinaryIO, separator: str) -> Iterator[tuple[bytes, bool]]:

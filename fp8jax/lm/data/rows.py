@@ -22,7 +22,7 @@ within a document has a weighted target exactly once. Only the last row of a str
 Cutting a stream wastes no tokens, and row i can be read without the rows before it and without any
 state. Its cost, compared with packing whole documents, is context: a document that is cut by the
 end of a row continues in the next row without what came before. Conversations are never cut this
-way: packing.py has their rows.
+way: chat/packing.py has their rows.
 
 Without document masking, a row is one segment from its first token to its last, as if it held one
 long document: attention looks across documents, positions count through, and the first token of the

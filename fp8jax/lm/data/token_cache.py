@@ -32,7 +32,7 @@ from fp8jax.lm.data.documents import (
     require_fraction,
 )
 from fp8jax.lm.data.files import BYTE_ORDER_MARKS, Tally
-from fp8jax.lm.data.sources import Source
+from fp8jax.lm.data.readers import Source
 
 # Version of the cached files; raise it whenever the same text would give other streams.
 FORMAT_VERSION = 1

@@ -11,14 +11,13 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.chat import ChatTemplate
 from fp8jax.lm.inference.generate import Generator, bucket
 from fp8jax.lm.inference.paired import Measured, measured
 from fp8jax.lm.inference.problems import Problem
@@ -31,6 +30,14 @@ _NORMAL_95 = 1.6448536269514722  # 95% of a normal distribution lie below it
 
 Right = Bool[np.ndarray, " items"]
 Shares = Float[np.ndarray, " items"]
+
+
+class Template(Protocol):
+    """Makes prompts of messages, as `ChatTemplate` does (chat/chat_template.py)."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], *, place: str) -> Any: ...
+
+    def turn_ends(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +80,7 @@ def measure_accuracy(
     tokenizer: Tokenizer,
     problems: Mapping[str, Sequence[Problem]],
     *,
-    template: ChatTemplate | None,
+    template: Template | None,
     stop_ids: Sequence[int] = (),
     max_tokens: int = 256,
     batch_size: int = 128,
@@ -98,7 +105,7 @@ def measure_accuracy(
         name: [_prompt(each, tokenizer, template, name, i) for i, each in enumerate(own)]
         for name, own in problems.items()
     }
-    stops = {tokenizer.eos, *stop_ids, *(() if template is None else turn_ends(template))}
+    stops = {tokenizer.eos, *stop_ids, *(() if template is None else template.turn_ends())}
     longest = max(len(prompt) for own in prompts.values() for prompt in own)
     generator = Generator(
         model,
@@ -127,24 +134,8 @@ def _room(model: Transformer, longest: int, max_tokens: int) -> int:
     return min(room, learned) if learned else room
 
 
-def turn_ends(template: ChatTemplate) -> tuple[int, ...]:
-    """Returns the id of the special token with which a template ends the assistant's turn, if any.
-
-    It is often not the tokenizer's EOS: ChatML has its own. A template whose turns cannot be found
-    has none.
-    """
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        example = template.example(messages)
-    except ValueError:
-        return ()
-    last = int(example.ids[example.mask][-1])
-    added = template.tokenizer.backend.get_added_tokens_decoder()
-    return (last,) if last in added and added[last].special else ()
-
-
 def _prompt(
-    problem: Problem, tokenizer: Tokenizer, template: ChatTemplate | None, name: str, index: int
+    problem: Problem, tokenizer: Tokenizer, template: Template | None, name: str, index: int
 ) -> Sequence[int]:
     if template is None:
         return [tokenizer.bos, *tokenizer.encode(problem.prompt + "\n").tolist()]

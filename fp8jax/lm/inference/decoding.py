@@ -24,7 +24,6 @@ from fp8jax.lm.inference.sampling import Rule, draw
 from fp8jax.lm.model.cache import Caches, empty_cache
 from fp8jax.lm.model.prepare import inference_model, prepare
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.numerics.names import as_policy
 
 NO_TOKEN = -1  # fills arrays of tokens behind the last one
 
@@ -219,6 +218,6 @@ def _after_draw(
 
 def _model_key(model: Transformer, requests: Requests, step: Array) -> Any:
     """Returns the key of stochastic rounding, which all rows of a batch share; None without."""
-    if not as_policy(model.policy).stochastic:
+    if not model.resolved_policy.stochastic:
         return None
     return jax.random.fold_in(jax.random.fold_in(requests.keys_B[0], step), 1)

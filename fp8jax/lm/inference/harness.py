@@ -30,7 +30,6 @@ from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.scorer import Scorer
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lookup import brief
-from fp8jax.numerics.names import as_policy
 
 SHORTEST = 16  # the least length of a row
 _FEWSHOT_SEED = 1234  # the harness's own default
@@ -80,7 +79,7 @@ class HarnessModel(TemplateLM):
         self._model, self._variables, self._tokens = model, variables, tokenizer
         self._max_length, self._batch_size, self._begin = max_length, batch_size, begin
         self._seed = seed
-        key = jax.random.key(seed) if as_policy(model.policy).stochastic else None
+        key = jax.random.key(seed) if model.resolved_policy.stochastic else None
         self._scorer = Scorer(model, variables, key)
 
     @property

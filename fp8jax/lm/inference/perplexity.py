@@ -18,12 +18,11 @@ from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.data.rows import PackedRows, Row, Rows
-from fp8jax.lm.data.sources import chat_readers, parse_sources
 from fp8jax.lm.data.token_cache import TokenStream
 from fp8jax.lm.inference.paired import Measured, measured
 from fp8jax.lm.inference.scorer import Scorer
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.numerics.names import as_policy
+from fp8jax.lm.sources import chat_readers, parse_sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +60,7 @@ def read_texts(data: str, tokenizer: Tokenizer, *, seq_len: int) -> dict[str, Pa
     """Returns the rows of all documents of some sources, by source. Nothing is held out or cached.
 
     Args:
-      data: sources, in the syntax of the config key `data` (lm/data/sources.py). Weights do not
+      data: sources, in the syntax of the config key `data` (lm/sources.py). Weights do not
         count.
       seq_len: tokens of a row.
 
@@ -117,7 +116,7 @@ def score_texts(
     Raises:
       ValueError: a source has no rows, or a batch does not fit the memory.
     """
-    key = jax.random.key(seed) if as_policy(model.policy).stochastic else None
+    key = jax.random.key(seed) if model.resolved_policy.stochastic else None
     scorer = Scorer(model, variables, key)
     scores = {}
     for source, source_rows in rows.items():
@@ -129,7 +128,7 @@ def score_texts(
         batches = valid_batches(source_rows, batch_size=batch_size)
         total, label = (
             -(-len(source_rows) // batch_size),
-            f"{as_policy(model.policy).name}, {source}",
+            f"{model.resolved_policy.name}, {source}",
         )
         for batch in tqdm(batches, total=total, desc=label, unit="batch", disable=None):
             scores_of_batch = score(*_inputs(batch))

@@ -11,7 +11,6 @@ from fp8jax.lm.model.cache import empty_cache
 from fp8jax.lm.model.chunked_loss import chunk_length, join_chunks, split_chunks, token_losses
 from fp8jax.lm.model.prepare import inference_model
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.numerics.names import as_policy
 
 
 class Scores(NamedTuple):
@@ -108,7 +107,7 @@ def score_targets(
     model = inference_model(model)
     batch, length = tokens_BL.shape
     positions = chunk_length(batch, length, model.config.vocab_size)
-    whole = bool(as_policy(model.policy).recipe("lm_head").casts) or positions == length
+    whole = bool(model.resolved_policy.recipe("lm_head").casts) or positions == length
     arguments = tokens_BL, segments_BL, positions_BL, key
     if cache is None:
         out: Any = model.apply(variables, *arguments, head=whole)

@@ -27,7 +27,6 @@ from fp8jax.lm.interop.trained import TrainedModel
 from fp8jax.lm.interop.write import MAX_SHARD_BYTES, Tensors, new_folder, write_json, write_tensors
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import lookup
-from fp8jax.numerics.names import as_policy
 
 QUANTIZATION = "quantization_config"  # the key of config.json that a format of FP8 sets
 
@@ -83,7 +82,7 @@ def _quantized(fmt: str) -> Format:
     def export(trained: TrainedModel, tensors: Tensors, scales: str | None) -> Export:
         plan = plan_export(
             trained.model.config,
-            as_policy(trained.model.policy),
+            trained.model.resolved_policy,
             fmt,
             scales=scales,
             prefix=prefix_of(trained),

@@ -25,7 +25,6 @@ from fp8jax.lm.model.config import MLPS
 from fp8jax.lm.model.stretches import Stretch, stretches
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.nn import HISTORIES
-from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
 
@@ -51,7 +50,7 @@ def freeze(model: Transformer, variables: Any) -> dict[str, Any]:
         batch.
       NotImplementedError: the model's backend cannot run a recipe.
     """
-    policy, c = as_policy(model.policy), model.config
+    policy, c = model.resolved_policy, model.config
     policy.check(c.modules, c.n_layers)
     variables = nn.meta.unbox(dict(variables))
     if has_frozen(variables):

@@ -12,7 +12,6 @@ from fp8jax.lm.model.stretches import stretches
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.nn import HISTORIES
 from fp8jax.numerics.module_paths import MODULES
-from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 
 
@@ -23,7 +22,7 @@ def inference_model(model: Transformer) -> Transformer:
 
 def compiler_options(model: Transformer) -> dict[str, bool | int]:
     """Returns the options for `jax.jit(compiler_options=…)` of the model's inference."""
-    recipes = (recipe for _, recipe in as_policy(model.policy).rules)
+    recipes = (recipe for _, recipe in model.resolved_policy.rules)
     weights_only = any(each.fwd_w is not None and each.fwd_x is None for each in recipes)
     return xla.compiler_options(weights_only=weights_only)
 
@@ -39,7 +38,7 @@ def prepare(model: Transformer, variables: Any, *, unrolled: bool) -> dict[str, 
       variables: parameters, and amax histories if the policy has delayed scaling.
       unrolled: whether the layers become a tuple, one tree for each. This copies them all.
     """
-    policy = as_policy(model.policy)
+    policy = model.resolved_policy
     params = dict(nn.meta.unbox(variables["params"]))
     head = policy.recipe("lm_head").fwd_w
     if head is None or not model.config.tie_embeddings:

@@ -13,7 +13,6 @@ from fp8jax.gemm.probe import PROBE, empty_probe
 from fp8jax.lm.model.layer import HIDDEN
 from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.stretches import is_exact, stretches
-from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.telemetry.rows import NO_LAYER, Row, hidden_row, rows_of
@@ -42,7 +41,7 @@ def transformer_probes(model: Any, what_if: Policy | None = None) -> dict[str, A
             part, _, name = rest.partition("/")
             own = layers.setdefault(part, {})
             own[name] = {PROBE: empty_probe(beside, (n_layers,))}
-        elif as_policy(model.policy).recipe(path).casts:
+        elif model.resolved_policy.recipe(path).casts:
             tree[path] = {PROBE: empty_probe(beside)}
     layers["mlp"][HIDDEN] = jnp.zeros(n_layers, jnp.float32)
     return tree
@@ -57,7 +56,7 @@ def transformer_rows(
       statistics: a tree as `transformer_probes` returns, of NumPy arrays.
       promotion: which layers ran in another policy, with a NumPy array; None for none.
     """
-    policy, n_layers = as_policy(model.policy), model.config.n_layers
+    policy, n_layers = model.resolved_policy, model.config.n_layers
     rows: list[Row] = []
     for path in model.config.modules:
         group, _, rest = path.partition("/")

@@ -64,7 +64,7 @@ def measure_forward(
     model = model.clone(remat="full") if model.remat == "none" else model
 
     def outputs(probes, variables, *inputs) -> Array:
-        whole = bool(as_policy(model.policy).recipe("lm_head").casts)
+        whole = bool(model.resolved_policy.recipe("lm_head").casts)
         out: Any = model.apply(dict(variables) | {TELEMETRY: probes}, *inputs, head=whole)
         return jnp.sum(out if whole else out[0], dtype=jnp.float32)
 

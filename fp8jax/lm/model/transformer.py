@@ -104,6 +104,11 @@ class Transformer(nn.Module):
     seeded: bool = True
 
     @property
+    def resolved_policy(self) -> Policy:
+        """The policy that the name means."""
+        return as_policy(self.policy)
+
+    @property
     def has_layer_loop(self) -> bool:
         """Whether the compiled program has a loop over layers."""
         return self.unroll < self.config.n_layers
@@ -152,7 +157,7 @@ class Transformer(nn.Module):
           ValueError: a name is unknown, the policy does not fit the model, there are fewer learned
             positions than the rows or the cache have, or a cache comes with promotions or `AMAXES`.
         """
-        c, policy = self.config, as_policy(self.policy)
+        c, policy = self.config, self.resolved_policy
         policy.check(c.modules, c.n_layers)
         c.check_length(tokens_BL.shape[1] if cache is None else slots_of(cache))
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
@@ -470,7 +475,7 @@ def abstract_variables(model: Transformer) -> Any:
 
     Nothing is allocated. A model is traced once, as that takes a fraction of a second.
     """
-    resolved = model.clone(policy=as_policy(model.policy))
+    resolved = model.clone(policy=model.resolved_policy)
     found = _abstract_variables(resolved, jax.sharding.get_abstract_mesh())
     return jax.tree.map(lambda leaf: leaf, found)  # dicts of the caller's own
 

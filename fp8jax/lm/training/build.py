@@ -34,9 +34,9 @@ from fp8jax.lm.model.transformer import REMAT, Transformer
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_master
 from fp8jax.lm.optim.optimizers import make_optimizer, schedule_steps
-from fp8jax.lm.stability.faults import inject_gradient
 from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.stability.spikes import SpikeDetector
+from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import (
     LayerChoice,

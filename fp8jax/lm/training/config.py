@@ -59,7 +59,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.mesh_axes.tensor = placeholder(int)  # devices that split heads and hidden units
 
     # Data
-    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see lm/data/sources.py
+    config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see lm/sources.py
     config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them

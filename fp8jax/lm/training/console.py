@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from fp8jax.device import hardware
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.differences import changed_values
 from fp8jax.lm.training.run import Run

@@ -27,9 +27,9 @@ import jax
 
 from fp8jax.analysis.gemms import format_table
 from fp8jax.device import hardware, xla
-from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.model.config import flops_per_token
 from fp8jax.lm.model.transformer import count_params
+from fp8jax.lm.sources import parse_sources
 from fp8jax.lm.training.programs import (
     compile_programs,
     training_programs,

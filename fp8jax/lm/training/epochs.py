@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from absl import logging
 from ml_collections import ConfigDict
 
+from fp8jax.lm.corpus import Corpus, build_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.corpus import Corpus, build_corpus
-from fp8jax.lm.data.sources import parse_sources
-from fp8jax.lm.data.token_rows import OWN, TokenData, own_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.sources import parse_sources
 from fp8jax.lm.training.settings import Settings
+from fp8jax.lm.training.token_rows import OWN, TokenData, own_corpus
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (

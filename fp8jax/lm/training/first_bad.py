@@ -25,7 +25,6 @@ from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.training.policy_switch import leaves_by_path
 from fp8jax.lm.training.step import TrainState, accumulate, as_variables
-from fp8jax.numerics.names import as_policy
 
 _ORDER = (
     "attention_norm",
@@ -65,7 +64,7 @@ def find_bad(
     loss, grads, _ = accumulate(model, state, batch, grad_accum, promotion)
     if inject is not None:
         grads = inject(grads, batch)
-    key = state.key if as_policy(model.policy).stochastic else None
+    key = state.key if model.resolved_policy.stochastic else None
     _, watched = model.apply(
         as_variables(state.params, state.histories),
         batch["tokens"],

@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array
 
 from fp8jax.device import hardware
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import Batch, to_devices
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
@@ -22,7 +22,7 @@ from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
-from fp8jax.lm.stability.faults import Faults
+from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.new_programs import NewPrograms
 from fp8jax.lm.training.policy_switch import enter_policy
 from fp8jax.lm.training.profile import Profile

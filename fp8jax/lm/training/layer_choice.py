@@ -25,7 +25,6 @@ from fp8jax.lm.model.chunked_loss import CHUNK_BYTES
 from fp8jax.lm.model.config import MLPS, ModelConfig
 from fp8jax.lm.model.layer import Linears
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.numerics.names import as_policy
 
 KEYS = ("remat", "unroll")  # of the config, that this file chooses
 
@@ -176,7 +175,7 @@ def sizes_of(
       promotes: whether layers may run in another policy.
       others: as in `Sizes`.
     """
-    c, policy = model.config, as_policy(model.policy)
+    c, policy = model.config, model.resolved_policy
     tensor, codes, weights = mesh.shape["tensor"], {}, {}
     for path in c.modules:
         recipe = policy.recipe(path)

@@ -23,11 +23,10 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from fp8jax.device import hardware, xla
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import TimedIterator, train_batches
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
-from fp8jax.lm.data.token_rows import TokenData
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
@@ -36,11 +35,11 @@ from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.sinks import open_sink
 from fp8jax.lm.records.workdir_lock import lock_workdir
-from fp8jax.lm.stability.faults import Faults
 from fp8jax.lm.training import hooks
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.console import best_of, closing_line, labeled, start_lines
 from fp8jax.lm.training.epochs import read_corpus, with_steps
+from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.hooks import Dispatched, Now, Scalars, Tools
 from fp8jax.lm.training.initial_state import InitialState
 from fp8jax.lm.training.new_programs import NewPrograms, write_config, write_file
@@ -55,6 +54,7 @@ from fp8jax.lm.training.resume import (
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.stop_request import StopRequest
 from fp8jax.lm.training.telemetry import Telemetry
+from fp8jax.lm.training.token_rows import TokenData
 from fp8jax.lm.training.watch import LayerWatch
 
 NO_FAULTS = Faults()
@@ -102,7 +102,7 @@ def train_and_evaluate(
         an array [seq_len + 1] of ids of `config.tokenizer`, one document. The last `valid.fraction`
         of them validate. A run that is resumed needs the same ones.
       profile: first and last step of a trace for xprof, None for none.
-      faults: faults to inject (lm/stability/faults.py).
+      faults: faults to inject (lm/training/faults.py).
       defaults: the console shows which keys of the config differ from these; None for no keys.
 
     Returns:

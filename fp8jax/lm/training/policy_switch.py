@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.training.step import TrainState
-from fp8jax.numerics.names import as_policy
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def carried_histories(
 
 
 def _quantized_layers(model: Transformer) -> set[int]:
-    first, last = as_policy(model.policy).exempt(model.config.n_layers)
+    first, last = model.resolved_policy.exempt(model.config.n_layers)
     return set(range(first, model.config.n_layers - last))
 
 

@@ -14,7 +14,7 @@ from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.stability.bad_steps import SPIKE
-from fp8jax.lm.stability.faults import inject_gradient
+from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.first_bad import find_bad, first_bad
 from fp8jax.lm.training.resume import Position, checkpoint_items, initial_position
 from fp8jax.lm.training.run import Run

@@ -11,7 +11,7 @@ import jax
 from absl import logging
 from ml_collections import ConfigDict
 
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.interop.config_json import load_json
 from fp8jax.lm.records.checkpoint import Checkpointer, Restored, has_steps
 from fp8jax.lm.records.differences import config_difference, listed

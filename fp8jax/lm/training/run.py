@@ -88,7 +88,7 @@ class Stage:
 
     @property
     def policy(self) -> Policy:
-        return as_policy(self.model.policy)
+        return self.model.resolved_policy
 
     def promotion(self, state: TrainState) -> Promotion | None:
         """Which layers run in another policy in the next step."""

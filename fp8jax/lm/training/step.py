@@ -113,7 +113,7 @@ def _loss(
     Logits that are larger than a chunk are computed chunk by chunk. A head that is quantized is
     not: its scales and histories are those of whole operands.
     """
-    recipe = as_policy(model.policy).recipe("lm_head")
+    recipe = model.resolved_policy.recipe("lm_head")
     rows, length = batch["tokens"].shape
     positions = chunk_length(rows, length, model.config.vocab_size)
     whole = bool(recipe.casts) or positions == length
@@ -182,7 +182,7 @@ def accumulate(
 
 def _microbatch_key(model: Transformer, state: TrainState, index: Any) -> Array | None:
     """The key of a microbatch's casts; None if none rounds stochastically."""
-    if not as_policy(model.policy).stochastic:
+    if not model.resolved_policy.stochastic:
         return None
     return jax.random.fold_in(jax.random.fold_in(state.key, state.step), index)
 
@@ -253,7 +253,7 @@ def train_step(
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.
       gnmr: chooses the layers that run in another policy in the next step, None for none.
-      inject: changes the gradients where a batch asks for a fault (lm/stability/faults.py).
+      inject: changes the gradients where a batch asks for a fault (lm/training/faults.py).
 
     Returns:
       The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
@@ -325,7 +325,7 @@ def eval_step(
       gnmr: as in `train_step`.
     """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
-    key = state.key if as_policy(model.policy).stochastic else None
+    key = state.key if model.resolved_policy.stochastic else None
     promotion = promotion_of(gnmr, state)
     nats, watched = _loss(
         model, state.params, state.histories, batch, key, promotion, 1.0, (AMAXES,)

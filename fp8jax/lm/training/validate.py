@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import to_devices, valid_batches
 from fp8jax.lm.training.run import Run, Stage
 from fp8jax.lm.training.step import TrainState

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.bad_examples import Reason
-from fp8jax.lm.data.corpus import build_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 from tests.support.chat_templates import CHATML, THINKING
 from tests.support.chats import chat_corpus, pairs, write_chats

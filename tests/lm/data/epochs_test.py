@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import train_batches
 from fp8jax.lm.data.tokenizers import tokenizer
 from tests.support.chats import chat_corpus, pairs, write_chats

@@ -14,17 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fp8jax.lm.chat.conversation import read_chats
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data import files, readers
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.bpe import train_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
-from fp8jax.lm.data.conversation import read_chats
-from fp8jax.lm.data.corpus import build_corpus
-from fp8jax.lm.data.documents import training_documents
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.sources import parse_sources
 from fp8jax.lm.inference.problems import read_problems
 from fp8jax.lm.interop.config_json import load_json
+from fp8jax.lm.sources import parse_sources, training_documents
 from tests.support.text import compressed
 
 TEXTS = [f"document {i} of some, with é and 日本 in it" for i in range(12)]

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
-from fp8jax.lm.data.chat import load_chat_template
 from tests.support.chat_templates import CHATML, write_chat_folder
 
 TEXTS = ["the cat sat on the mat, and the dog sat on the cat.\n"] * 10

@@ -12,7 +12,7 @@ import pytest
 
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.sources import parse_sources
 from tests.support import ROOT
 from tests.support.text import compressed, json_lines
 from tests.support.tfds_examples import SPLITS_OF_EXAMPLES
@@ -276,7 +276,7 @@ def test_tfds_without_tensorflow(dataset):
     program = """
 import sys
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.sources import parse_sources
+from fp8jax.lm.sources import parse_sources
 (source,) = parse_sources("tfds:fp8jax_examples")
 assert "tensorflow_datasets" not in sys.modules
 print(len(list(source.reader.documents(Tally()))), len(source.reader.files()))

@@ -13,9 +13,9 @@ from fp8jax.lm.data import token_cache
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
-from fp8jax.lm.data.documents import HELD_OUT, MIN_DOCUMENT_BYTES, cut, training_documents
-from fp8jax.lm.data.sources import SOURCES, parse_sources
+from fp8jax.lm.data.documents import HELD_OUT, MIN_DOCUMENT_BYTES, cut
 from fp8jax.lm.data.token_cache import TokenizedSources, TokenStream, tokenize_sources
+from fp8jax.lm.sources import SOURCES, parse_sources, training_documents
 from tests.support.text import generated_text, write_generated_text, write_jsonl
 
 BYTES = ByteTokenizer()

@@ -7,29 +7,21 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import load_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
-from fp8jax.lm.data.chat import load_chat_template
 from fp8jax.lm.inference import accuracy
 from fp8jax.lm.inference.accuracy import (
     graded,
     measure_accuracy,
     paired_difference,
     share,
-    turn_ends,
 )
 from fp8jax.lm.inference.generate import Generator
 from fp8jax.lm.inference.paired import difference, measured
 from fp8jax.lm.inference.problems import Problem, shuffled
 from fp8jax.lm.inference.sampling import Sampling
-from tests.support.chat_templates import (
-    BRACKETS,
-    CHATML,
-    HEADERS,
-    TAGGED,
-    THINKING,
-    write_chat_folder,
-)
+from tests.support.chat_templates import CHATML, write_chat_folder
 from tests.support.tiny_models import tiny_model
 
 BYTES = ByteTokenizer()
@@ -117,45 +109,11 @@ def test_numbers_that_are_refused(model):
         measure_accuracy(*gpt, BYTES, one, template=None)
 
 
-# Chat templates -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "template, end",
-    [
-        (CHATML, "<|im_end|>"),
-        (TAGGED, "<|im_end|>"),
-        (HEADERS, "<|turn|>"),
-        (THINKING, "<|im_end|>"),
-        (BRACKETS, "</s>"),
-    ],
-    ids=["chatml", "tagged", "headers", "thinking", "brackets"],
-)
-def test_the_token_that_ends_a_turn(tmp_path, template, end):
-    tokenizer = load_bpe(write_chat_folder(tmp_path, template) / "tokenizer.json")
-    loaded = load_chat_template(tmp_path, tokenizer)
-    assert turn_ends(loaded) == (tokenizer.backend.token_to_id(end),)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        CHATML.replace("message.content + '<|im_end|>\\n'", "message.content + '\\n'"),
-        "{{ raise_exception('only a user may speak') }}",
-    ],
-    ids=["without a token", "refused"],
-)
-def test_a_template_whose_turns_end_with_no_token(tmp_path, template):
-    assert template != CHATML
-    tokenizer = load_bpe(write_chat_folder(tmp_path, template) / "tokenizer.json")
-    assert turn_ends(load_chat_template(tmp_path, tokenizer)) == ()
-
-
 def test_prompts_are_rendered_and_turns_end(tmp_path, monkeypatch):
     """The generator gets the template's prompts, and stops at what ends a turn."""
     tokenizer = load_bpe(write_chat_folder(tmp_path, CHATML) / "tokenizer.json")
     template = load_chat_template(tmp_path, tokenizer)
-    (end,) = turn_ends(template)
+    (end,) = template.turn_ends()
     asked = []
 
     def generate(self, prompts, sampling, num_tokens, stops, **unused):

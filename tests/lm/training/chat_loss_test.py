@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.lm.data.chat_corpus import chat_template
-from fp8jax.lm.data.packing import ExampleRows
+from fp8jax.lm.chat.chat_corpus import chat_template
+from fp8jax.lm.chat.packing import ExampleRows
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.training.step import loss_sum
 from tests.support.chats import chat_corpus, pairs

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from configs import base
-from fp8jax.lm.data.corpus import build_corpus
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.training import dry_run, parameter_table, profile, programs, step_memory
 from fp8jax.lm.training.build import build

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fp8jax.lm.data.loader import to_devices, train_batches
-from fp8jax.lm.stability.faults import INJECTED, inject_gradient
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.faults import INJECTED, inject_gradient
 from fp8jax.lm.training.first_bad import find_bad, first_bad
 from tests.support.runs import corpus, tiny
 

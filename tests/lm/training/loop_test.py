@@ -26,9 +26,9 @@ from fp8jax.lm.records.checkpoint import Checkpointer, DamagedError
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.workdir_lock import lock_workdir
-from fp8jax.lm.stability.faults import Faults
 from fp8jax.lm.training import loop
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.programs import abstract_numbers, lower_program
 from fp8jax.lm.training.recovery import NonFiniteError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fp8jax import train_and_evaluate
-from fp8jax.lm.data.token_rows import own_corpus
+from fp8jax.lm.training.token_rows import own_corpus
 from tests.support.runs import numbers, one_layer
 
 _IDS = np.random.default_rng(0).integers(0, 200, (90, 65))

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8jax.lm.chat.message_forms import Message, check_loss, check_row, is_trained, unique_keys
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
 from fp8jax.lm.data.files import Tally, parse_line, read_lines
-from fp8jax.lm.data.message_forms import Message, check_loss, check_row, is_trained, unique_keys
 from fp8jax.lookup import brief
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -65,7 +65,7 @@ def refuse(path: Path, error: BadChatError) -> None:
 def read_chats(path: Path, tally: Tally | None = None, on_bad: OnBad = refuse) -> Iterator[Chat]:
     """Yields the conversations of a file (see the module's docstring).
 
-    `tools` may be missing, and blank lines are skipped. Files may be compressed (files.py).
+    `tools` may be missing, and blank lines are skipped. Files may be compressed (data/files.py).
 
     Args:
       tally: counts the bytes read, for showing progress.
@@ -124,7 +124,7 @@ class ChatFiles:
     """The reader of the source kind `chat`: files of conversations.
 
     Attributes:
-      label, paths: as for the readers of text (readers.py).
+      label, paths: as for the readers of text (data/readers.py).
       each_turn: whether each of the assistant's turns is an example of its own, with what came
         before it; else a conversation is one example.
     """

@@ -10,9 +10,9 @@ import json
 import numpy as np
 import pytest
 
+from fp8jax.lm.chat.chat_template import load_chat_template
+from fp8jax.lm.chat.conversation import read_chats
 from fp8jax.lm.data.bpe import load_bpe
-from fp8jax.lm.data.chat import load_chat_template
-from fp8jax.lm.data.conversation import read_chats
 from fp8jax.lm.data.tokenizers import tokenizer
 from tests.support.chat_templates import (
     BRACKETS,
@@ -390,3 +390,31 @@ def test_against_transformers(load, name):
         **variables,
     )
     assert template.prompt(messages[:1], **variables).tolist() == prompt
+
+
+@pytest.mark.parametrize(
+    "name, end",
+    [
+        ("chatml", "<|im_end|>"),
+        ("tagged", "<|im_end|>"),
+        ("headers", "<|turn|>"),
+        ("thinking", "<|im_end|>"),
+        ("brackets", "</s>"),
+    ],
+)
+def test_the_token_that_ends_a_turn(load, name, end):
+    template = load(name)
+    assert template.turn_ends() == (template.tokenizer.backend.token_to_id(end),)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("message.content + '<|im_end|>\\n'", "message.content + '\\n'"),
+        "{{ raise_exception('only a user may speak') }}",
+    ],
+    ids=["without a token", "refused"],
+)
+def test_a_template_whose_turns_end_with_no_token(load, template):
+    assert template != CHATML
+    assert load(template).turn_ends() == ()

@@ -15,15 +15,15 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Bool, Int32
 
+from fp8jax.lm.chat.chat_stats import ChatStats, count_chats
+from fp8jax.lm.chat.chat_template import ChatTemplate, load_chat_template
+from fp8jax.lm.chat.conversation import ChatFiles
+from fp8jax.lm.chat.examples import Examples, read_examples
+from fp8jax.lm.chat.long_examples import LONG_EXAMPLES
+from fp8jax.lm.chat.packing import ExampleRows
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES, BadChats
 from fp8jax.lm.data.bpe import BPETokenizer
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.chat import ChatTemplate, load_chat_template
-from fp8jax.lm.data.chat_stats import ChatStats, count_chats
-from fp8jax.lm.data.conversation import ChatFiles
-from fp8jax.lm.data.examples import Examples, read_examples
-from fp8jax.lm.data.long_examples import LONG_EXAMPLES
-from fp8jax.lm.data.packing import ExampleRows
 from fp8jax.lookup import lookup
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8jax.lm.data.examples import Examples
-from fp8jax.lm.data.packing import ExampleRows, pack, slot_sizes
+from fp8jax.lm.chat.examples import Examples
+from fp8jax.lm.chat.packing import ExampleRows, pack, slot_sizes
 
 
 def examples_of(sizes, supervised=None) -> Examples:

@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fp8jax.lm.chat.leaves import Leaf, mark
+from fp8jax.lm.chat.message_forms import arguments_of
+from fp8jax.lm.chat.template import Rendered, Template
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
-from fp8jax.lm.data.leaves import Leaf, mark
-from fp8jax.lm.data.message_forms import arguments_of
-from fp8jax.lm.data.template import Rendered, Template
 from fp8jax.lookup import brief
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8jax.lm.data.corpus import Corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.documents import SPLITS
 from fp8jax.lm.data.mixture import Mixture
 from fp8jax.lm.data.rows import Row, empty_row
@@ -34,7 +34,7 @@ class TokenData(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """Elements `begin` to `end` of a data set as rows (rows.py).
+    """Elements `begin` to `end` of a data set as rows (data/rows.py).
 
     Raises:
       ValueError: in `rows[i]`, if the element is no array of seq_len + 1 ids below `vocab_size`.

@@ -10,7 +10,7 @@ import pytest
 
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.stability import faults
-from fp8jax.lm.stability.faults import OF_ROWS, OF_STEPS, Faults
+from fp8jax.lm.training.faults import OF_ROWS, OF_STEPS, Faults
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers
 from tests.support.traced_programs import traced_once
@@ -113,7 +113,7 @@ def test_a_permanent_nan_stops_with_its_cause_and_the_first_bad_tensor(data, tmp
     assert (stop["step"], stop["cause"], stop["first"]) == (15, "non_finite", first)
     kept = [p.name for p in (tmp_path / "gradient/checkpoints").iterdir() if p.name.isdigit()]
     assert kept == ["10"]
-    # A gradient that may be infinite is in the compiled step (fp8jax/lm/stability/faults.py): with
+    # A gradient that may be infinite is in the compiled step (fp8jax/lm/training/faults.py): with
     # it these are the programs of above.
     run = longer(data, tmp_path / "loss", **TWO)
     error = train(run, *flags, "--inject=nan_loss@12x20,inf_gradient@40", code=1)

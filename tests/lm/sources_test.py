@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.sources import SOURCES, Source, parse_sources
+from fp8jax.lm.sources import SOURCES, Source, parse_sources
 
 TEXTS = ["the first document", "é and \u2028 in the second one", "a third, with\nlines\r\n"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from fp8jax.lm.chat.examples import Examples
+from fp8jax.lm.chat.packing import ExampleRows
 from fp8jax.lm.data.bad_examples import BadChats
 from fp8jax.lm.data.documents import SPLITS
-from fp8jax.lm.data.examples import Examples
-from fp8jax.lm.data.packing import ExampleRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,15 +41,15 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int32
 
+from fp8jax.lm.chat.conversation import Message, check_example, check_messages
+from fp8jax.lm.chat.forgery import Tokens, plain_message, plain_tools, tokens_of
+from fp8jax.lm.chat.message_forms import forms, is_trained
+from fp8jax.lm.chat.rendering import Conversation
+from fp8jax.lm.chat.sandbox import GUARD
+from fp8jax.lm.chat.template import Template, read_config, read_source, read_tools_source
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
 from fp8jax.lm.data.bpe import BPETokenizer
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.conversation import Message, check_example, check_messages
-from fp8jax.lm.data.forgery import Tokens, plain_message, plain_tools, tokens_of
-from fp8jax.lm.data.message_forms import forms, is_trained
-from fp8jax.lm.data.rendering import Conversation
-from fp8jax.lm.data.sandbox import GUARD
-from fp8jax.lm.data.template import Template, read_config, read_source, read_tools_source
 from fp8jax.lookup import brief
 
 T = TypeVar("T")
@@ -120,6 +120,21 @@ class ChatTemplate:
         text = conversation.render(prompt=True).text
         conversation.require_rendered(text, turn=len(conversation.messages), prompt=True)
         return text
+
+    def turn_ends(self) -> tuple[int, ...]:
+        """Returns the id of the special token with which the assistant's turn ends, if any.
+
+        It is often not the tokenizer's EOS: ChatML has its own. A template whose turns cannot be
+        found has none.
+        """
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            example = self.example(messages)
+        except ValueError:
+            return ()
+        last = int(example.ids[example.mask][-1])
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        return (last,) if last in added and added[last].special else ()
 
     def text(self, messages: Sequence[Message]) -> str:
         """Returns the whole conversation as text.

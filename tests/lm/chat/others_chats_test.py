@@ -9,10 +9,10 @@ import json
 import pytest
 from tokenizers import AddedToken
 
-from fp8jax.lm.data import sandbox
+from fp8jax.lm.chat import sandbox
+from fp8jax.lm.chat.chat_template import load_chat_template
+from fp8jax.lm.chat.conversation import read_chats
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
-from fp8jax.lm.data.chat import load_chat_template
-from fp8jax.lm.data.conversation import read_chats
 from tests.support.chat_templates import BRACKETS, CHATML, HEADERS, TAGGED, THINKING
 
 NOON = datetime.datetime(2026, 7, 26, 12)

@@ -5,7 +5,7 @@ import pytest
 
 from fp8jax.lm.data.loader import train_batches
 from fp8jax.lm.data.rows import PackedRows
-from fp8jax.lm.data.sources import SOURCES
+from fp8jax.lm.sources import SOURCES
 from tests.support.rows import BOS, EOS, assert_rows_equal, build, stream_of
 from tests.support.text import write_generated_text
 

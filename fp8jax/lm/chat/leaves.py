@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8jax.lm.data.forgery import shown
-from fp8jax.lm.data.sandbox import GUARD, MARK
+from fp8jax.lm.chat.forgery import shown
+from fp8jax.lm.chat.sandbox import GUARD, MARK
 
 _TAGS_AND_LINES = re.compile(r"(<[^<>\n]*>|\[/?[A-Z_]+\]|\n)")
 _MARK = re.compile(f"{MARK}([0-9]+){MARK}")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8jax.lm.data.chat import load_chat_template
-from fp8jax.lm.data.chat_tokenizer import CHAT_TOKENS, TURN_END, write_chat_tokenizer
+from fp8jax.lm.chat.chat_template import load_chat_template
+from fp8jax.lm.chat.chat_tokenizer import CHAT_TOKENS, TURN_END, write_chat_tokenizer
 from fp8jax.lm.data.tokenizers import tokenizer
 
 TEXT = Path(argparse.__file__).read_text()

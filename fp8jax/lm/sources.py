@@ -6,7 +6,7 @@ The key lists sources, separated by commas. Each is `[NAME=][WEIGHT*]KIND[:ARGUM
 
 NAME appears in reports and metrics. A source without one is named after its kind and the stem of
 its argument (`jsonl-books`). WEIGHT is the source's share of the training rows relative to the
-other sources (mixture.py); either all sources have a weight or none has. KIND is a key of
+other sources (data/mixture.py); either all sources have a weight or none has. KIND is a key of
 `SOURCES`:
 
     python_stdlib               the .py files of the running Python's standard library
@@ -14,33 +14,35 @@ other sources (mixture.py); either all sources have a weight or none has. KIND i
     jsonl:GLOB[#FIELD]          each line {"FIELD": "…"} is a document
     parquet:GLOB[#COLUMN]       each row is a document
     tfds:NAME[@SPLIT][#FIELD]   each example of a TensorFlow dataset is a document
-    chat:GLOB[#turns]           each line is a conversation (conversation.py), or with #turns each
-                                of its assistant's turns, with what came before it
+    chat:GLOB[#turns]           each line is a conversation (chat/conversation.py), or with #turns
+                                each of its assistant's turns, with what came before it
 
 FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` may be compressed, by gzip,
-zstd, bzip2 or xz, and have a byte order mark (files.py). The text after the last # is a field if it
-looks like a name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any text
-without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
+zstd, bzip2 or xz, and have a byte order mark (data/files.py). The text after the last # is a field
+if it looks like a name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any
+text without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
 
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
 the config is parsed, so it may look for files but must not read them.
 """
 
-import dataclasses
 import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from fp8jax.lm.data.conversation import ChatFiles
-from fp8jax.lm.data.files import COMPRESSIONS
+from fp8jax.lm.chat.conversation import ChatFiles
+from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
+from fp8jax.lm.data.documents import log_skipped, read_documents, require_fraction
+from fp8jax.lm.data.files import COMPRESSIONS, Tally
 from fp8jax.lm.data.readers import (
     JsonLines,
     ParquetFiles,
     Reader,
+    Source,
     TensorFlowDataset,
     TextFiles,
 )
@@ -126,23 +128,6 @@ SOURCES: dict[str, Callable[[str], Reader]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """A parsed source.
-
-    Attributes:
-      name: its name in reports and metrics.
-      kind: its key in `SOURCES`.
-      weight: its weight, or None if no source has one.
-      reader: reads its documents.
-    """
-
-    name: str
-    kind: str
-    weight: Fraction | None
-    reader: Reader
-
-
 def chat_readers(sources: Sequence[Source]) -> dict[str, ChatFiles]:
     """Returns the readers of the sources of conversations, by name; {} for sources of text.
 
@@ -211,3 +196,31 @@ def parse_sources(data: str) -> list[Source]:
             "give weights to all sources, as in NAME=0.7*text:GLOB, or to none"
         )
     return sources
+
+
+def training_documents(data: str, valid_fraction: float) -> Iterator[str]:
+    """Returns an iterator over the training documents of all sources, in order.
+
+    They are the documents of a corpus's training split. A tokenizer is trained on them, since it
+    must not see validation text. Weights have no effect here.
+
+    Args:
+      data: sources, see `parse_sources`.
+      valid_fraction: fraction of the documents, between 0 and 1, that validate and are left out.
+
+    Raises:
+      ValueError: at the call, if the spec or the fraction is wrong; during iteration, if a file
+        cannot be read. Bad records are skipped, and the log names the first ones.
+    """
+    require_fraction(valid_fraction)
+    sources = parse_sources(data)
+
+    def documents() -> Iterator[str]:
+        for source in sources:
+            tally = Tally(answer=BAD_EXAMPLES["skip"])
+            for text, _, split in read_documents(source, tally, valid_fraction):
+                if split == "train":
+                    yield text
+            log_skipped(source.name, tally.not_utf8 + tally.no_text, tally.first)
+
+    return documents()

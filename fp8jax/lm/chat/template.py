@@ -21,8 +21,8 @@ from typing import Any
 
 import jinja2
 
+from fp8jax.lm.chat.sandbox import BEGIN, END, Sandbox
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
-from fp8jax.lm.data.sandbox import BEGIN, END, Sandbox
 from fp8jax.lookup import brief, lookup
 
 _TOOLS = "tool_use"  # the name of the template for conversations with tools

@@ -17,8 +17,8 @@ So an example has the loss that it has in a row of its own.
 of rows would change from epoch to epoch. Then the number of steps, and the examples that come next
 in a resumed run, would be known only by packing all epochs before. So sizes are packed, once, and
 not examples. A row is a set of slots, each of some size; an epoch deals the examples of a size to
-the slots of this size, in a random order, and the mixture shuffles the rows (mixture.py). With
-examples a, b, c, d and e of the sizes 3, 2, 2, 1 and 1, and seq_len 4:
+the slots of this size, in a random order, and the mixture shuffles the rows (data/mixture.py).
+With examples a, b, c, d and e of the sizes 3, 2, 2, 1 and 1, and seq_len 4:
 
     slots     row 0: 3 1    row 1: 2 2    row 2: 1
     epoch 0   row 0: a d    row 1: c b    row 2: e
@@ -42,7 +42,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from fp8jax.lm.data.examples import Examples
+from fp8jax.lm.chat.examples import Examples
 from fp8jax.lm.data.rows import Row, empty_row
 
 
@@ -90,8 +90,8 @@ def pack(slots: Sequence[int], seq_len: int) -> Int64[np.ndarray, " n"]:
 class ExampleRows:
     """All rows of an epoch; see the module's docstring.
 
-    Rows are those of rows.py. `rows[i]` are those in which the examples of a size have their own
-    order, for validation; `rows.epoch(…)` shuffles them.
+    Rows are those of data/rows.py. `rows[i]` are those in which the examples of a size have their
+    own order, for validation; `rows.epoch(…)` shuffles them.
 
     Raises:
       ValueError: there are no examples, or one is longer than a row.

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fp8jax.lm.chat.sandbox import GUARD, RESERVED
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
-from fp8jax.lm.data.sandbox import GUARD, RESERVED
 from fp8jax.lookup import brief
 
 # Roles that speak for the model, and whose messages may hold its tags. Datasets write thinking into

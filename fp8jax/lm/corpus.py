@@ -1,7 +1,7 @@
 """From a data spec to a corpus: packed training and validation rows, with their statistics.
 
-All sources are of text, which is cut into rows (rows.py), or all are of conversations, which are
-packed as whole examples (packing.py).
+All sources are of text, which is cut into rows (data/rows.py), or all are of conversations, which
+are packed as whole examples (chat/packing.py).
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.documents import SPLITS
 from fp8jax.lm.data.mixture import Mixture
 from fp8jax.lm.data.rows import PackedRows, Rows
-from fp8jax.lm.data.sources import Source, chat_readers, parse_sources
 from fp8jax.lm.data.token_cache import SourceStats, tokenize_sources
+from fp8jax.lm.sources import Source, chat_readers, parse_sources
 from fp8jax.lookup import lookup
 
 
@@ -100,9 +100,9 @@ def build_corpus(
         hashes all files, so that an edit is never missed.
       long_examples: what becomes of conversations that are longer than a row: error, skip or cut.
       bad_examples: what becomes of records that cannot be learned from: error or skip.
-      document_masking: whether the documents of a training row are kept apart (rows.py). Validation
-        rows always keep them apart: so the validation losses of two runs compare, and a document's
-        loss does not depend on its neighbors. Conversations are kept apart in any case.
+      document_masking: whether the documents of a training row are kept apart (data/rows.py).
+        Validation rows always keep them apart: so the validation losses of two runs compare, and a
+        document's loss does not depend on its neighbors. Conversations are kept apart in any case.
 
     Raises:
       ValueError: the spec is wrong (see `parse_sources`), a file cannot be read (the message names
@@ -122,7 +122,7 @@ def build_corpus(
             f"document_masking=False is for text: the conversations of {', '.join(chats)} are kept"
             " apart in any case; set document_masking=True"
         )
-    from fp8jax.lm.data.chat_corpus import pack_chats  # imports jinja2 and the package tokenizers
+    from fp8jax.lm.chat.chat_corpus import pack_chats  # imports jinja2 and the package tokenizers
 
     packed = pack_chats(
         chats, tokenizer, seq_len=seq_len, valid_fraction=valid_fraction, cache_dir=cache_dir,

@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Bool
 
-from fp8jax.lm.data.examples import Examples
+from fp8jax.lm.chat.examples import Examples
 
 _NAMED = 2  # long examples that a message names
 

@@ -1,10 +1,10 @@
 """Renders and tokenizes conversations into examples, cached on disk.
 
 An example is the ids of a rendered conversation, or of one of its turns, and for each id whether
-the assistant wrote it (chat.py). The examples of one source and split lie end to end in flat
-little-endian files, as documents do (token_cache.py). Beside them are the file and line that each
-one is from, so that an example which does not fit into a row can be named. The length of rows is no
-part of the cache.
+the assistant wrote it (chat_template.py). The examples of one source and split lie end to end in
+flat little-endian files, as documents do (data/token_cache.py). Beside them are the file and line
+that each one is from, so that an example which does not fit into a row can be named. The length of
+rows is no part of the cache.
 
 The texts of all messages decide by their hash whether a conversation trains or validates, as for
 documents. All turns of a conversation are on the same side.
@@ -23,10 +23,10 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt
 from tqdm import tqdm
 
+from fp8jax.lm.chat.chat_template import ChatExample, ChatTemplate
+from fp8jax.lm.chat.conversation import Chat, ChatFiles, OnBad, place_of
 from fp8jax.lm.data.bad_examples import BadChatError, BadChats, BadCounter, Reason, read_stats
 from fp8jax.lm.data.cache_folder import Stats, read_or_build
-from fp8jax.lm.data.chat import ChatExample, ChatTemplate
-from fp8jax.lm.data.conversation import Chat, ChatFiles, OnBad, place_of
 from fp8jax.lm.data.documents import SPLITS, require_fraction, split_of
 from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.token_cache import digests, map_array, token_dtype

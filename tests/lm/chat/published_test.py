@@ -9,8 +9,8 @@ import tarfile
 
 import pytest
 
+from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import load_bpe
-from fp8jax.lm.data.chat import load_chat_template
 
 pytestmark = [pytest.mark.extended, pytest.mark.filterwarnings("ignore")]
 

@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import pytest
 
-from fp8jax.lm.data import chat
-from fp8jax.lm.data import chat_corpus as chats
+from fp8jax.lm.chat import chat_corpus as chats
+from fp8jax.lm.chat import chat_template
+from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.bpe import load_bpe
-from fp8jax.lm.data.corpus import build_corpus
-from fp8jax.lm.data.documents import training_documents
 from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.sources import training_documents
 from tests.support.chat_templates import BRACKETS, CHATML, HEADERS, SPECIAL, THINKING
 from tests.support.chats import chat_corpus, pairs, write_chats
 from tests.support.text import write_generated_text
@@ -41,7 +41,7 @@ def test_counts_of_a_source(tmp_path):
     corpus = chat_corpus(tmp_path, pairs(100))
     (stats,) = corpus.stats
     bpe = load_bpe(tmp_path / "tokenizer.json")
-    template = chat.load_chat_template(tmp_path, bpe)
+    template = chat_template.load_chat_template(tmp_path, bpe)
     rendered = [
         template.example([user(line["prompt"]), assistant(line["response"])]) for line in pairs(100)
     ]
@@ -154,7 +154,7 @@ def test_the_cache_follows_files_and_template(tmp_path, monkeypatch):
     other = chat_corpus(tmp_path, pairs(40), CHATML.replace("'\\n'", "'\\n\\n'"))
     edited = chat_corpus(tmp_path, pairs(41))
     assert len({corpus.fingerprint for corpus in (first, other, edited)}) == 3
-    monkeypatch.setattr(chat.ChatTemplate, "example", None)  # would fail
+    monkeypatch.setattr(chat_template.ChatTemplate, "example", None)  # would fail
     cached = chat_corpus(tmp_path, pairs(40), seq_len=200)
     assert (
         cached.fingerprint == first.fingerprint and cached.stats[0].tokens == first.stats[0].tokens
