@@ -81,9 +81,10 @@ from jaxtyping import Array, Float, Shaped
 
 from fp8jax.gemm import modules
 from fp8jax.gemm.dot import dot_general
-from fp8jax.gemm.histories import shared_leaf, updates
+from fp8jax.gemm.histories import updates
 from fp8jax.gemm.histories.amax_history import HISTORIES, Histories, init_state, to_max_combining
 from fp8jax.gemm.probe import Probe, empty_probe
+from fp8jax.hidden_jax import is_eager
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
@@ -408,7 +409,7 @@ def _differentiate(
         histories = [v.get_value() for v in variables]
         for variable, history in zip(variables, histories, strict=True):
             # Outside of jit, JAX cannot take the maximum: shared_leaf.py refuses a second call.
-            if not shared_leaf.is_eager(history):
+            if not is_eager(history):
                 variable.set_value(to_max_combining(history))
         result = f(*args)
         for variable, history in zip(variables, histories, strict=True):

@@ -257,6 +257,13 @@ def check_get(source: str, path: str) -> Iterator[str]:
                 yield f"{node.lineno}: .get with a default"
 
 
+def check_hidden_jax(source: str, path: str) -> Iterator[str]:
+    """What is used of JAX that is not public stands in one file, each with its reason."""
+    for line, name in imports(source, path):
+        if name.startswith("jax._src") and path != "fp8jax/hidden_jax.py":
+            yield f"{line}: imports {name}: fp8jax/hidden_jax.py has what is not public"
+
+
 def check_future(source: str, path: str) -> Iterator[str]:
     """Annotations as strings would escape the runtime check of shapes."""
     for line, name in imports(source, path):
@@ -287,6 +294,10 @@ def test_no_get_with_default():
 
 def test_no_postponed_annotations():
     check_all(check_future, files("fp8jax", "configs", "experiments", "tests"))
+
+
+def test_one_file_imports_what_jax_does_not_make_public():
+    check_all(check_hidden_jax, files("fp8jax", "configs", "experiments"))
 
 
 def test_core_ignores_no_type_error():
@@ -402,6 +413,7 @@ BAD = [
         "config.model.get(key, default=None)",
         ".get with a default",
     ),
+    (check_hidden_jax, "fp8jax/nnx.py", "from jax._src import core", "1: imports jax._src.core"),
     (check_future, "fp8jax/dot.py", "from __future__ import annotations", "1: from __future__"),
     (check_ignores, "fp8jax/dot.py", "x = 1\ny = x.z  # type: ignore[attr]", "2: # type: ignore"),
     (check_ignores, "fp8jax/dot.py", "x = 1  #type:ignore", "1: #type:ignore"),

@@ -14,19 +14,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import compiler, custom_partitioning
-from jax._src.config import remove_custom_partitioning_ptr_from_cache_key as without_addresses
-from jax._src.lib.mlir import ir
 from jax.experimental.compilation_cache import compilation_cache
 
+from fp8jax import hidden_jax
 from fp8jax.device.hardware import platform
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 
 # JAX's default is 1 s. It would skip the many small programs of a run, whose compile times add up.
 _CACHE_MIN_COMPILE_SECONDS = 0.5
-
-_jax_cache_key = compiler._get_cache_key
 
 
 def set_xla_flags() -> None:
@@ -57,7 +53,7 @@ def set_xla_flags() -> None:
             stacklevel=2,
         )
         return
-    if _backends_are_initialized() and jax.default_backend() == "gpu":
+    if hidden_jax.backends_are_initialized() and jax.default_backend() == "gpu":
         warnings.warn(
             f"JAX used a device before fp8jax was imported, so {_NO_TRITON_GEMM} has no effect and "
             "compiling FP8 programs may take minutes. Import fp8jax before the first use of a "
@@ -92,16 +88,6 @@ def allocate_nothing() -> None:
     flags = os.environ["XLA_FLAGS"] if "XLA_FLAGS" in os.environ else ""
     if "xla_gpu_autotune_level" not in flags and (not flags or flags.lstrip().startswith("-")):
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
-
-
-def _backends_are_initialized() -> bool:
-    """Whether XLA has already read its flags. False if this version of JAX does not tell."""
-    try:
-        # In JAX 0.10 to 0.12 every public function that could answer this starts the backends.
-        from jax._src.xla_bridge import backends_are_initialized
-    except ImportError:
-        return False
-    return backends_are_initialized()
 
 
 def folds_scales() -> bool:
@@ -216,7 +202,7 @@ def replace_cache_keys() -> None:
     the same for all partitioned functions. A program with a function of somebody else, which has no
     such hash, keeps its addresses.
     """
-    compiler._get_cache_key = _cache_key  # type: ignore[assignment]
+    hidden_jax.set_cache_key(_cache_key)
 
 
 def _cache_key(
@@ -225,27 +211,12 @@ def _cache_key(
     """Returns JAX's key of a program, or None for a program that JAX is not to cache."""
     if backend.platform == "cpu" and devices.size > 1:
         return None
-    users = without_addresses.value
-    with without_addresses(users or _partitions_kernels_only(computation)):
-        return _jax_cache_key(
+    asked = hidden_jax.partitioned_functions(computation)
+    ours = all(function.__module__.startswith("fp8jax.") for function in asked)
+    with hidden_jax.without_addresses(ours):
+        return hidden_jax.jax_cache_key(
             options, backend=backend, devices=devices, computation=computation, **named
         )
-
-
-def _partitions_kernels_only(computation: Any) -> bool:
-    """Whether all functions that XLA asks for their partitioning are this library's."""
-    found = []
-
-    def look(op: Any) -> Any:
-        attributes = op.attributes
-        if "call_target_name" in attributes:
-            if attributes["call_target_name"].value == "CustomSPMDPartitioning":
-                found.append(attributes["backend_config"].value)
-        return ir.WalkResult.ADVANCE
-
-    computation.operation.walk(look)
-    callbacks = custom_partitioning._sharding_callbacks
-    return all(callbacks[key.encode()].partition.__module__.startswith("fp8jax.") for key in found)
 
 
 def host_fingerprint() -> str:

@@ -12,24 +12,15 @@ Mosaic GPU makes a new name where the attribute is missing, so it is removed her
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import core
-
-_DUMP_NAME = "mosaic_gpu.dump_basename"
+from fp8jax import hidden_jax
 
 
 def remove_dump_names() -> None:
     """Removes the names for dumps from all kernels that this process lowers from now on."""
-    if core._run_serde_pass is not _without_dump_name:
-        core._run_serde_pass = _without_dump_name
+    hidden_jax.change_kernels(_without_dump_name)
 
 
-_serialized = core._run_serde_pass  # JAX has no public way to change the text
-
-
-def _without_dump_name(module: Any, **options: Any) -> Any:
-    """Serializes a kernel's module as JAX does, and removes its name for dumps."""
-    module = _serialized(module, **options)
+def _without_dump_name(module: Any) -> None:
     attributes = module.operation.attributes
-    if _DUMP_NAME in attributes:
-        del attributes[_DUMP_NAME]
-    return module
+    if "mosaic_gpu.dump_basename" in attributes:
+        del attributes["mosaic_gpu.dump_basename"]

@@ -29,13 +29,11 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
-from jax._src.config import export_ignore_forward_compatibility
-from jax._src.mesh import empty_abstract_mesh, empty_concrete_mesh, use_abstract_mesh
-from jax._src.sharding_impls import _internal_use_concrete_mesh
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fp8jax import hidden_jax
 from fp8jax.device import hardware
 from fp8jax.kernels.hopper import BLOCK
 
@@ -92,14 +90,7 @@ def _lowered_once(f: Callable[..., Any], shapes: list[Any]) -> jax.export.Export
     with _lowering:
         found = _lowered[key] if key in _lowered else None
         if found is None:
-            with (
-                # Nothing is written to a file: the kernel's text is the one of this version of JAX.
-                export_ignore_forward_compatibility(True),
-                # Under the mesh of `jax.set_mesh`, JAX would say how its scalars are sharded, which
-                # means nothing where XLA has partitioned the program already.
-                _internal_use_concrete_mesh(empty_concrete_mesh),
-                use_abstract_mesh(empty_abstract_mesh),
-            ):
+            with hidden_jax.lowering_for_shards():
                 export = jax.export.export(
                     jax.jit(f), platforms=[platform], disabled_checks=[_MOSAIC]
                 )

@@ -31,6 +31,7 @@ LAYERS = (
     "kernels",
     "numerics",
     "device",
+    "hidden_jax",
     "text_table",
     "lookup",
 )

@@ -39,7 +39,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, fm32
 from jax import lax
 from jaxtyping import Array, Float
 
-from fp8jax.gemm.histories.shared_leaf import is_eager
+from fp8jax.hidden_jax import is_eager
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.scales import Delayed

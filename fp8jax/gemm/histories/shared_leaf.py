@@ -14,38 +14,35 @@ Out of reach is a transformation that hands each call a tracer of its own: a mod
 once, each time under `nn.remat` or `nn.jit`. `max_combining` is for those; without it the histories
 add up, which `update` reports (updates.py).
 
-Entering the trace of an array uses functions of JAX that are not public; tests run them on every
-supported version.
+Which trace an array comes from is not public in JAX: hidden_jax.py.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 from jax import lax
-from jax._src import core
-from jax._src.interpreters import batching, partial_eval
 from jaxtyping import Array
+
+from fp8jax import hidden_jax
 
 
 class _Conversion(NamedTuple):
     """The conversion of one history.
 
     Attributes:
-      history: () -> a tracer, None once it is gone; its identity is the key.
-      converted: () -> the same in the max-combining dtype, None once it is gone.
+      converted: () -> the history in the max-combining dtype, None once that is gone.
       direct: whether a call in the history's own trace has used it.
     """
 
-    history: Callable[[], Array | None]
     converted: Callable[[], Array | None]
     direct: bool
 
 
-_CONVERSIONS: dict[int, _Conversion] = {}  # by id of the history, as long as that lives
+_CONVERSIONS: hidden_jax.OfTracers[_Conversion] = hidden_jax.OfTracers()
 
 
 def combining_by_max(history: Array) -> Array:
@@ -54,24 +51,23 @@ def combining_by_max(history: Array) -> Array:
     Raises ValueError for the second use of a history outside `jax.jit`, where JAX cannot take the
     maximum.
     """
-    if not isinstance(history, core.Tracer) or history.dtype != jnp.float32:
+    if not isinstance(history, jax.core.Tracer) or history.dtype != jnp.float32:
         return history
-    key, direct = id(history), core.trace_ctx.trace is history._trace
-    known = _CONVERSIONS[key] if key in _CONVERSIONS else None
+    direct = hidden_jax.is_of_current_trace(history)
+    known = _CONVERSIONS.find(history)
     converted = None
-    if known is not None and known.history() is history:
+    if known is not None:
         converted = known.converted()
-        if direct and known.direct and is_eager(history):
+        if direct and known.direct and hidden_jax.is_eager(history):
             raise ValueError(
                 "a module with amax histories is called more than once outside jax.jit, where JAX"
                 " can only add histories: put jax.jit around jax.grad"
             )
         direct = direct or known.direct
     if converted is None:
-        with core.set_current_trace(history._trace):
+        with hidden_jax.in_trace_of(history):
             converted = lax.convert_element_type(history, fm32)
-    forget = functools.partial(_forget, _CONVERSIONS, key)
-    _CONVERSIONS[key] = _Conversion(weakref.ref(history, forget), _held(converted), direct)
+    _CONVERSIONS.keep(history, _Conversion(_held(converted), direct))
     return converted
 
 
@@ -80,17 +76,12 @@ def check_vmap(x: Array, history: Array) -> None:
 
     Neither a sum nor a maximum over the mapped axis is possible there: JAX only adds.
     """
-    if not (isinstance(x, batching.BatchTracer) and isinstance(history, core.Tracer)):
-        return
-    trace = x._trace
-    while hasattr(trace, "parent_trace"):
-        trace = trace.parent_trace
-        if trace is history._trace and not isinstance(trace, partial_eval.DynamicJaxprTrace):
-            raise ValueError(
-                "jax.vmap maps the input of a module and not its amax histories, whose gradient"
-                " would be a sum: give each instance its own histories (nn.vmap with"
-                " variable_axes={fp8jax.nn.HISTORIES: 0}), or call the module on the whole batch"
-            )
+    if hidden_jax.is_mapped_inside(x, history):
+        raise ValueError(
+            "jax.vmap maps the input of a module and not its amax histories, whose gradient"
+            " would be a sum: give each instance its own histories (nn.vmap with"
+            " variable_axes={fp8jax.nn.HISTORIES: 0}), or call the module on the whole batch"
+        )
 
 
 def _held(converted) -> Callable[[], Array | None]:
@@ -100,15 +91,6 @@ def _held(converted) -> Callable[[], Array | None]:
     freed. An equation that uses it holds it; one that nothing uses has no cotangent. Other tracers
     do not refer to the history, and nothing else holds them.
     """
-    if isinstance(converted, partial_eval.DynamicJaxprTracer | partial_eval.JaxprTracer):
+    if hidden_jax.refers_to_operands(converted):
         return weakref.ref(converted)
     return lambda: converted
-
-
-def _forget(conversions: dict[int, _Conversion], key: int, _: weakref.ref) -> None:
-    conversions.pop(key, None)
-
-
-def is_eager(tracer) -> bool:
-    """Whether operations on the tracer run at once, because no `jit` is around it."""
-    return hasattr(tracer, "primal") and not isinstance(tracer.primal, core.Tracer)
