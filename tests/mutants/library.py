@@ -93,7 +93,12 @@ KERNELS = (
     ),
     M("_Forward.run", "sign", "largest + jnp.log(total)", "largest - jnp.log(total)"),
     M("block_gemm:check_operands", "comparison", "m % 8 or n % 64", "m % 8 or n % 8"),
-    M("_without_dump_name", "dropped call", "del attributes[_DUMP_NAME]", "pass"),
+    M(
+        "_without_dump_name",
+        "dropped call",
+        'del attributes["mosaic_gpu.dump_basename"]',
+        "pass",
+    ),
     M(
         "flash_gradient_q",
         "swapped arguments",
