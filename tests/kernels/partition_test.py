@@ -742,6 +742,7 @@ def check_mlp_on_mesh(mesh, recipe, of_x: P, of_w: P, bound: float):
     )
     check_bits((got[:2], got[3]), (expected[:2], expected[3]))
     for one, other in zip(got[2], expected[2], strict=True):
+        one, other = np.asarray(one), np.asarray(other)  # on two devices, on one
         difference = np.linalg.norm(one - other) / np.linalg.norm(other)
         assert difference <= bound
 
