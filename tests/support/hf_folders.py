@@ -13,13 +13,15 @@ from tests.support.hf_vectors import MODELS, weight
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _SUFFIX = {"GPT2": "GPT2LMHeadModel"}
+_TYPES = {"Gemma3": "gemma3_text"}
 
 
 def config_json(family: str, **changes) -> dict:
     """The config.json of a model of hf_vectors.py; a change to None leaves a key out."""
     name, fields = MODELS[family]
     architecture = _SUFFIX[name] if name in _SUFFIX else f"{name}ForCausalLM"
-    config = {"architectures": [architecture], "model_type": name.lower(), **fields, **changes}
+    model_type = _TYPES[name] if name in _TYPES else name.lower()
+    config = {"architectures": [architecture], "model_type": model_type, **fields, **changes}
     return {key: value for key, value in config.items() if value is not None}
 
 

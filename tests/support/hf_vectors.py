@@ -71,6 +71,10 @@ def _scaled(rope_type: str, factor: float, **numbers) -> dict:
 
 
 _LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+_NO_TOKENS: dict = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+_DEFAULT = dict(rope_type="default", rope_theta=1e4)
+_LINEAR = dict(rope_type="linear", rope_theta=1e6, factor=4.0)
+_YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 MODELS: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", _GPT2 | dict(activation_function="gelu_new")),
     "gpt": ("GPT2", _GPT2 | dict(activation_function="gelu")),
@@ -83,7 +87,42 @@ MODELS: dict[str, tuple[str, dict]] = {
     "llama_yarn": ("Llama", _scaled("yarn", 4.0, original_max_position_embeddings=64)),
     "qwen2": ("Qwen2", _LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", _LLAMA | dict(tie_word_embeddings=True, head_dim=16)),
+    # Windows of 5 tokens in rows of 20. No token ends a text or pads a row.
+    "qwen3_window": (
+        "Qwen3",
+        _LLAMA
+        | dict(head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+        | dict(layer_types=["full_attention", "sliding_attention"]),
+    ),
+    "mistral": ("Mistral", _LLAMA | dict(sliding_window=5)),
+    "smollm3": ("SmolLM3", _LLAMA | _NO_TOKENS | dict(no_rope_layers=[1, 0])),
+    "phi3": (
+        "Phi3",
+        _LLAMA
+        | _NO_TOKENS
+        | dict(sliding_window=5)
+        | dict(rope_parameters=_DEFAULT | dict(partial_rotary_factor=0.5)),
+    ),
+    "olmo2": ("Olmo2", _LLAMA | _NO_TOKENS),
+    "olmo3": (
+        "Olmo3",
+        _LLAMA
+        | _NO_TOKENS
+        | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+        | dict(rope_parameters=dict(full_attention=_YARN, sliding_attention=_DEFAULT)),
+    ),
+    "gemma3": (
+        "Gemma3",
+        _LLAMA
+        | _NO_TOKENS
+        | dict(head_dim=16, query_pre_attn_scalar=24)
+        | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+        | dict(rope_parameters=dict(full_attention=_LINEAR, sliding_attention=_DEFAULT)),
+    ),
 }
+# Families whose greedy texts are stored, too: those that have windows or unlike layers, and more.
+GREEDY = ("llama", *list(MODELS)[list(MODELS).index("qwen3_window") :])
+PROMPT, GENERATED = 8, 12  # tokens of `TOKENS`, and tokens after them: more than a window
 # The published scalings, as entries of ROPE_SCALINGS: name -> (theta, head_dim, the release's
 # rope_scaling).
 SCALINGS: dict[str, tuple[float, int, dict]] = {
@@ -107,19 +146,39 @@ SCALINGS: dict[str, tuple[float, int, dict]] = {
 }
 
 
-def _logits(family: str, fields: dict) -> list:
-    """Of the model with `weight`s, [2][20][VOCAB]."""
+def _model(family: str, fields: dict):
+    """The model with `weight`s."""
     import torch
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    name = f"{family}{'Text' if family == 'Gemma3' else ''}Config"
+    config = getattr(transformers, name)(**fields, attn_implementation="eager")
     suffix = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{suffix}")(config).eval().to(torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a tied head is not among them
             parameter.copy_(torch.from_numpy(weight(name, tuple(parameter.shape))))
-        logits = model(torch.from_numpy(TOKENS)).logits
-    return _digits(logits.numpy())
+    return model
+
+
+def _logits(family: str, fields: dict) -> list:
+    """[2][20][VOCAB]."""
+    import torch
+
+    with torch.no_grad():
+        return _digits(_model(family, fields)(torch.from_numpy(TOKENS)).logits.numpy())
+
+
+def _greedy(family: str, fields: dict) -> list:
+    """The tokens after each prompt, [2][GENERATED]."""
+    import torch
+
+    model = _model(family, fields)
+    model.generation_config.eos_token_id = None
+    made = model.generate(
+        torch.from_numpy(TOKENS[:, :PROMPT]), max_new_tokens=GENERATED, do_sample=False
+    )
+    return made[:, PROMPT:].tolist()
 
 
 def _frequencies(theta: float, head_dim: int, scaling: dict) -> dict:
@@ -158,6 +217,7 @@ def main() -> None:
     vectors = {
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         "logits": {name: _logits(*model) for name, model in MODELS.items()},
+        "greedy": {name: _greedy(*MODELS[name]) for name in GREEDY},
         "rope": {name: _frequencies(*scaling) for name, scaling in SCALINGS.items()},
     }
     FILE.write_text(json.dumps(vectors, separators=(",", ":")).replace("]],", "]],\n") + "\n")

@@ -6,8 +6,9 @@ Legend: B rows, T positions, N query heads, K key and value heads, H head size.
     y = softmax(s) v
 
 A row holds its documents one after the other. So query t sees the keys from begin[t], the first
-position of its document, to t. Key t is seen by the queries t to end[t] - 1. Neither array falls
-along a row, so a tile of 128 queries or keys has to look at its first and last entry only:
+position of its document, to t. Key t is seen by the queries t to end[t] - 1. A window of w keys
+raises begin[t] to t - w + 1 and lowers end[t] to t + w. Neither array falls along a row, so a tile
+of 128 queries or keys has to look at its first and last entry only:
 
   * Blocks of keys before the document of the tile's first query are not read, and neither are
     blocks of queries behind the document of the tile's last key. Time falls with the lengths of
@@ -56,6 +57,7 @@ def flash_attention(
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
     segments_BT: Int[Array, "B T"],
+    window: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Returns the attention of the module docstring, for rows of any length.
 
@@ -65,6 +67,7 @@ def flash_attention(
       q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; N is a multiple of K, H at most 128. Heads are
         padded with zeros to a size of 64 or 128, and rows to a multiple of 128 positions.
       segments_BT: a number for each position. A document is a run of equal numbers.
+      window: how many keys a query sees at most, its own included; None for all.
 
     Raises:
       NotImplementedError: the kernels cannot run here.
@@ -77,7 +80,7 @@ def flash_attention(
 
     # Padding is one more document of each row.
     segments_BT = jnp.pad(segments_BT, ((0, 0), padding[0]), mode="constant", constant_values=-1)
-    begin_BT, end_BT = document_bounds(segments_BT)
+    begin_BT, end_BT = visible_bounds(segments_BT, window)
     # Query heads as [key head, head of its group], so that both are sharded alike.
     q_BTKGH = pad(q_BTNH)
     q_BTKGH = q_BTKGH.reshape(*q_BTKGH.shape[:2], k_BTKH.shape[2], -1, q_BTKGH.shape[-1])
@@ -85,10 +88,10 @@ def flash_attention(
     return y_BTKGH.reshape(*y_BTKGH.shape[:2], heads, -1)[:, :length, :, :head_dim]
 
 
-def document_bounds(
-    segments_BT: Int[Array, "B T"],
+def visible_bounds(
+    segments_BT: Int[Array, "B T"], window: int | Int[Array, ""] | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Returns the first position of each position's document, and the one behind its last."""
+    """Returns the first key that each query sees, and behind the last query that sees each key."""
     length = segments_BT.shape[1]
     at_T = jnp.arange(length, dtype=jnp.int32)
     changes = segments_BT[:, 1:] != segments_BT[:, :-1]
@@ -96,6 +99,9 @@ def document_bounds(
     ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
     begin_BT = lax.cummax(jnp.where(begins, at_T, 0), axis=1)
     end_BT = lax.cummin(jnp.where(ends, at_T + 1, length), axis=1, reverse=True)
+    if window is not None:
+        begin_BT = jnp.maximum(begin_BT, at_T + (1 - window))
+        end_BT = jnp.minimum(end_BT, at_T + window)
     return begin_BT, end_BT
 
 

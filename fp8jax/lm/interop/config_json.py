@@ -2,12 +2,12 @@
 
 `FAMILIES` has the architectures. Each has the values of keys that a config.json may leave out
 (those of the library transformers), and the values of keys that decide what the model computes and
-that this decoder does not have: sliding windows, for example, or biases of other linears. Such a
+that this decoder does not have: soft caps, for example, or biases of other linears. Such a
 config is refused by the name of its key. Keys that do not change the logits (dropout rates, ids of
 special tokens) are listed. Keys that are not listed are not read; `unknown_keys` names them.
 
 RoPE is read in the form of transformers 5, `rope_parameters`, and in the older one, `rope_scaling`
-beside `rope_theta`. rope_json.py has both.
+beside `rope_theta`. rope_json.py has both. layer_kinds_json.py has the layers with windows.
 """
 
 import dataclasses
@@ -17,7 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8jax.lm.interop.rope_json import read_rope, write_rope
+from fp8jax.lm.interop.layer_kinds_json import (
+    FULL,
+    GEMMA_WINDOWS,
+    LATER_WINDOWS,
+    OLMO_WINDOWS,
+    ONE_WINDOW,
+    SOME_WITHOUT_POSITIONS,
+    Layers,
+    read_layers,
+)
+from fp8jax.lm.interop.rope_json import read_rope, read_ropes, write_rope
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import brief, lookup, unknown
 
@@ -42,6 +52,7 @@ _WITHOUT_EFFECT = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "compression_config",
         "quantization_config",
         "return_dict",
         "task_specific_params",
@@ -58,7 +69,18 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 
+# What of a model that no family here has, by keys of its config.json.
+_REFUSED = {
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
+    "multi-head latent attention": ("kv_lora_rank", "q_lora_rank"),
+    "vision": ("vision_config", "image_token_id", "image_token_index"),
+    "audio": ("audio_config",),
+    "soft caps of scores or logits": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "layers that are no attention": ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_heads"),
+}
+
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
+_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh"}
 _GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
@@ -74,6 +96,10 @@ class Family:
       only: key -> the values that this decoder supports, besides those of all families.
       without_effect: keys that change no logits, besides those of all families.
       fields: fields of `ModelConfig` that all models of the family share.
+      layers: the kinds of its layers.
+      local_theta: key of the base of windowed layers; "" for that of full layers, which are scaled
+        alone; None where all layers are rotated alike.
+      scaled, partial: whether RoPE may be scaled, or rotate a part of each head.
     """
 
     architecture: str
@@ -83,6 +109,17 @@ class Family:
     only: Mapping[str, tuple[Any, ...]]
     without_effect: frozenset[str] = frozenset()
     fields: Mapping[str, Any]
+    layers: Layers = FULL
+    local_theta: str | None = None
+    scaled: bool = True
+    partial: bool = False
+
+    @property
+    def activation(self) -> tuple[str, Mapping[str, str]]:
+        """The key of the activation, and its value -> ours."""
+        if "hidden_activation" in self.defaults:
+            return "hidden_activation", _GEMMA_ACTIVATIONS
+        return "hidden_act", _ACTIVATIONS
 
 
 _SIZES = dict(
@@ -109,6 +146,20 @@ _QWEN = _LLAMA | dict(
     layer_types=None,
 )
 _NO_BIAS = dict(attention_bias=(False,), mlp_bias=(False,))
+_OLMO = _LLAMA | dict(rms_norm_eps=1e-5)
+_OLMO_FIELDS = dict(norm_at="after", qk_norm=True, qk_norm_joint=True)
+_GEMMA = {key: value for key, value in _LLAMA.items() if key != "hidden_act"} | dict(
+    num_key_value_heads=4,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    sliding_window_pattern=6,
+    layer_types=None,
+)
 
 _ALL = (
     Family(
@@ -126,6 +177,7 @@ _ALL = (
         defaults=_QWEN,
         only={},
         fields=dict(biases="qkv"),
+        layers=LATER_WINDOWS,
     ),
     Family(
         architecture="Qwen3ForCausalLM",
@@ -134,6 +186,82 @@ _ALL = (
         defaults=_QWEN | dict(head_dim=128),
         only=_NO_BIAS,
         fields=dict(qk_norm=True),
+        layers=LATER_WINDOWS,
+    ),
+    Family(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        sizes=_SIZES,
+        defaults=_LLAMA | dict(num_key_value_heads=8, sliding_window=4096),
+        only=_NO_BIAS,
+        fields={},
+        layers=ONE_WINDOW,
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        sizes=_SIZES,
+        defaults=_LLAMA
+        | dict(
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+            rope_theta=2e6,
+            use_sliding_window=False,
+            sliding_window=None,
+            no_rope_layers=None,
+            no_rope_layer_interval=4,
+            layer_types=None,
+        ),
+        only=_NO_BIAS,
+        without_effect=frozenset({"max_window_layers"}),
+        fields={},
+        layers=SOME_WITHOUT_POSITIONS,
+    ),
+    Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        sizes=_SIZES,
+        defaults=_LLAMA | dict(rms_norm_eps=1e-5, sliding_window=None),
+        only=_NO_BIAS,
+        without_effect=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
+        fields=dict(joined_projections=True),
+        layers=ONE_WINDOW,
+        scaled=False,
+        partial=True,
+    ),
+    Family(
+        architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
+        sizes=_SIZES,
+        defaults=_OLMO,
+        only=_NO_BIAS,
+        fields=_OLMO_FIELDS,
+    ),
+    Family(
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
+        sizes=_SIZES,
+        defaults=_OLMO | dict(rope_theta=5e5, sliding_window=4096, layer_types=None),
+        only=_NO_BIAS,
+        fields=_OLMO_FIELDS,
+        layers=OLMO_WINDOWS,
+        local_theta="",
+    ),
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        sizes=_SIZES,
+        defaults=_GEMMA,
+        only=_NO_BIAS
+        | dict(
+            attn_logit_softcapping=(None,),
+            final_logit_softcapping=(None,),
+            use_bidirectional_attention=(False, None),
+        ),
+        without_effect=frozenset({"cache_implementation", "_sliding_window_pattern"}),
+        fields=dict(norm="rms_offset", norm_at="both", qk_norm=True, scale_embedding=True),
+        layers=GEMMA_WINDOWS,
+        local_theta="rope_local_base_freq",
     ),
     Family(
         architecture="GPT2LMHeadModel",
@@ -170,6 +298,16 @@ _ALL = (
     ),
 )
 FAMILIES = {family.architecture: family for family in _ALL}
+# Fields of models of which no family says otherwise.
+_PLAIN = dict(
+    norm="rms",
+    norm_at="before",
+    biases="none",
+    qk_norm=False,
+    qk_norm_joint=False,
+    joined_projections=False,
+    scale_embedding=False,
+)
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -188,8 +326,22 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
 
     Raises:
       ValueError: it names none, several, or one that is not supported; the message lists those
-        that are.
+        that are, and says what of the model is the reason, where a key does.
     """
+    try:
+        return _named_family(config, where)
+    except ValueError as error:
+        reasons = [
+            f"{what} ({key}={brief(config[key])})"
+            for what, keys in _REFUSED.items()
+            for key in [key for key in keys if key in config and config[key] is not None][:1]
+        ]
+        if not reasons:
+            raise
+        raise ValueError(f"{error}; this model has {' and '.join(reasons)}") from error
+
+
+def _named_family(config: Mapping[str, Any], where: str) -> Family:
     named = config["architectures"] if "architectures" in config else None
     if named is None:  # transformers writes null for a config without a model
         types = {family.model_type: family for family in _ALL}
@@ -227,7 +379,7 @@ def to_model_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     if family.model_type == "gpt2":
         fields = _gpt2_fields(full, sizes, where)
     else:
-        fields = _llama_fields(full, sizes, where)
+        fields = _llama_fields(family, full, sizes, where)
     tied = _true_or_false(full, "tie_word_embeddings", where)
     everything: dict[str, Any] = {**sizes, **family.fields, **fields, "tie_embeddings": tied}
     try:
@@ -236,17 +388,38 @@ def to_model_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
         raise ValueError(f"{where}: {error}") from error
 
 
-def _llama_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: str) -> dict:
+def _llama_fields(
+    family: Family, config: Mapping[str, Any], sizes: Mapping[str, int], where: str
+) -> dict:
     heads = sizes["n_heads"]
-    theta, scaling = read_rope(config, where)
-    return dict(
+    pattern, window = read_layers(family.layers, config, sizes["n_layers"], where)
+    head_dim = _head_dim(config, "head_dim", sizes, where)
+    if family.local_theta is None:
+        rope, local = read_rope(config, where), None
+    else:
+        rope, local = read_ropes(config, family.local_theta or None, where)
+    if rope.scaling is not None and not family.scaled:
+        raise ValueError(f"{where}: {family.architecture} has no scaled RoPE, got {rope.scaling}")
+    if rope.part != 1 and not family.partial:
+        raise ValueError(f"{where}: partial_rotary_factor={rope.part} is not supported, only 1")
+    apart = "w" in pattern and local is not None
+    apart = apart and (local != rope.theta or rope.scaling is not None)
+    fields = dict(
         n_kv_heads=_whole_or(config, "num_key_value_heads", heads, where),
-        head_dim=_head_dim(config, "head_dim", sizes, where),
+        head_dim=head_dim,
         norm_eps=_number(config, "rms_norm_eps", where),
-        mlp=_activation(config, "hidden_act", _ACTIVATIONS, where),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        mlp=_activation(config, *family.activation, where),
+        layer_pattern=pattern,
+        window=window,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        window_rope_theta=local if apart else 0.0,
+        rotary_dim=0 if rope.part == 1 else int(head_dim * rope.part),
     )
+    if "query_pre_attn_scalar" in family.defaults:
+        scalar = _number(config, "query_pre_attn_scalar", where)
+        fields["query_scalar"] = 0.0 if scalar == head_dim else scalar
+    return fields
 
 
 def _gpt2_fields(config: Mapping[str, Any], sizes: Mapping[str, int], where: str) -> dict:
@@ -271,7 +444,6 @@ def _check_keys(family: Family, config: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key}={json.dumps(config[key])[:100]} is not supported for "
                 f"{family.architecture}, only {supported}"
             )
-    _refuse_windows(config, where)
 
 
 def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
@@ -286,33 +458,6 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
         *family.sizes.values(),
     }
     return sorted(config.keys() - known)
-
-
-def _refuse_windows(config: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError if a layer attends to a window of the row only (Qwen)."""
-    types = config["layer_types"] if "layer_types" in config else None
-    if types is not None and not (
-        isinstance(types, list) and all(isinstance(name, str) for name in types)
-    ):
-        raise ValueError(f"{where}: layer_types must be names or null, got {brief(types)}")
-    if types is not None and set(types) != {"full_attention"}:
-        raise ValueError(
-            f"{where}: layer_types has {', '.join(sorted(set(types)))}; only full_attention is"
-            " supported"
-        )
-    window = config["sliding_window"] if "sliding_window" in config else None
-    uses = "use_sliding_window" in config and config["use_sliding_window"]
-    if types is None and uses and window is not None:
-        first = config["max_window_layers"] if "max_window_layers" in config else 28
-        if type(first) is not int:
-            raise ValueError(
-                f"{where}: max_window_layers must be a whole number, got {brief(first)}"
-            )
-        if first < config["num_hidden_layers"]:
-            raise ValueError(
-                f"{where}: use_sliding_window=true: the layers from max_window_layers={first} on"
-                f" would attend to sliding_window={window} tokens only, which is not supported"
-            )
 
 
 def _whole(config: Mapping[str, Any], key: str, where: str) -> int:
@@ -388,19 +533,29 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
             "layer_norm_epsilon": model.norm_eps,
         }
     rope, length = write_rope(model.rope_theta, model.rope_scaling, max_length)
-    windows = {} if family.model_type == "llama" else {"use_sliding_window": False}
     # transformers before version 5, and servers that use it, read these two instead.
-    older = {"rope_theta": model.rope_theta} | (
-        {} if model.rope_scaling is None else {"rope_scaling": rope}
-    )
+    older: dict[str, Any] = {"rope_theta": model.rope_theta}
+    if model.rope_scaling is not None:
+        older["rope_scaling"] = rope
+    if family.local_theta is not None:
+        local = model.window_rope_theta or model.rope_theta
+        rope = {"full_attention": rope, "sliding_attention": write_rope(local, None, length)[0]}
+        if family.local_theta:
+            older[family.local_theta] = local
+    if family.partial:
+        older["partial_rotary_factor"] = (model.rotary_dim or model.head_dim) / model.head_dim
+        rope["partial_rotary_factor"] = older["partial_rotary_factor"]
+    key, activations = family.activation
+    if "query_pre_attn_scalar" in family.defaults:
+        older["query_pre_attn_scalar"] = model.query_scalar or model.head_dim
     return (
         common
-        | windows
+        | family.layers.write(model)
         | older
         | {
             "num_key_value_heads": model.n_kv_heads,
             "head_dim": model.head_dim,
-            "hidden_act": "silu",
+            key: next(iter(activations)),
             "rms_norm_eps": model.norm_eps,
             "max_position_embeddings": length,
             "rope_parameters": rope,
@@ -419,25 +574,46 @@ def family_for(model: ModelConfig) -> Family:
 
     def is_family(family: Family) -> bool:
         gpt2 = family.model_type == "gpt2"
-        mlps = _GPT2_ACTIVATIONS.values() if gpt2 else ("swiglu", "smooth_swiglu")
-        fields = dict(norm="rms", biases="none", qk_norm=False) | dict(family.fields)
-        same = all(getattr(model, name) == value for name, value in fields.items())
+        mlps = set((_GPT2_ACTIVATIONS if gpt2 else family.activation[1]).values())
+        mlps |= {"smooth_swiglu"} if "swiglu" in mlps else set()
+        fields = {**_PLAIN, **family.fields}
+        kinds = set(model.layer_kinds)
         heads = (
             model.n_heads * model.head_dim == model.d_model and model.n_kv_heads == model.n_heads
         )
+        scalar = "query_pre_attn_scalar" in family.defaults
         return (
-            same
+            all(getattr(model, name) == value for name, value in fields.items())
             and model.mlp in mlps
             and gpt2 == bool(model.learned_positions)
             and (heads or not gpt2)
+            and kinds <= set(family.layers.kinds)
+            and (family.layers.mixed or len(kinds) == 1)
+            and (scalar or model.query_scalar in (0, model.head_dim))
+            and (family.partial or model.rotary_dim in (0, model.head_dim))
+            and (family.scaled or model.rope_scaling is None)
+            and _has_windowed_rope(family, model)
         )
 
     for family in _ALL:
         if is_family(family):
             return family
-    names = ("norm", "mlp", "biases", "qk_norm", "learned_positions", "n_kv_heads", "head_dim")
+    names = (*_PLAIN, "mlp", "learned_positions", "n_kv_heads", "head_dim")
+    names = (*names, "layer_pattern", "query_scalar", "rotary_dim", "window_rope_theta")
     fields = ", ".join(f"{name}={getattr(model, name)!r}" for name in names)
     raise ValueError(
         f"no supported architecture of Hugging Face computes what this model does: {fields}."
         f" There are: {', '.join(FAMILIES)}"
     )
+
+
+def _has_windowed_rope(family: Family, model: ModelConfig) -> bool:
+    """Whether the family rotates the windowed layers of a model as the model does."""
+    if "w" not in model.layer_kinds:
+        return True
+    apart = bool(model.window_rope_theta)
+    if family.local_theta is None:
+        return not apart
+    if not apart:  # as the other layers, which the family would leave unscaled
+        return model.rope_scaling is None
+    return bool(family.local_theta) or model.window_rope_theta == model.rope_theta

@@ -29,6 +29,7 @@ from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lookup import lookup
 
 QUANTIZATION = "quantization_config"  # the key of config.json that a format of FP8 sets
+QUANTIZATIONS = (QUANTIZATION, "compression_config")  # and that of old files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,7 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     if kept is not None:
         config = load_json(kept)
         if to_model_config(config, str(kept)) == _as_hugging_face(model):
-            return {key: value for key, value in config.items() if key != QUANTIZATION}
+            return {key: value for key, value in config.items() if key not in QUANTIZATIONS}
     length = 2048 if trained.record is None else trained.record["seq_len"]
     config = to_config_json(model, max_length=length)
     return config | _special_ids(trained.tokenizer)

@@ -162,10 +162,10 @@ def plan_export(
     _check_joined(own, policy)
     prefix = names_for(model).prefix if prefix is None else prefix
     named = _linear_names(model, prefix)
-    linears = {name: module for name, module in named.items() if module in casts}
+    linears = {name: modules for name, modules in named.items() if modules[0] in casts}
     return Fp8Export(
         format=chosen,
-        casts={name: casts[module] for name, module in linears.items()},
+        casts={name: _cast_of(name, modules, casts) for name, modules in linears.items()},
         kept=_kept(model, chosen, named, linears, prefix),
         notes=_notes(model, policy, casts, following, scales),
     )
@@ -239,20 +239,30 @@ def _check_joined(own: Mapping[Module, Any], policy: Policy) -> None:
                 )
 
 
-def _linear_names(model: ModelConfig, prefix: str) -> dict[str, Module]:
-    """Returns tensor -> (layer, path) of the weights of all linears inside layers."""
+def _linear_names(model: ModelConfig, prefix: str) -> dict[str, tuple[Module, ...]]:
+    """Returns tensor -> (layer, path) of the linears inside layers whose weights it has."""
     table = places(model)
-    return {
-        table[f"{path}/kernel"].name(layer, prefix): (layer, path)
-        for layer, path in _modules(model)
-    }
+    named: dict[str, tuple[Module, ...]] = {}
+    for layer, path in _modules(model):
+        name = table[f"{path}/kernel"].name(layer, prefix)
+        named[name] = (*(named[name] if name in named else ()), (layer, path))
+    return named
+
+
+def _cast_of(name: str, modules: tuple[Module, ...], casts: Mapping[Module, Cast]) -> Cast:
+    """Returns the cast of a tensor, from those of its linears."""
+    own = {casts[module] for module in modules}
+    if len(own) > 1:
+        paths = ", ".join(path for _, path in modules)
+        raise ValueError(f"{name} holds {paths}, whose scales differ: give scales")
+    return own.pop()
 
 
 def _kept(
     model: ModelConfig,
     fmt: Fp8Format,
-    named: Mapping[str, Module],
-    linears: Mapping[str, Module],
+    named: Mapping[str, tuple[Module, ...]],
+    linears: Mapping[str, tuple[Module, ...]],
     prefix: str,
 ) -> tuple[str, ...]:
     """Returns the modules that stay in bfloat16, layer by layer.
@@ -260,7 +270,7 @@ def _kept(
     compressed-tensors is about linears only, so that embedding and norms would match nothing there.
 
     Args:
-      named: tensor -> module of all linears inside layers; `linears` are those that are quantized.
+      named: tensor -> its linears, inside layers; `linears` are those that are quantized.
     """
     weights = []
     for place in places(model).values():

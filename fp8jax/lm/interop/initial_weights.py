@@ -68,10 +68,10 @@ class InitialWeights:
         Raises ValueError and DamagedError as `check` does; ValueError for NaN and infinities.
         """
         if as_folder(self.source) is not None:
-            files, prefix = self._files
+            files, prefix, theirs = self._files
             shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
             (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(abstract)}
-            return read_tree(files, self.model, prefix, shardings, dtype)
+            return read_tree(files, theirs, prefix, shardings, dtype)
         with self._checkpointer() as checkpointer:
             step, meta = read_record(checkpointer, Path(self.source), None)
             stored = (
@@ -93,11 +93,13 @@ class InitialWeights:
         return Checkpointer(Path(self.source, "checkpoints"), every=1, keep=1, keep_best=0)
 
     @functools.cached_property
-    def _files(self) -> tuple[TensorReader, str]:
+    def _files(self) -> tuple[TensorReader, str, ModelConfig]:
+        """The folder's tensors, what their names begin with, and its own model, which decides the
+        names: they may join linears that this model's do not."""
         folder = as_folder(self.source)
         assert folder is not None
-        files = open_tensors(folder)
-        return files, check_tensors(files, self.model)
+        files, theirs = open_tensors(folder), shape_of_model(self.source, {})
+        return files, check_tensors(files, theirs), theirs
 
 
 def refuse_other_shapes(what: str, theirs: ModelConfig, ours: ModelConfig) -> None:

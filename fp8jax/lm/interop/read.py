@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from fp8jax.lm.interop.config_json import load_json
-from fp8jax.lm.interop.fp8_read import CODES, DequantizedFiles, read_codes, read_format
+from fp8jax.lm.interop.fp8_read import CODE_DTYPES, DequantizedFiles, read_codes, read_layout
 from fp8jax.lm.interop.tensor_names import (
     HEAD,
     Slices,
@@ -100,8 +100,10 @@ class TensorFiles:
 
     def read(self, name: str, index: Slices) -> np.ndarray:
         """Returns a part of a tensor, in its own dtype."""
-        if self.dtypes[name] == CODES:
+        if self.dtypes[name] in CODE_DTYPES:
             return read_codes(self._path_of[name], name)[index]
+        if not index:
+            return self._file_of[name].get_tensor(name)
         part = self._file_of[name].get_slice(name)
         return part[index if len(index) > 1 else index[0]]
 
@@ -112,8 +114,8 @@ def open_tensors(folder: Path) -> TensorReader:
     Raises ValueError as their constructors do, and for a quantization that is not supported.
     """
     path = folder / "config.json"
-    files, fmt = TensorFiles(folder), read_format(load_json(path), str(path))
-    return files if fmt is None else DequantizedFiles(files, fmt)
+    files, layout = TensorFiles(folder), read_layout(load_json(path), str(path))
+    return files if layout is None else DequantizedFiles(files, layout)
 
 
 def _listed(folder: Path) -> dict[str, str]:
@@ -269,7 +271,7 @@ def read_tree(
     for path, (_, sharding) in zip(_shown(paths), flat, strict=True):
 
         def part(index: Any, path: str = path) -> np.ndarray:
-            return read_leaf(where[path], shapes[path], index, prefix, read, dtype)
+            return read_leaf(where[path], shapes, index, prefix, read, dtype)
 
         leaf = jax.make_array_from_callback(shapes[path], sharding, part)
         leaves.append(jax.block_until_ready(leaf))  # so that one parameter is read at a time

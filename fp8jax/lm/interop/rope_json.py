@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8jax.lm.model.rope import Linear, Llama3, RopeScaling, Yarn
 from fp8jax.lookup import brief
@@ -26,8 +26,16 @@ _KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
-def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Returns the base of the wavelengths, and how they are scaled.
+class Rope(NamedTuple):
+    """The base of the wavelengths, how they are scaled, and which part of a head is rotated."""
+
+    theta: float
+    scaling: RopeScaling | None
+    part: float
+
+
+def read_rope(config: Mapping[str, Any], where: str) -> Rope:
+    """Returns the rotary positions of a config.json.
 
     Args:
       config: a parsed config.json that has the keys rope_parameters, rope_scaling, rope_theta and
@@ -45,8 +53,8 @@ def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling
         raise ValueError(f"{where}: rope_scaling={old} contradicts rope_parameters={new}")
     rope = dict(old or new or {})
     theta = rope.pop("rope_theta") if "rope_theta" in rope else config["rope_theta"]
-    part = rope.pop("partial_rotary_factor", None) or config["partial_rotary_factor"]
-    if part not in (None, 1):
+    part = rope.pop("partial_rotary_factor", None) or config["partial_rotary_factor"] or 1.0
+    if type(part) not in (int, float) or not 0 < part <= 1:
         raise ValueError(f"{where}: partial_rotary_factor={brief(part)} is not supported, only 1")
     kind = _kind(rope, where)
     if unknown := sorted(rope.keys() - set(_KEYS[kind])):
@@ -55,7 +63,39 @@ def read_rope(config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling
             f" only {', '.join(_KEYS[kind]) or 'rope_theta'}"
         )
     read = _Reader(rope | _original(config), where)
-    return _positive(theta, "rope_theta", where), read.scaling(kind, config)
+    return Rope(_positive(theta, "rope_theta", where), read.scaling(kind, config), part)
+
+
+def read_ropes(
+    config: Mapping[str, Any], local_theta: str | None, where: str
+) -> tuple[Rope, float]:
+    """Returns the rotary positions of full layers, and the base in those with a window.
+
+    Windowed layers are never scaled. transformers 5 has both in `rope_parameters`, by the names of
+    `layer_types`; older files have those of full layers as other families do.
+
+    Args:
+      local_theta: the key of the base in older files; None where it is that of full layers.
+    """
+    given = config["rope_parameters"]
+    if not isinstance(given, dict) or not {"full_attention", "sliding_attention"} & given.keys():
+        full = read_rope(config, where)
+        theta = full.theta if local_theta is None else config[local_theta]
+        return full, _positive(theta, local_theta or "rope_theta", where)
+    if missing := {"full_attention", "sliding_attention"} ^ given.keys():
+        raise ValueError(
+            f"{where}: rope_parameters must have full_attention and sliding_attention, and not "
+            f"more: {', '.join(sorted(missing))}"
+        )
+    full = read_rope({**config, "rope_parameters": given["full_attention"]}, where)
+    alone = {"rope_parameters": given["sliding_attention"], "rope_scaling": None}
+    windowed = read_rope({**config, **alone}, where)
+    if windowed.scaling is not None or windowed.part != full.part:
+        raise ValueError(
+            f"{where}: rope_parameters of sliding_attention={brief(given['sliding_attention'])} is"
+            " not supported, only another rope_theta"
+        )
+    return full, windowed.theta
 
 
 def _kind(rope: dict[str, Any], where: str) -> str:

@@ -1,7 +1,8 @@
 """Where each parameter of ours lies in a Hugging Face checkpoint: one table for each family.
 
 Our layers are one stack, [n_layers, ...]; theirs are tensors of their own. Our kernels lie
-[in, out], as GPT-2's do; those of torch's Linear lie [out, in]. GPT-2 joins query, key and value.
+[in, out], as GPT-2's do; those of torch's Linear lie [out, in]. GPT-2 and Phi-3 join query, key and
+value along their outputs, Phi-3 also gate and up.
 
 A row whose parameter a model does not have (a bias, a norm of queries, a head of its own) is left
 out. Names are those of the class with a language-model head. Checkpoints of the bare model lack
@@ -31,13 +32,13 @@ class Place:
       ours: path in our tree; under "layers/" the leaf has a leading axis of layers.
       theirs: name of the tensor, with `LAYER` for the number of the layer.
       transposed: whether theirs lies [out, in].
-      part: (i, n): it is the i-th of n equal parts of theirs along its last axis.
+      joined: paths of ours whose outputs theirs has one after the other; () if it has ours only.
     """
 
     ours: str
     theirs: str
     transposed: bool = False
-    part: tuple[int, int] = (0, 1)
+    joined: tuple[str, ...] = ()
 
     def name(self, layer: int, prefix: str) -> str:
         """The tensor's name in a checkpoint whose names begin with `prefix`."""
@@ -72,44 +73,73 @@ def _linears(at: str, linears: Mapping[str, str]) -> list[Place]:
     return rows
 
 
-def _conv1d(at: str, ours: str, theirs: str, part: tuple[int, int] = (0, 1)) -> list[Place]:
+def _joined_linear(at: str, theirs: str, *ours: str, transposed: bool) -> list[Place]:
+    """Weight and bias of one linear of theirs that does what several of ours do."""
+    rows = []
+    for leaf, name in (("kernel", "weight"), ("bias", "bias")):
+        paths = tuple(f"layers/{path}/{leaf}" for path in ours)
+        for path in paths:
+            turned = transposed and leaf == "kernel"
+            rows.append(Place(path, f"{at}{theirs}.{name}", transposed=turned, joined=paths))
+    return rows
+
+
+def _conv1d(at: str, ours: str, theirs: str) -> list[Place]:
     """Weight [in, out] and bias of GPT-2's linears."""
-    return [
-        Place(f"layers/{ours}/kernel", f"{at}{theirs}.weight", part=part),
-        Place(f"layers/{ours}/bias", f"{at}{theirs}.bias", part=part),
-    ]
+    return _joined_linear(at, theirs, ours, transposed=False)
 
 
 def _norm(ours: str, theirs: str) -> list[Place]:
     return [Place(f"{ours}/scale", f"{theirs}.weight"), Place(f"{ours}/bias", f"{theirs}.bias")]
 
 
-_LAYER_OF_LLAMA = f"{{prefix}}layers.{LAYER}."
-_LLAMA = Names(
-    prefix="model.",
-    places=(
-        Place("embedding", "{prefix}embed_tokens.weight"),
-        *_norm("layers/attention_norm", f"{_LAYER_OF_LLAMA}input_layernorm"),
-        *_linears(
-            _LAYER_OF_LLAMA,
-            {
-                "attention/q": "self_attn.q_proj",
-                "attention/k": "self_attn.k_proj",
-                "attention/v": "self_attn.v_proj",
-                "attention/o": "self_attn.o_proj",
-                "mlp/gate": "mlp.gate_proj",
-                "mlp/up": "mlp.up_proj",
-                "mlp/down": "mlp.down_proj",
-            },
+_AT = f"{{prefix}}layers.{LAYER}."  # a layer of Llama
+_QKV = {f"attention/{name}": f"self_attn.{name}_proj" for name in "qkv"}
+_GATE_UP = {f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up")}
+# Our norms -> theirs, by the place of the norms.
+_NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def _llama(norm_at: str, joined: bool) -> Names:
+    """The table of Llama and its kin."""
+    norms = _NORMS[norm_at] | {f"attention/{n}": f"self_attn.{n}" for n in ("q_norm", "k_norm")}
+    if joined:
+        inputs = [
+            *_joined_linear(_AT, "self_attn.qkv_proj", *_QKV, transposed=True),
+            *_joined_linear(_AT, "mlp.gate_up_proj", *_GATE_UP, transposed=True),
+        ]
+    else:
+        inputs = _linears(_AT, _QKV | _GATE_UP)
+    outputs = {"attention/o": "self_attn.o_proj", "mlp/down": "mlp.down_proj"}
+    return Names(
+        prefix="model.",
+        places=(
+            Place("embedding", "{prefix}embed_tokens.weight"),
+            *(
+                row
+                for ours, theirs in norms.items()
+                for row in _norm(f"layers/{ours}", _AT + theirs)
+            ),
+            *inputs,
+            *_linears(_AT, outputs),
+            *_norm("final_norm", "{prefix}norm"),
+            Place("lm_head/kernel", "lm_head.weight", transposed=True),
         ),
-        *_norm("layers/attention/q_norm", f"{_LAYER_OF_LLAMA}self_attn.q_norm"),
-        *_norm("layers/attention/k_norm", f"{_LAYER_OF_LLAMA}self_attn.k_norm"),
-        *_norm("layers/mlp_norm", f"{_LAYER_OF_LLAMA}post_attention_layernorm"),
-        *_norm("final_norm", "{prefix}norm"),
-        Place("lm_head/kernel", "lm_head.weight", transposed=True),
-    ),
-    buffers=(r"(.*\.)?rotary_emb\.inv_freq",),
-)
+        buffers=(r"(.*\.)?rotary_emb\.inv_freq",),
+    )
+
 
 _LAYER_OF_GPT2 = f"{{prefix}}h.{LAYER}."
 _GPT2 = Names(
@@ -118,9 +148,7 @@ _GPT2 = Names(
         Place("embedding", "{prefix}wte.weight"),
         Place("position_embedding", "{prefix}wpe.weight"),
         *_norm("layers/attention_norm", f"{_LAYER_OF_GPT2}ln_1"),
-        *_conv1d(_LAYER_OF_GPT2, "attention/q", "attn.c_attn", part=(0, 3)),
-        *_conv1d(_LAYER_OF_GPT2, "attention/k", "attn.c_attn", part=(1, 3)),
-        *_conv1d(_LAYER_OF_GPT2, "attention/v", "attn.c_attn", part=(2, 3)),
+        *_joined_linear(_LAYER_OF_GPT2, "attn.c_attn", *_QKV, transposed=False),
         *_conv1d(_LAYER_OF_GPT2, "attention/o", "attn.c_proj"),
         *_norm("layers/mlp_norm", f"{_LAYER_OF_GPT2}ln_2"),
         *_conv1d(_LAYER_OF_GPT2, "mlp/up", "mlp.c_fc"),
@@ -136,7 +164,7 @@ HEAD = "lm_head.weight"  # a checkpoint of a tied model may hold it too, equal t
 
 def names_for(model: ModelConfig) -> Names:
     """Returns the table of a model's family."""
-    return _GPT2 if model.learned_positions else _LLAMA
+    return _GPT2 if model.learned_positions else _llama(model.norm_at, model.joined_projections)
 
 
 def places(model: ModelConfig) -> dict[str, Place]:
@@ -158,8 +186,8 @@ def tensor_shapes(model: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]
     ours = parameter_shapes(model)
     for path, place in places(model).items():
         shape = ours[path][1:] if place.per_layer else ours[path]
+        shape = (*shape[:-1], sum(ours[part][-1] for part in place.joined or (path,)))
         shape = shape[::-1] if place.transposed else shape
-        shape = (*shape[:-1], shape[-1] * place.part[1])
         for layer in range(model.n_layers if place.per_layer else 1):
             shapes[place.name(layer, prefix)] = shape
     return shapes
@@ -181,7 +209,7 @@ Slices = tuple[slice, ...]
 
 def read_leaf(
     place: Place,
-    shape: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
     index: Slices,
     prefix: str,
     read: Callable[[str, Slices], np.ndarray],
@@ -190,28 +218,27 @@ def read_leaf(
     """Returns the part `index` of a parameter of ours, from the tensors that hold it.
 
     Args:
-      shape: the whole parameter's.
-      index: a slice for each of its axes.
+      shapes: of all parameters of ours.
+      index: a slice for each axis of this one.
       read: (name, slices) -> that part of a tensor.
       dtype: of the result; a tensor of another dtype is cast.
     """
-    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+    sizes = shapes[place.ours]
+    bounds = [part.indices(size)[:2] for part, size in zip(index, sizes, strict=True)]
+    before = place.joined[: place.joined.index(place.ours)] if place.joined else ()
+    shift = sum(shapes[path][-1] for path in before)  # of our outputs in theirs
+    theirs = (*(slice(*b) for b in bounds[:-1]), slice(*(b + shift for b in bounds[-1])))
     if not place.per_layer:
-        return _read_tensor(place, place.name(0, prefix), shape, bounds, read).astype(dtype)
+        return _read_tensor(place, place.name(0, prefix), theirs, read).astype(dtype)
     out = np.empty([end - begin for begin, end in bounds], dtype)
     for row, layer in enumerate(range(*bounds[0])):
-        name = place.name(layer, prefix)
-        out[row] = _read_tensor(place, name, shape[1:], bounds[1:], read)
+        out[row] = _read_tensor(place, place.name(layer, prefix), theirs[1:], read)
     return out
 
 
-def _read_tensor(place, name, shape, bounds, read) -> np.ndarray:
+def _read_tensor(place: Place, name: str, index: Slices, read) -> np.ndarray:
     """Reads one tensor's part, in the order of our axes."""
-    if place.transposed:
-        return read(name, tuple(slice(*b) for b in reversed(bounds))).T
-    shift = place.part[0] * shape[-1]
-    *rest, (begin, end) = bounds
-    return read(name, (*(slice(*b) for b in rest), slice(begin + shift, end + shift)))
+    return read(name, index[::-1]).T if place.transposed else read(name, index)
 
 
 def tensors_of(
@@ -230,10 +257,11 @@ def tensors_of(
 
     def make(parts: list[tuple[str, Place, int | None]]) -> np.ndarray:
         arrays = []
-        for path, place, layer in sorted(parts, key=lambda part: part[1].part):
+        order = parts[0][1].joined or (parts[0][0],)
+        for path, _, layer in sorted(parts, key=lambda part: order.index(part[0])):
             array = leaf(path)
-            array = np.asarray(array if layer is None else array[layer])
-            arrays.append(array.T if place.transposed else array)
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+            arrays.append(np.asarray(array if layer is None else array[layer]))
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+        return whole.T if parts[0][1].transposed else whole
 
     return {name: lambda parts=parts: make(parts) for name, parts in made.items()}  # type: ignore[misc]

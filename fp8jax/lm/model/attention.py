@@ -4,7 +4,9 @@ Legend: B batch, T query length, S key length, N query heads, K key and value he
 
 Attention itself is never quantized. Scores and softmax are computed in float32 or more, except in
 the last two variants below; inputs and outputs have the activations' dtype. Packed rows carry
-segment ids: a query sees the keys of its own segment, at its own position and before.
+segment ids: a query sees the keys of its own segment, at its own position and before. With a
+window of w tokens it sees the last w of these keys, its own included. Segments are consecutive, so
+that a window within the row is one within the document.
 
     flash         our kernels for Hopper (lm/flash/attention.py): their time falls with the
                   lengths of documents, their memory grows with T, and they give the same bits twice
@@ -51,7 +53,8 @@ class Implementation:
     Compares and hashes by value, since it is a static argument of compiled programs.
 
     Attributes:
-      attend: (q_BTNH, k_BTKH, v_BTKH, segments_BT) -> output [B, T, N, H].
+      attend: (q_BTNH, k_BTKH, v_BTKH, segments_BT) -> output [B, T, N, H]; models with windows
+        give one more argument, the window: a number, or an array [] where layers are unlike.
       refuses: queries -> the reason why it cannot run them on this device, or None if it can.
       saves_output: whether its backward reads its output, which so is kept since the forward.
     """
@@ -67,6 +70,7 @@ def dot_product_attention(
     v_BTKH: Float[Array, "B T K H"],
     segments_BT: Int[Array, "B T"],
     *,
+    window: Any = None,
     implementation: str | Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
     """Returns softmax(q k^T / sqrt(H)) v, causal and within segments; N is a multiple of K (GQA).
@@ -75,6 +79,7 @@ def dot_product_attention(
       q_BTNH, k_BTKH, v_BTKH: all of one float dtype, which the result has too.
       segments_BT: number of each position's document within its row; 0 is padding, which attends
         to padding. The positions of a document are consecutive.
+      window: how many keys a query sees at most, its own included; None for all.
       implementation: a key of `ATTENTIONS` or an `Implementation`. None is the first of
         `FASTEST` that can run on this device.
 
@@ -84,7 +89,8 @@ def dot_product_attention(
         message says why.
     """
     chosen = choose_attention(implementation, q_BTNH)
-    return chosen.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    limits = () if window is None else (window,)
+    return chosen.attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, *limits)
 
 
 def choose_attention(
@@ -131,23 +137,32 @@ def fastest_attention(q_BTNH: Array | jax.ShapeDtypeStruct) -> str:
     return next(name for name in FASTEST if ATTENTIONS[name].refuses(q_BTNH) is None)
 
 
-def _flash(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def _flash(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None):
     from fp8jax.lm.flash.attention import flash_attention  # Pallas, when a kernel first runs
 
-    return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    return flash_attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
 
 
-def _jax_nn(implementation: Any, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def _near(length: int, window: Any) -> Array:
+    """Returns whether a key is within the window of a query, or behind it, bool [1, 1, T, T]."""
+    at_T = jnp.arange(length)
+    return (at_T[:, None] - at_T[None, :] < window)[None, None]
+
+
+def _jax_nn(implementation: Any, q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None):
     same_B1TT = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    if window is not None:
+        same_B1TT &= _near(q_BTNH.shape[1], window)
     # cuDNN skips the blocks above the diagonal only if it is told that there is one.
     return jax.nn.dot_product_attention(
         q_BTNH, k_BTKH, v_BTKH, mask=same_B1TT, is_causal=True, implementation=implementation
     )
 
 
-def _cudnn_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT):
+def _cudnn_causal(q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None):
+    near = None if window is None else _near(q_BTNH.shape[1], window)
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
+        q_BTNH, k_BTKH, v_BTKH, mask=near, is_causal=True, implementation="cudnn"
     )
 
 

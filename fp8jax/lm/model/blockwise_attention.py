@@ -146,11 +146,11 @@ class Blockwise:
     row_max: RowMax | None
     rounded: Rounded
 
-    def __call__(self, q_BTNH, k_BTKH, v_BTKH, segments_BT):
+    def __call__(self, q_BTNH, k_BTKH, v_BTKH, segments_BT, window=None):
         """Returns attention [B, T, N, H]; groups query heads by the key head that they share."""
         batch, length, heads, size = q_BTNH.shape
         q_BTKGH = q_BTNH.reshape(batch, length, k_BTKH.shape[2], -1, size)
-        out = _blockwise(self, q_BTKGH, k_BTKH, v_BTKH, segments_BT)
+        out = _blockwise(self, q_BTKGH, k_BTKH, v_BTKH, segments_BT, window)
         return out.reshape(batch, length, heads, size)
 
     def round_product(self, dtype: Any) -> Callable[[Array], Array]:
@@ -184,7 +184,7 @@ def _blocks(x: Array, fill: int = 0) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
 
 
-def _scores(how: Blockwise, q_BTKGH, k_BCKH, segments_BT, segments_BC, index):
+def _scores(how: Blockwise, q_BTKGH, k_BCKH, segments_BT, segments_BC, index, window=None):
     """Returns the scores [B, K, G, T, C] of all queries with key block `index`; -inf if masked."""
     dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
     rounded = how.round_other(q_BTKGH.dtype)
@@ -193,16 +193,18 @@ def _scores(how: Blockwise, q_BTKGH, k_BCKH, segments_BT, segments_BC, index):
     at_C = index * BLOCK + jnp.arange(BLOCK)
     seen_BTC = segments_BT[:, :, None] == segments_BC[:, None, :]
     seen_BTC &= (at_T[:, None] >= at_C[None])[None]
+    if window is not None:
+        seen_BTC &= (at_T[:, None] - at_C[None] < window)[None]
     root = math.sqrt(q_BTKGH.shape[-1])
     return jnp.where(seen_BTC[:, None, None], rounded(rounded(s_BKGTC) / root), -jnp.inf)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
-    return _blockwise_fwd(how, q_BTKGH, k_BSKH, v_BSKH, segments_BT)[0]
+def _blockwise(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT, window):
+    return _blockwise_fwd(how, q_BTKGH, k_BSKH, v_BSKH, segments_BT, window)[0]
 
 
-def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
+def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT, window):
     dtype = jnp.promote_types(q_BTKGH.dtype, jnp.float32)
     rounded, rounded_product = how.round_other(v_BSKH.dtype), how.round_product(v_BSKH.dtype)
     matmul = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -211,7 +213,7 @@ def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     def block(carry, scanned):
         m, l, o = carry  # noqa: E741
         index, k_BCKH, v_BCKH, segments_BC = scanned
-        s_BKGTC = _scores(how, q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
+        s_BKGTC = _scores(how, q_BTKGH, k_BCKH, segments_BT, segments_BC, index, window)
         m, p_BKGTC, shrink = how.exponentials(s_BKGTC, m, v_BCKH.dtype)
         l = rounded(shrink * l + jnp.sum(p_BKGTC, axis=-1))  # noqa: E741
         p_BKGTC = rounded(p_BKGTC).astype(v_BCKH.dtype)
@@ -227,7 +229,7 @@ def _blockwise_fwd(how: Blockwise, q_BTKGH, k_BSKH, v_BSKH, segments_BT):
     )
     (m, l, o), _ = lax.scan(block, start, (jnp.arange(len(blocks[0])), *blocks))  # noqa: E741
     out_BTKGH = jnp.moveaxis(rounded(o / l[..., None]), 3, 1).astype(q_BTKGH.dtype)
-    return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, m + jnp.log(l))
+    return out_BTKGH, (q_BTKGH, k_BSKH, v_BSKH, segments_BT, window, out_BTKGH, m + jnp.log(l))
 
 
 def first_exponentials(how: Blockwise, q_BTKGH: Array, k_BSKH: Array, segments_BT: Array) -> Array:
@@ -264,7 +266,7 @@ def _sum_over_queries(how: Blockwise, weights_BKGTC: Array, x_BTKGH: Array, dtyp
 
 
 def _blockwise_bwd(how: Blockwise, residuals, do_BTKGH):
-    q_BTKGH, k_BSKH, v_BSKH, segments_BT, out_BTKGH, lse_BKGT = residuals
+    q_BTKGH, k_BSKH, v_BSKH, segments_BT, window, out_BTKGH, lse_BKGT = residuals
     dtype = lse_BKGT.dtype
     rounded = how.round_other(q_BTKGH.dtype)
     matmul = functools.partial(jnp.einsum, preferred_element_type=dtype)
@@ -272,7 +274,7 @@ def _blockwise_bwd(how: Blockwise, residuals, do_BTKGH):
 
     def block(dq_BTKGH, scanned):
         index, k_BCKH, v_BCKH, segments_BC = scanned
-        s_BKGTC = _scores(how, q_BTKGH, k_BCKH, segments_BT, segments_BC, index)
+        s_BKGTC = _scores(how, q_BTKGH, k_BCKH, segments_BT, segments_BC, index, window)
         p_BKGTC = jnp.exp(s_BKGTC - lse_BKGT[..., None])
         low_p_BKGTC = rounded(p_BKGTC).astype(do_BTKGH.dtype)
         dv_BCKH = _sum_over_queries(how, low_p_BKGTC, do_BTKGH, dtype)
@@ -291,7 +293,7 @@ def _blockwise_bwd(how: Blockwise, residuals, do_BTKGH):
         jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, : k_BSKH.shape[1]]
         for x in gradients
     )
-    return dq.astype(q_BTKGH.dtype), dk, dv, None
+    return dq.astype(q_BTKGH.dtype), dk, dv, None, None
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)

@@ -146,9 +146,14 @@ def _encoded(x_BLKH: Array, cache: KVCache) -> tuple[Array, Any]:
 
 
 def attend_cached(
-    q_BLNH: Float[Array, "B L N H"], cache: KVCache, positions_BL: Int[Array, "B L"]
+    q_BLNH: Float[Array, "B L N H"],
+    cache: KVCache,
+    positions_BL: Int[Array, "B L"],
+    window: Any = None,
 ) -> Float[Array, "B L N H"]:
     """Returns attention of the queries to the slots up to their own positions, in q's dtype.
+
+    With a window, to the last `window` of these slots only.
 
     Scores and softmax are float32; keys and values are not repeated for the heads that share them.
     The cache already holds the queries' own tokens.
@@ -161,6 +166,8 @@ def attend_cached(
     if cache.key_scales is not None:
         s_BKGLS *= cache.key_scales[:, :, None, None, :]
     seen_BLS = jnp.arange(slots)[None, None, :] <= positions_BL[:, :, None]
+    if window is not None:
+        seen_BLS &= jnp.arange(slots)[None, None, :] > positions_BL[:, :, None] - window
     s_BKGLS = jnp.where(seen_BLS[:, None, None], s_BKGLS, -jnp.inf)
     p_BKGLS = jax.nn.softmax(s_BKGLS, axis=-1)
     if cache.value_scales is not None:

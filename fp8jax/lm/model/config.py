@@ -7,8 +7,15 @@ One decoder serves all model families. The fields of `ModelConfig` tell them apa
     GPT (111M   layer  gelu       learned              all     plain      tied
      to 13B)
     Llama 2, 3  rms    swiglu     RoPE                 none    plain      its own
+    Mistral     rms    swiglu     RoPE, windows        none    plain      its own
+    Phi 3, 4    rms    swiglu     RoPE of a part       none    plain      its own
+    SmolLM 3    rms    swiglu     RoPE, none in some   none    plain      tied
     Qwen 2, 2.5 rms    swiglu     RoPE, theta 1e6      q k v   plain      tied if small
     Qwen 3      rms    swiglu     RoPE, theta 1e6      none    normalized tied if small
+    OLMo 2, 3   rms    swiglu     RoPE, windows in 3   none    normalized its own
+                after                                          together
+    Gemma 3     rms +1 geglu_tanh RoPE, two bases,     none    normalized tied
+                both              windows
 
 models.py has the sizes of each family, and their sources.
 """
@@ -58,6 +65,7 @@ class MLP:
 MLPS = {
     "swiglu": MLP(gated=True, activation=jax.nn.silu),
     "smooth_swiglu": MLP(gated=True, activation=jax.nn.silu, smooth=True),
+    "geglu_tanh": MLP(gated=True, activation=functools.partial(jax.nn.gelu, approximate=True)),
     "gelu": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_tanh": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=True)),
 }
@@ -69,6 +77,19 @@ BIASES: dict[str, tuple[str, ...]] = {
     "qkv": MODULES[:3],
     "all": MODULES[:-1],
 }
+
+# Name -> whether a part of a layer has a norm before it, and one after it, before the residual.
+NORM_PLACES = {"before": (True, False), "after": (False, True), "both": (True, True)}
+
+# Letters of `ModelConfig.layer_pattern`.
+LAYER_KINDS = {
+    "f": "all keys before a query",
+    "w": "the keys of a window",
+    "n": "all keys, without positions",
+}
+
+# Fields that only rotary positions have -> their values without effect.
+_ROTARY = {"rope_theta": 1e4, "rope_scaling": None, "window_rope_theta": 0.0, "rotary_dim": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,15 +105,24 @@ class ModelConfig:
       d_ff: F, hidden width of the MLP.
       head_dim: H, size of a head.
       norm: a key of `NORMS` (norms.py).
+      norm_at: a key of `NORM_PLACES`: norms before attention and MLP, after them, or both.
       norm_eps: added to the variance by the norms.
       mlp: a key of `MLPS`.
       biases: a key of `BIASES`.
       qk_norm: queries and keys are RMS-normalized, head by head, before they are rotated.
+      qk_norm_joint: and not head by head, but all heads of a token together.
+      query_scalar: attention divides its scores by the root of this; 0 for head_dim.
+      layer_pattern: kinds of the layers, by letters of `LAYER_KINDS`; repeated until the last.
+      window: keys that a query of a windowed layer sees, its own included; 0 without such layers.
+      joined_projections: q, k and v are one tensor of a checkpoint, and so are gate and up.
+      scale_embedding: embeddings are multiplied by the root of d_model.
       tie_embeddings: the head uses the embedding as its kernel.
       learned_positions: rows of the table of learned positions; 0 for rotary positions.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: how RoPE is extended, a `RopeScaling` or a key of `ROPE_SCALINGS` (rope.py),
         which the constructor resolves; or None.
+      window_rope_theta: base in windowed layers, which then are not scaled; 0: as in the others.
+      rotary_dim: how many of a head's elements are rotated, the first ones; 0 for all.
 
     Raises:
       ValueError: a field is out of range or unknown, or two fields contradict each other.
@@ -115,14 +145,23 @@ class ModelConfig:
     d_ff: int
     head_dim: int
     norm: str = "rms"
+    norm_at: str = "before"
     norm_eps: float = 1e-5
     mlp: str = "swiglu"
     biases: str = "none"
     qk_norm: bool = False
+    qk_norm_joint: bool = False
+    query_scalar: float = 0.0
+    layer_pattern: str = "f"
+    window: int = 0
+    joined_projections: bool = False
+    scale_embedding: bool = False
     tie_embeddings: bool = False
     learned_positions: int = 0
     rope_theta: float = 10_000.0
     rope_scaling: Any = None
+    window_rope_theta: float = 0.0
+    rotary_dim: int = 0
 
     def __post_init__(self):
         for name in (
@@ -144,9 +183,12 @@ class ModelConfig:
             )
         lookup("MLP", self.mlp, MLPS)
         lookup("choice of biases", self.biases, BIASES)
-        if self.learned_positions < 0:
-            raise ValueError(f"learned_positions={self.learned_positions} is negative")
-        for name, unset in (("rope_theta", 1e4), ("rope_scaling", None)):
+        lookup("place of norms", self.norm_at, NORM_PLACES)
+        for name in ("learned_positions", "query_scalar", "window_rope_theta", "rotary_dim"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is negative or not finite")
+        self._check_layers()
+        for name, unset in _ROTARY.items():
             if self.learned_positions and getattr(self, name) != unset:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is for rotary positions, but this model has "
@@ -154,9 +196,30 @@ class ModelConfig:
                 )
         if not self.learned_positions and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, got {self.head_dim}")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim} must be even and at most head_dim={self.head_dim}"
+            )
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             scaling = lookup("RoPE scaling", self.rope_scaling, ROPE_SCALINGS)
             object.__setattr__(self, "rope_scaling", scaling)
+
+    def _check_layers(self) -> None:
+        for letter in self.layer_pattern:
+            lookup("kind of layer", letter, LAYER_KINDS)
+        if not self.layer_pattern:
+            raise ValueError("layer_pattern is empty: give a letter for each kind of layer")
+        if self.window < 0 or ("w" in self.layer_pattern and not self.window):
+            raise ValueError(
+                f"window={self.window} must be positive with layer_pattern={self.layer_pattern!r}"
+            )
+        if self.qk_norm_joint and not self.qk_norm:
+            raise ValueError("qk_norm_joint=True needs qk_norm=True")
+
+    @property
+    def layer_kinds(self) -> str:
+        """The letter of `layer_pattern` of each layer."""
+        return (self.layer_pattern * self.n_layers)[: self.n_layers]
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -207,10 +270,14 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Returns the model FLOPs of training on one token, forward and backward.
 
     Recomputed values are not counted. Each weight of a linear takes 6 FLOPs. Causal attention takes
-    6 * seq_len * N * H in each layer (scores and values, over half of the square). Looking up the
-    embedding is free; a tied head still counts as a linear.
+    6 * seq_len * N * H in each layer (scores and values, over half of the square), and in layers
+    with a window what a window hides less. Looking up the embedding is free; a tied head still
+    counts as a linear.
     """
     c = config
     counts = {path: 1 if path == "lm_head" else c.n_layers for path in c.linears}
     weights = sum(counts[path] * k * n for path, (k, n) in c.linears.items())
-    return 6 * weights + 6 * c.n_layers * seq_len * c.n_heads * c.head_dim
+    windowed = c.layer_kinds.count("w")
+    hidden = max(seq_len - c.window, 0)  # of the square, hidden^2 / 2 products
+    keys = c.n_layers * seq_len - windowed * hidden * hidden // seq_len
+    return 6 * weights + 6 * keys * c.n_heads * c.head_dim

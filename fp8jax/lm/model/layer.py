@@ -23,7 +23,8 @@ from fp8jax.gemm.promotable import promotable_dot
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
-from fp8jax.lm.model.config import BIASES, MLPS, ModelConfig
+from fp8jax.lm.model.config import BIASES, MLPS, NORM_PLACES, ModelConfig
+from fp8jax.lm.model.layer_kinds import LayerKind, kind_of
 from fp8jax.lm.model.norms import RMSNorm, norm_layer
 from fp8jax.lm.model.promotion import Promotion
 from fp8jax.lm.model.rope import rotate
@@ -192,12 +193,15 @@ class Attention(nn.Module):
     implementation: str | Implementation | None
 
     @nn.compact
-    def __call__(self, x_BLD, segments_BL, positions_BL, cache=None):
+    def __call__(self, x_BLD, segments_BL, positions_BL, kind: LayerKind, cache=None):
         """Returns y; with a cache, also the cache with the new tokens."""
         c = self.config
 
         def split_heads(y, heads: int):
             return y.reshape(*y.shape[:2], heads, c.head_dim)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(c.norm_eps, c.norm == "rms_offset", name=name)
 
         q, k, v = self.linears(
             x_BLD,
@@ -205,23 +209,27 @@ class Attention(nn.Module):
             LinearSpec("k", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
             LinearSpec("v", c.n_kv_heads * c.head_dim, ("embed", "kv_heads")),
         )
+        if c.qk_norm_joint:
+            q, k = norm("q_norm")(q), norm("k_norm")(k)
         q_BLNH, k_BLKH = split_heads(q, c.n_heads), split_heads(k, c.n_kv_heads)
-        if c.qk_norm:
-            q_BLNH = RMSNorm(c.norm_eps, name="q_norm")(q_BLNH)
-            k_BLKH = RMSNorm(c.norm_eps, name="k_norm")(k_BLKH)
-        if not c.learned_positions:
-            q_BLNH = rotate(q_BLNH, positions_BL, c.rope_theta, c.rope_scaling)
-            k_BLKH = rotate(k_BLKH, positions_BL, c.rope_theta, c.rope_scaling)
+        if c.qk_norm and not c.qk_norm_joint:
+            q_BLNH, k_BLKH = norm("q_norm")(q_BLNH), norm("k_norm")(k_BLKH)
+        if kind.frequencies is not None:
+            q_BLNH = rotate(q_BLNH, positions_BL, kind.frequencies, kind.magnitude)
+            k_BLKH = rotate(k_BLKH, positions_BL, kind.frequencies, kind.magnitude)
+        if c.query_scalar not in (0.0, c.head_dim):
+            q_BLNH *= math.sqrt(c.head_dim / c.query_scalar)
         v_BLKH = split_heads(v, c.n_kv_heads)
         updated, keeps_y = None, False
         if cache is not None:
             updated = written(cache, k_BLKH, v_BLKH, positions_BL, segments_BL > 0)
         if updated is None or cache.fresh:
             chosen = choose_attention(self.implementation, q_BLNH)
-            y_BLNH = chosen.attend(q_BLNH, k_BLKH, v_BLKH, segments_BL)
+            window = () if kind.window is None else (kind.window,)
+            y_BLNH = chosen.attend(q_BLNH, k_BLKH, v_BLKH, segments_BL, *window)
             keeps_y = chosen.saves_output
         else:
-            y_BLNH = attend_cached(q_BLNH, updated, positions_BL)
+            y_BLNH = attend_cached(q_BLNH, updated, positions_BL, kind.window)
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
         o = LinearSpec("o", c.d_model, ("heads", "embed"), requantize=keeps_y)
         y = self.linears(y, o)[0]
@@ -302,8 +310,12 @@ class Block(nn.Module):
         key: Shaped[Array, "..."] | None = None,
         promotion: Promotion | None = None,
         cache: KVCache | None = None,
+        kind: LayerKind | None = None,
     ) -> Float[Array, "B L D"] | tuple[Float[Array, "B L D"], KVCache]:
-        """Returns the layer's output; with a cache, also the cache with the new tokens."""
+        """Returns the layer's output; with a cache, also the cache with the new tokens.
+
+        `kind` is None where all layers are of one kind.
+        """
         c, real_BL = self.config, segments_BL > 0 if self.zero_padding else None
 
         def linears(part: str) -> Linears:
@@ -319,14 +331,22 @@ class Block(nn.Module):
                 self.seeded,
             )
 
-        y = norm_layer(c, "attention_norm")(x_BLD)
+        def normalized(y, name: str, here: bool):
+            return norm_layer(c, name)(y) if here else y
+
+        before, after = NORM_PLACES[c.norm_at]
+        kind = kind_of(c, c.layer_pattern[0]) if kind is None else kind
+        y = normalized(x_BLD, "attention_norm", before)
         attention = Attention(c, linears("attention"), self.attention, name="attention")
         if cache is None:
-            y = attention(y, segments_BL, positions_BL)
+            y = attention(y, segments_BL, positions_BL, kind)
         else:
-            y, cache = attention(y, segments_BL, positions_BL, cache)
+            y, cache = attention(y, segments_BL, positions_BL, kind, cache)
+        y = normalized(y, "attention_post_norm", after)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
-        y = FeedForward(c, linears("mlp"), name="mlp")(norm_layer(c, "mlp_norm")(x_BLD))
+        y = normalized(x_BLD, "mlp_norm", before)
+        y = FeedForward(c, linears("mlp"), name="mlp")(y)
+        y = normalized(y, "mlp_post_norm", after)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
         return x_BLD if cache is None else (x_BLD, cache)
 

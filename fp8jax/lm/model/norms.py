@@ -22,13 +22,21 @@ from fp8jax.lookup import lookup
 
 
 class RMSNorm(nn.Module):
-    """Returns x / sqrt(mean(x^2) + eps) * scale, with the mean over the last axis."""
+    """Returns x / sqrt(mean(x^2) + eps) * scale, with the mean over the last axis.
+
+    Attributes:
+      eps: see there.
+      offset: whether 1 + scale multiplies instead, and the scale begins at 0 (Gemma).
+    """
 
     eps: float
+    offset: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return _rms_norm(x, _vector(self, "scale", nn.initializers.ones, x), self.eps)
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale = _vector(self, "scale", init, x)
+        return _rms_norm(x, 1 + scale if self.offset else scale, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -78,7 +86,11 @@ def _vector(module: nn.Module, name: str, init: Any, x: Array) -> Array:
     return vector_D.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-NORMS: dict[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "rms": RMSNorm,
+    "rms_offset": functools.partial(RMSNorm, offset=True),
+    "layer": LayerNorm,
+}
 
 
 def norm_layer(config: ModelConfig, name: str) -> Callable[..., Any]:
@@ -87,4 +99,4 @@ def norm_layer(config: ModelConfig, name: str) -> Callable[..., Any]:
     Raises:
       ValueError: `config.norm` is unknown.
     """
-    return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)  # type: ignore[call-arg]
+    return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)

@@ -22,7 +22,7 @@ the same weights would see different frequencies at different steps of a generat
 
 import dataclasses
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -133,27 +133,43 @@ ROPE_SCALINGS: dict[str, RopeScaling] = {
 }
 
 
+def frequencies(
+    theta: float, head_dim: int, scaling: RopeScaling | None = None
+) -> Float[Array, " h"]:
+    """Returns the frequencies of a head's pairs, in float32.
+
+    Args:
+      theta: base of the wavelengths.
+      head_dim: elements of a head that are rotated; twice as many as the frequencies.
+      scaling: how RoPE is extended, or None.
+    """
+    half = head_dim // 2
+    plain = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return plain
+    return plain * scaling.multipliers(theta, head_dim).astype(np.float32)
+
+
 def rotate(
     x_BLNH: Float[Array, "B L N H"],
     positions_BL: Int[Array, "B L"],
-    theta: float,
-    scaling: RopeScaling | None = None,
+    frequencies_h: Float[Array, " h"],
+    magnitude: Any = None,
 ) -> Float[Array, "B L N H"]:
     """Returns x with each head rotated by its position, in x's dtype; computed in float32.
 
     Args:
-      theta: base of the wavelengths.
-      scaling: how RoPE is extended, or None.
+      frequencies_h: of the pairs of a head. Fewer than half its elements leave its last ones as
+        they are.
+      magnitude: the factor of cos and sin, of a scaling; None for 1.
     """
-    half = x_BLNH.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    magnitude = 1.0
-    if scaling is not None:
-        frequencies *= scaling.multipliers(theta, 2 * half).astype(np.float32)
-        magnitude = scaling.magnitude
-    angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None]
+    half = frequencies_h.shape[0]
+    if 2 * half < x_BLNH.shape[-1]:
+        turned = rotate(x_BLNH[..., : 2 * half], positions_BL, frequencies_h, magnitude)
+        return jnp.concatenate([turned, x_BLNH[..., 2 * half :]], axis=-1)
+    angles = positions_BL[:, :, None, None].astype(jnp.float32) * frequencies_h[None, None, None]
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    if magnitude != 1.0:
+    if magnitude is not None:
         cos, sin = cos * magnitude, sin * magnitude
     # The two halves become an axis of size 2, and reversing it exchanges them. XLA fuses that into
     # one kernel; a concatenation and its gradient would each take a kernel of their own.

@@ -1,4 +1,4 @@
-"""The decoder that all families share: GPT-2, Llama and Qwen differ by configuration only.
+"""The decoder that all families share: GPT-2, Llama, Gemma differ by configuration only.
 
 Legend: B batch, L length, D residual width, N query heads, K key and value heads, H head size,
 F hidden width, V vocabulary, P learned positions.
@@ -35,6 +35,7 @@ from fp8jax.lm.model.cache import Caches, slots_of
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.embedding import look_up
 from fp8jax.lm.model.layer import AMAXES, Block, fold_in
+from fp8jax.lm.model.layer_kinds import LayerKind, kinds_of_layers
 from fp8jax.lm.model.norms import norm_layer
 from fp8jax.lm.model.probes import transformer_probes, transformer_rows
 from fp8jax.lm.model.promotion import Promotion
@@ -162,7 +163,7 @@ class Transformer(nn.Module):
         c.check_length(tokens_BL.shape[1] if cache is None else slots_of(cache))
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
         table_VD: Any = self.param("embedding", init, (c.vocab_size, c.d_model))
-        x_BLD = look_up(table_VD, tokens_BL, "vocab", self.dtype)
+        x_BLD = _scaled(c, look_up(table_VD, tokens_BL, "vocab", self.dtype))
         if c.learned_positions:
             init = nn.with_logical_partitioning(
                 nn.initializers.normal(0.02), ("positions", "embed")
@@ -170,7 +171,7 @@ class Transformer(nn.Module):
             table_PD: Any = self.param("position_embedding", init, (c.learned_positions, c.d_model))
             x_BLD += look_up(table_PD, positions_BL, "positions", self.dtype)
         x_BLD = constrain(x_BLD, "batch", "length", "residual")
-        inputs = _LayerInputs(segments_BL, positions_BL, key, promotion)
+        inputs = _LayerInputs(segments_BL, positions_BL, key, promotion, kinds_of_layers(c))
         x_BLD, cache = self._layers(policy, x_BLD, inputs, cache)
         if only_B is not None:
             x_BLD = jnp.take_along_axis(x_BLD, only_B[:, None, None], axis=1)
@@ -294,6 +295,13 @@ class Transformer(nn.Module):
         return params, self.variable(HISTORIES, "layers", init_histories).value
 
 
+def _scaled(config: ModelConfig, x_BLD: Array) -> Array:
+    """Returns embeddings as the first layer takes them."""
+    if not config.scale_embedding:
+        return x_BLD
+    return x_BLD * jnp.asarray(math.sqrt(config.d_model), x_BLD.dtype)
+
+
 def _check_layers(params: Any, n_layers: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if leaf.shape[:1] != (n_layers,):
@@ -310,6 +318,10 @@ class _LayerInputs(NamedTuple):
     positions_BL: Any
     key: Any
     promotion: Any
+    kinds: LayerKind | None
+
+    def kinds_from(self, begin: int, end: int) -> LayerKind | None:
+        return jax.tree.map(lambda leaf: leaf[begin:end], self.kinds)
 
 
 # Functions, not methods of Transformer: flax would add a method's name to the name scopes of the
@@ -349,9 +361,9 @@ def _run_stretch(
     )
 
     def layer(x_BLD, scanned):
-        variables, index, promotion = scanned
+        variables, index, promotion, kind = scanned
         key = fold_in(inputs.key, index)
-        arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promotion
+        arguments = x_BLD, inputs.segments_BL, inputs.positions_BL, key, promotion, None, kind
         return _apply_layer(block, variables, arguments, watching)
 
     separate = isinstance(variables["params"], tuple)
@@ -367,7 +379,7 @@ def _run_stretch(
     promotion = None
     if inputs.promotion is not None and not is_exact(stretch.policy):
         promotion = inputs.promotion[begin:end]
-    scanned = (part, jnp.arange(begin, end), promotion)
+    scanned = (part, jnp.arange(begin, end), promotion, inputs.kinds_from(begin, end))
     if separate:
         return _run_one_by_one(layer, x_BLD, scanned)
     return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
@@ -375,11 +387,12 @@ def _run_stretch(
 
 def _run_one_by_one(layer: Callable[..., Any], x_BLD: Array, scanned: Any) -> tuple[Array, Any]:
     """Does what `lax.scan` does, with variables that are tuples; `layer` is traced once."""
-    variables, indices, promotion = scanned
+    variables, indices, promotion, kinds = scanned
     layer, outs = jax.jit(layer), []
     for i, index in enumerate(indices):
         own = {name: _layer_of(tree, i) for name, tree in variables.items()}
-        x_BLD, out = layer(x_BLD, (own, index, None if promotion is None else promotion[i]))
+        promoted = None if promotion is None else promotion[i]
+        x_BLD, out = layer(x_BLD, (own, index, promoted, _layer_of(kinds, i)))
         outs.append(out)
     return x_BLD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
@@ -421,22 +434,22 @@ def _run_cached(
 
     @jax.jit
     def layer(x_BLD, scanned):
-        variables, index, cache = scanned
+        variables, index, cache, kind = scanned
         key = fold_in(inputs.key, index)
-        return block.apply(
-            variables, x_BLD, inputs.segments_BL, inputs.positions_BL, key, cache=cache
-        )
+        rows = inputs.segments_BL, inputs.positions_BL
+        return block.apply(variables, x_BLD, *rows, key, cache=cache, kind=kind)
 
     begin, end = stretch.begin, stretch.end
+    kinds = inputs.kinds_from(begin, end)
     if not isinstance(cache, tuple):
         own = jax.tree.map(lambda leaf: leaf[begin:end], cache)
-        scanned = (take_layers(variables, begin, end), jnp.arange(begin, end), own)
+        scanned = (take_layers(variables, begin, end), jnp.arange(begin, end), own, kinds)
         return lax.scan(layer, x_BLD, scanned, unroll=min(model.unroll, end - begin))
     updated = []
     of_stretch = _part_of(variables, begin, end)
     for index in range(begin, end):
         own = {name: _layer_of(tree, index - begin) for name, tree in of_stretch.items()}
-        x_BLD, part = layer(x_BLD, (own, index, cache[index]))
+        x_BLD, part = layer(x_BLD, (own, index, cache[index], _layer_of(kinds, index - begin)))
         updated.append(part)
     return x_BLD, tuple(updated)
 

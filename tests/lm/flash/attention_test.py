@@ -10,7 +10,7 @@ import pytest
 from jax import P
 
 from fp8jax.lm.flash import backward, forward
-from fp8jax.lm.flash.attention import document_bounds, flash_attention
+from fp8jax.lm.flash.attention import flash_attention, visible_bounds
 from tests.support.attention import forward_in_numpy, gradients_in_numpy
 from tests.support.interpreter import interpreting, lower, needs_pallas
 
@@ -118,7 +118,7 @@ def test_lowers_for_a_gpu(dtype, head_dim):
 
 def test_bounds_of_documents_by_hand():
     segments = jnp.asarray([[1, 1, 2, 0, 0], [3, 1, 1, 1, 3]])
-    begin, end = document_bounds(segments)
+    begin, end = visible_bounds(segments)
     np.testing.assert_array_equal(begin, [[0, 0, 2, 3, 3], [0, 1, 1, 1, 4]])
     np.testing.assert_array_equal(end, [[2, 2, 3, 5, 5], [1, 4, 4, 4, 5]])
 

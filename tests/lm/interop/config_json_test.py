@@ -14,7 +14,7 @@ from fp8jax.lm.interop.config_json import (
     to_model_config,
     unknown_keys,
 )
-from fp8jax.lm.interop.fp8_read import read_format
+from fp8jax.lm.interop.fp8_read import read_layout
 from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
 from tests.support.hf_folders import config_json
@@ -124,6 +124,147 @@ def test_published_files_are_our_models(config, model):
     assert unknown_keys(config) == []
 
 
+MISTRAL = {key: value for key, value in LLAMA_2.items() if key != "pretraining_tp"} | dict(
+    architectures=["MistralForCausalLM"],
+    intermediate_size=14336,
+    max_position_embeddings=32768,
+    model_type="mistral",
+    num_key_value_heads=8,
+    rope_theta=10000.0,
+    sliding_window=4096,
+)
+OLMO_3 = LLAMA_2 | dict(
+    architectures=["Olmo3ForCausalLM"],
+    attention_bias=False,
+    layer_types=[*["sliding_attention"] * 3, "full_attention"] * 8,
+    max_position_embeddings=65536,
+    model_type="olmo3",
+    rms_norm_eps=1e-6,
+    rope_scaling=dict(
+        rope_type="yarn",
+        factor=8.0,
+        original_max_position_embeddings=8192,
+        attention_factor=1.2079441541679836,
+        beta_fast=32.0,
+        beta_slow=1.0,
+    ),
+    rope_theta=500000,
+    sliding_window=4096,
+    vocab_size=100278,
+)
+OLMO_2 = LLAMA_2 | dict(
+    architectures=["Olmo2ForCausalLM"],
+    attention_bias=False,
+    model_type="olmo2",
+    rms_norm_eps=1e-6,
+    rope_theta=500000,
+    vocab_size=100352,
+)
+GEMMA_3 = dict(
+    architectures=["Gemma3ForCausalLM"],
+    attention_bias=False,
+    attn_logit_softcapping=None,
+    cache_implementation="hybrid",
+    final_logit_softcapping=None,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size=1152,
+    intermediate_size=6912,
+    max_position_embeddings=32768,
+    model_type="gemma3_text",
+    num_attention_heads=4,
+    num_hidden_layers=26,
+    num_key_value_heads=1,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_local_base_freq=10000,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    vocab_size=262144,
+)
+PHI_3 = LLAMA_2 | dict(
+    architectures=["Phi3ForCausalLM"],
+    attention_bias=False,
+    embd_pdrop=0.0,
+    hidden_size=3072,
+    intermediate_size=8192,
+    model_type="phi3",
+    original_max_position_embeddings=4096,
+    resid_pdrop=0.0,
+    rope_theta=10000.0,
+    sliding_window=2047,
+    vocab_size=32064,
+)
+SMOLLM_3 = QWEN_3 | dict(
+    architectures=["SmolLM3ForCausalLM"],
+    hidden_size=2048,
+    intermediate_size=11008,
+    mlp_bias=False,
+    model_type="smollm3",
+    no_rope_layer_interval=4,
+    no_rope_layers=[1, 1, 1, 0] * 9,
+    num_hidden_layers=36,
+    num_key_value_heads=4,
+    rope_theta=5000000.0,
+    vocab_size=128256,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (MISTRAL, dict(layer_pattern="w", window=4096, n_kv_heads=8, head_dim=128)),
+        (MISTRAL | dict(sliding_window=None), dict(layer_pattern="f", window=0)),
+        # What transformers takes for a key that is left out.
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"}, dict(window=4096)),
+        (PHI_3, dict(window=2047, joined_projections=True, rotary_dim=0, head_dim=96)),
+        (PHI_3 | dict(partial_rotary_factor=0.75), dict(rotary_dim=72)),
+        (SMOLLM_3, dict(layer_pattern="fffn", tie_embeddings=True, rope_theta=5e6)),
+        ({**SMOLLM_3, "no_rope_layers": None}, dict(layer_pattern="fffn")),
+        (
+            OLMO_3,
+            dict(
+                layer_pattern="wwwf",
+                window=4096,
+                norm_at="after",
+                qk_norm_joint=True,
+                window_rope_theta=5e5,
+                rope_scaling=Yarn(factor=8.0, original=8192, attention_factor=1.2079441541679836),
+            ),
+        ),
+        (OLMO_2, dict(layer_pattern="f", norm_at="after", window_rope_theta=0.0)),
+        (
+            GEMMA_3,
+            dict(
+                layer_pattern="wwwwwf",
+                window=512,
+                mlp="geglu_tanh",
+                tie_embeddings=True,
+                query_scalar=0.0,
+                rope_theta=1e6,
+                window_rope_theta=1e4,
+                norm="rms_offset",
+            ),
+        ),
+        (GEMMA_3 | dict(query_pre_attn_scalar=168), dict(query_scalar=168.0)),
+        (
+            QWEN_3 | dict(use_sliding_window=True, sliding_window=32, max_window_layers=20),
+            dict(layer_pattern="f" * 20 + "w" * 8, window=32),
+        ),
+    ],
+)
+def test_other_published_files(config, expected):
+    """A model goes out and returns as it came, and knows every key."""
+    model = to_model_config(config)
+    assert {name: getattr(model, name) for name in expected} == expected
+    assert unknown_keys(config) == []
+    written = json.loads(json.dumps(to_config_json(model, max_length=77)))
+    assert to_model_config(written) == model
+    assert unknown_keys(written) == []
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_goes_out_and_returns(name):
     config = to_config_json(MODELS[name], max_length=77)
@@ -211,8 +352,8 @@ def test_a_length_beside_the_scaling_takes_priority():
     [
         (
             "llama",
-            dict(architectures=["MistralForCausalLM"]),
-            "unknown architecture 'MistralForCausalLM'.* LlamaForCausalLM, Qwen2ForCausalLM",
+            dict(architectures=["FalconForCausalLM"]),
+            "unknown architecture 'FalconForCausalLM'.* LlamaForCausalLM, Qwen2ForCausalLM",
         ),
         ("llama", dict(architectures=["A", "B"]), "must name one class, got"),
         ("llama", dict(architectures=None, model_type="mamba"), "unknown model_type 'mamba'"),
@@ -220,6 +361,7 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(mlp_bias=True), "mlp_bias=true is not supported for LlamaForCausalLM"),
         ("llama", dict(hidden_act="relu"), "hidden_act='relu' is not supported, only silu"),
         ("llama", dict(sliding_window=4096), "sliding_window=4096 is not supported for Llama"),
+        ("llama", dict(layer_types=["sliding_attention"] * 2), "has sliding_attention; only full"),
         ("llama", dict(auto_map={"AutoModel": "modeling.X"}), "auto_map=.* is not supported"),
         ("llama", dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
         ("llama", dict(hidden_size="32"), "hidden_size must be a positive whole .*, got '32'"),
@@ -230,10 +372,40 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("llama", dict(hidden_size=None, vocab_size=None), "lacks vocab_size, hidden_size"),
         (
             "qwen2",
-            dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "use_sliding_window=true: the layers from max_window_layers=1 on .* sliding_window=8",
+            dict(layer_types=["full_attention", "sliding_attention"]),
+            "layer_types has sliding_attention, but there is no window: use_sliding_window=False",
         ),
-        ("qwen2", dict(layer_types=["full_attention", "sliding_attention"]), "has full_att"),
+        ("qwen3", dict(layer_types=["chunked_attention"] * 2), "has chunked_attention, which is"),
+        ("qwen3", dict(layer_types=["full_attention"]), "layer_types has 1 names for 2 layers"),
+        ("mistral", dict(sliding_window=0), "sliding_window must be a positive whole .*, got 0"),
+        ("smollm3", dict(no_rope_layers=[1]), r"0 or 1 for each of 2 layers, got \[1\]"),
+        (
+            "smollm3",
+            dict(use_sliding_window=True, sliding_window=8),
+            "use_sliding_window=true is not supported for layers without positions: .*=8",
+        ),
+        ("olmo2", dict(attention_bias=True), "attention_bias=true is not supported for Olmo2"),
+        ("olmo3", dict(sliding_window="8"), "sliding_window must be a positive .*, got '8'"),
+        ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not"),
+        ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not"),
+        ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=true is"),
+        ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported"),
+        ("phi3", dict(rope_parameters=YARN), "Phi3ForCausalLM has no scaled RoPE, got Yarn"),
+        (
+            "phi3",
+            dict(rope_parameters=dict(rope_type="longrope")),
+            "type 'longrope' is not supported",
+        ),
+        (
+            "olmo3",
+            dict(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+            "rope_parameters must have full_attention and sliding_attention",
+        ),
+        (
+            "gemma3",
+            dict(rope_parameters=dict(full_attention=YARN, sliding_attention=YARN)),
+            "rope_parameters of sliding_attention=.* is not supported, only another rope_theta",
+        ),
         ("qwen3", dict(attention_bias=True), "attention_bias=true is not supported for Qwen3"),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_.*=true"),
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=false is not supported"),
@@ -317,7 +489,7 @@ ODD = (
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
-    config = config_json("gpt2" if family.model_type == "gpt2" else family.model_type)
+    config = config_json("gemma3" if family.model_type == "gemma3_text" else family.model_type)
     keys = [
         *family.defaults,
         *family.sizes.values(),
@@ -343,13 +515,38 @@ def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
 
 def test_a_quantization_that_is_no_object():
     with pytest.raises(ValueError, match="^config.json: quantization_config must be an object, g"):
-        read_format({"quantization_config": 3}, "config.json")
+        read_layout({"quantization_config": 3}, "config.json")
 
 
 def test_two_ropes_that_contradict_each_other():
     rope = dict(rope_type="linear", factor=2.0)
     with pytest.raises(ValueError, match="rope_scaling=.* contradicts rope_parameters="):
         to_model_config(LLAMA_3_1 | dict(rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "reason"),
+    [
+        ("MixtralForCausalLM", dict(num_local_experts=8), r"experts \(num_local_experts=8\)"),
+        ("Qwen3MoeForCausalLM", dict(num_experts=128), r"experts \(num_experts=128\)"),
+        (
+            "DeepseekV3ForCausalLM",
+            dict(kv_lora_rank=512, n_routed_experts=256),
+            r"experts \(n_routed_experts=256\) and multi-head latent attention \(kv_lora_rank=512",
+        ),
+        ("Gemma3ForConditionalGeneration", dict(vision_config={}), r"vision \(vision_config="),
+        (
+            "Gemma2ForCausalLM",
+            dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+            r"soft caps of scores or logits \(attn_logit_softcapping=50.0\)",
+        ),
+    ],
+)
+def test_what_no_family_has_is_named(architecture, keys, reason):
+    config = LLAMA_2 | dict(architectures=[architecture], model_type="x", **keys)
+    message = f"^folder: unknown architecture '{architecture}'.*; this model has {reason}"
+    with pytest.raises(ValueError, match=message):
+        to_model_config(config, "folder")
 
 
 def test_windows_that_no_layer_has_are_no_windows():

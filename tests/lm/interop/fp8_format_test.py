@@ -259,10 +259,10 @@ def test_damaged_scales_are_all_named(tmp_path):
 
 def test_another_quantization_is_refused(tmp_path):
     plan, arrays = made("fp8_block", "fp8_block")
-    other = plan.quantization_config() | {"weight_block_size": [64, 64]}
+    other = plan.quantization_config() | {"fmt": "e5m2"}
     described = to_config_json(CONFIG, max_length=64) | {"quantization_config": other}
     folder = write_folder(tmp_path, described, arrays)
-    with pytest.raises(ValueError, match="quantization_config=.*is not supported: only"):
+    with pytest.raises(ValueError, match="quantization_config.fmt='e5m2' is not supported, only"):
         load_model(f"hf:{folder}")
 
 

@@ -41,7 +41,7 @@ def assert_same(theirs: dict, ours: dict) -> None:
 
 
 # The others have the tensors of one of these; config_json_test.py has their keys.
-TENSORS = ("gpt2", "llama_yarn", "qwen2", "qwen3")
+TENSORS = ("gpt2", "llama_yarn", "qwen2", "qwen3", "phi3", "gemma3")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Qwen are one decoder: it computes what theirs do, and each family trains.
+"""All families are one decoder: it computes what theirs do, and each family trains.
 
 The logits to compare with are those of Hugging Face's models, as tests/support/hf_vectors.py wrote
 them, with the same weights drawn here again and put into our tree.
@@ -17,6 +17,7 @@ import pytest
 from configs import base
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.loader import to_devices
+from fp8jax.lm.model.cache import empty_cache
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.norms import LayerNorm
@@ -59,6 +60,7 @@ LLAMA = ModelConfig(
 # With an original length that so small a model's wavelengths straddle.
 SMALL_LLAMA3 = Llama3(factor=8.0, low=1.0, high=4.0, original=64)
 SMALL_YARN = Yarn(factor=4.0, original=64)
+OLMO = dataclasses.replace(LLAMA, norm_at="after", qk_norm=True, qk_norm_joint=True)
 CONFIGS = {
     "gpt2": GPT2,
     "gpt": dataclasses.replace(GPT2, mlp="gelu"),
@@ -68,6 +70,37 @@ CONFIGS = {
     "llama_yarn": dataclasses.replace(LLAMA, head_dim=16, rope_scaling=SMALL_YARN),
     "qwen2": dataclasses.replace(LLAMA, biases="qkv", tie_embeddings=True),
     "qwen3": dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_embeddings=True),
+    "qwen3_window": dataclasses.replace(
+        LLAMA, head_dim=16, qk_norm=True, layer_pattern="fw", window=5
+    ),
+    "mistral": dataclasses.replace(LLAMA, layer_pattern="w", window=5),
+    "smollm3": dataclasses.replace(LLAMA, layer_pattern="fn"),
+    "phi3": dataclasses.replace(
+        LLAMA, layer_pattern="w", window=5, rotary_dim=4, joined_projections=True
+    ),
+    "olmo2": OLMO,
+    "olmo3": dataclasses.replace(
+        OLMO,
+        layer_pattern="wf",
+        window=5,
+        rope_scaling=Yarn(factor=4.0, original=16),
+        window_rope_theta=1e4,
+    ),
+    "gemma3": dataclasses.replace(
+        LLAMA,
+        head_dim=16,
+        norm="rms_offset",
+        norm_at="both",
+        mlp="geglu_tanh",
+        qk_norm=True,
+        query_scalar=24.0,
+        scale_embedding=True,
+        layer_pattern="wf",
+        window=5,
+        rope_theta=1e6,
+        rope_scaling=Linear(factor=4.0),
+        window_rope_theta=1e4,
+    ),
 }
 
 
@@ -107,24 +140,50 @@ def gpt2_layer(config: ModelConfig, at: str) -> dict:
 
 def llama_layer(config: ModelConfig, at: str) -> dict:
     c = config
-    attention = {
-        name: linear(f"{at}.self_attn.{name}_proj", heads * c.head_dim, WIDTH, c.biases == "qkv")
-        for name, heads in dict(q=c.n_heads, k=c.n_kv_heads, v=c.n_kv_heads).items()
-    }
+    sizes = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim}
+    sizes["v"] = sizes["k"]
+    if c.joined_projections:
+        joined = {
+            "attention": (f"{at}.self_attn.qkv_proj", sizes),
+            "mlp": (f"{at}.mlp.gate_up_proj", {"gate": HIDDEN, "up": HIDDEN}),
+        }
+        attention, mlp = (split_linear(*joined[part]) for part in ("attention", "mlp"))
+    else:
+        attention = {
+            name: linear(f"{at}.self_attn.{name}_proj", size, WIDTH, c.biases == "qkv")
+            for name, size in sizes.items()
+        }
+        mlp = {name: linear(f"{at}.mlp.{name}_proj", HIDDEN, WIDTH) for name in ("gate", "up")}
     attention["o"] = linear(f"{at}.self_attn.o_proj", WIDTH, c.n_heads * c.head_dim)
+    mlp["down"] = linear(f"{at}.mlp.down_proj", WIDTH, HIDDEN)
     if c.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            attention[name] = scale(f"{at}.self_attn.{name}", c.head_dim)
-    return {
-        "attention_norm": scale(f"{at}.input_layernorm"),
-        "attention": attention,
-        "mlp_norm": scale(f"{at}.post_attention_layernorm"),
-        "mlp": {
-            "gate": linear(f"{at}.mlp.gate_proj", HIDDEN, WIDTH),
-            "up": linear(f"{at}.mlp.up_proj", HIDDEN, WIDTH),
-            "down": linear(f"{at}.mlp.down_proj", WIDTH, HIDDEN),
-        },
-    }
+        for name in ("q", "k"):
+            size = sizes[name] if c.qk_norm_joint else c.head_dim
+            attention[f"{name}_norm"] = scale(f"{at}.self_attn.{name}_norm", size)
+    norms = {name: scale(f"{at}.{theirs}") for name, theirs in NORMS[c.norm_at].items()}
+    return {"attention": attention, "mlp": mlp, **norms}
+
+
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def split_linear(name: str, sizes: dict[str, int]) -> dict:
+    """One linear of theirs whose outputs are those of several of ours, one after the other."""
+    whole = linear(name, sum(sizes.values()), WIDTH)["kernel"]
+    parts = np.split(whole, np.cumsum(list(sizes.values()))[:-1], axis=1)
+    return {own: {"kernel": part} for own, part in zip(sizes, parts, strict=True)}
 
 
 def our_parameters(config: ModelConfig) -> dict:
@@ -194,6 +253,44 @@ def test_logits_are_those_of_hugging_face(family, attention):
     assert error(family, logits_of(CONFIGS[family], params, attention=attention)) <= BOUND
 
 
+def greedy(family: str, prefix: tuple[int, ...]) -> list:
+    """Tokens after the prompts, from a cache that took the prompts in pieces of these lengths."""
+    config, params = CONFIGS[family], our_parameters(CONFIGS[family])
+    model = Transformer(config, "bf16", dtype=jnp.float32)
+    cache = empty_cache(config, 2, hf_vectors.PROMPT + hf_vectors.GENERATED, "fp32")
+
+    @jax.jit
+    def run(tokens, begin, cache):
+        positions = jnp.broadcast_to(begin + jnp.arange(tokens.shape[1]), tokens.shape)
+        ones = jnp.ones_like(tokens)
+        logits, cache = model.apply({"params": params}, tokens, ones, positions, cache=cache)
+        return jnp.argmax(logits[:, -1:], axis=-1), cache
+
+    tokens = jnp.asarray(TOKENS[:, : hf_vectors.PROMPT], jnp.int32)
+    begins = np.cumsum((0, *prefix))
+    for begin, end in zip(begins, begins[1:], strict=False):
+        made, cache = run(tokens[:, begin:end], begin, cache)
+    out = [made]
+    for at in range(hf_vectors.PROMPT, hf_vectors.PROMPT + hf_vectors.GENERATED - 1):
+        made, cache = run(made, at, cache)
+        out.append(made)
+    return np.concatenate(out, axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("mistral", "gemma3") else pytest.param(name, marks=pytest.mark.full)
+        for name in hf_vectors.GREEDY
+    ],
+)
+def test_greedy_text_is_that_of_hugging_face(family):
+    """With a prompt longer than the windows, in one piece and in chunks; then token by token."""
+    expected = vectors()["greedy"][family]
+    assert greedy(family, (hf_vectors.PROMPT,)) == expected
+    assert greedy(family, (2, 4, 2)) == expected
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_our_tree_is_filled_exactly(family):
     """No leaf of theirs is left out, none of ours is without a value."""
@@ -216,6 +313,15 @@ def test_our_tree_is_filled_exactly(family):
         ("llama_yarn", dict(rope_scaling=SMALL_LLAMA3)),
         ("qwen2", dict(rope_theta=1e6)),
         ("qwen3", dict(norm_eps=1e-5)),
+        ("qwen3_window", dict(layer_pattern="wf")),
+        ("mistral", dict(window=6)),
+        ("smollm3", dict(layer_pattern="nf")),
+        ("phi3", dict(rotary_dim=6)),
+        ("olmo3", dict(window_rope_theta=0.0)),
+        ("gemma3", dict(query_scalar=0.0)),
+        ("gemma3", dict(norm="rms")),
+        ("gemma3", dict(window_rope_theta=1.1e4)),
+        ("gemma3", dict(mlp="swiglu")),
     ],
 )
 def test_a_wrong_field_would_show(family, changes):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn, rotate
+from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn, frequencies, rotate
 from tests.support import hf_vectors
 
 H = 8
@@ -18,7 +18,8 @@ def random_heads(seed, dtype=jnp.float32):
 
 def rotated(x, positions, scaling=None):
     positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
-    return np.asarray(rotate(x, positions, 1e4, scaling))
+    magnitude = None if scaling is None else scaling.magnitude
+    return np.asarray(rotate(x, positions, frequencies(1e4, H, scaling), magnitude))
 
 
 # A frequency 1e4^(-i/4) is off by 8 units of 2^-24 at most (exponent times a logarithm up to 9.2,
@@ -76,7 +77,8 @@ def test_rotation_keeps_the_dtype_and_computes_in_float32():
     x = random_heads(0, jnp.bfloat16)
     positions = np.array([0, 1, 2, 77, 1000], np.int32)
     exact = rotated(x.astype(jnp.float32), positions)
-    y = rotate(x, jnp.broadcast_to(jnp.asarray(positions), x.shape[:2]), 1e4)
+    positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
+    y = rotate(x, positions, frequencies(1e4, H))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
 
