@@ -9,9 +9,14 @@ In both, weight = codes * scale; servers quantize activations on the fly, in til
 token. A tensor X.weight [out, in] becomes the codes X.weight and the scales. Embedding, norms, head
 and biases stay in bfloat16, and so do linears that the run's policy leaves in high precision.
 
-Scales follow the run. Where its policy casts weights on the grid of the format (fp8_block and
-fp8_block_ue8m0 in blocks, fp8_rowwise by channel), the codes are those of training, bit for bit.
-Other runs get powers of two: Blackwell's GEMMs need them, Hopper's take them.
+Scales of channels follow the run: where its policy casts weights on the grid of the format
+(fp8_rowwise), the codes are those of training, bit for bit. Other runs get powers of two.
+
+Scales of blocks are powers of two, whatever the run had: Blackwell's GEMMs need them, and vLLM
+makes them of float32 ones on Hopper, too, which rounds every weight once more (3.72% instead of
+2.64% off, where powers of two from the start are 2.65% off). For the codes of an fp8_block run,
+ask for float32 scales. With `scale_fmt`, SGLang rounds the scales of activations up to powers of
+two, which is what fp8_block_ue8m0 trained with.
 
 Blocks are 128x128, so ours [in, out] and theirs [out, in] have the same, transposed. Servers join
 the weights of queries, keys and values, and of gate and up, and refuse blocks that would cross the
@@ -36,7 +41,7 @@ from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.quantization import quantize_unchecked
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.scales import SCALES
-from fp8jax.numerics.tiles import BLOCK128, ROW, Tile
+from fp8jax.numerics.tiles import BLOCK128, ROW, TILE128, Tile
 
 BLOCK = 128
 E4M3 = FORMATS["e4m3"]
@@ -55,12 +60,14 @@ class Fp8Format:
       tile: which weights share a scale.
       suffix: of the name of the scales, which replaces "weight".
       config: the modules that are not converted -> `quantization_config` of config.json.
+      scales: a key of `SCALE_RULES` for exports that name none; None follows the run.
     """
 
     name: str
     tile: Tile
     suffix: str
     config: Callable[[tuple[str, ...]], dict[str, Any]]
+    scales: str | None = None
 
 
 def _block_config(kept: tuple[str, ...]) -> dict[str, Any]:
@@ -70,6 +77,7 @@ def _block_config(kept: tuple[str, ...]) -> dict[str, Any]:
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": list(kept),
+        "ignored_layers": list(kept),  # what older versions of vLLM read instead
     }
 
 
@@ -94,7 +102,13 @@ def _channel_config(kept: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-_BLOCK = Fp8Format(name="fp8_block", tile=BLOCK128, suffix="weight_scale_inv", config=_block_config)
+_BLOCK = Fp8Format(
+    name="fp8_block",
+    tile=BLOCK128,
+    suffix="weight_scale_inv",
+    config=_block_config,
+    scales="power_of_two",
+)
 _CHANNEL = Fp8Format(
     name="compressed_tensors", tile=ROW, suffix="weight_scale", config=_channel_config
 )
@@ -113,16 +127,19 @@ class Fp8Export:
       casts: name of a tensor that is quantized -> its cast, for weights [out, in].
       kept: the modules that stay in bfloat16, for config.json.
       notes: lines for people: the scales, whether the codes are those of training, what is kept.
+      scale_fmt: of the scales of activations, where servers have a choice; None for theirs.
     """
 
     format: Fp8Format
     casts: dict[str, Cast]
     kept: tuple[str, ...]
     notes: tuple[str, ...]
+    scale_fmt: str | None = None
 
     def quantization_config(self) -> dict[str, Any]:
         """Returns `quantization_config` of config.json."""
-        return self.format.config(self.kept)
+        config = self.format.config(self.kept)
+        return config if self.scale_fmt is None else config | {"scale_fmt": self.scale_fmt}
 
 
 def plan_export(
@@ -138,7 +155,7 @@ def plan_export(
     Args:
       policy: what the run trained in.
       fmt: a key of `FP8_FORMATS`.
-      scales: a key of `SCALE_RULES`; None follows the run.
+      scales: a key of `SCALE_RULES`; None for the format's own, which may follow the run.
       prefix: what the names of tensors begin with; None for that of the family.
 
     Raises:
@@ -158,7 +175,7 @@ def plan_export(
     casts: dict[Module, Cast] = {}
     following: dict[Module, bool] = {}
     for module, cast in own.items():
-        casts[module], following[module] = _export_cast(cast, chosen, scales)
+        casts[module], following[module] = _export_cast(cast, chosen, scales or chosen.scales)
     _check_joined(own, policy)
     prefix = names_for(model).prefix if prefix is None else prefix
     named = _linear_names(model, prefix)
@@ -167,8 +184,17 @@ def plan_export(
         format=chosen,
         casts={name: _cast_of(name, modules, casts) for name, modules in linears.items()},
         kept=_kept(model, chosen, named, linears, prefix),
-        notes=_notes(model, policy, casts, following, scales),
+        notes=_notes(model, policy, casts, following, scales, chosen),
+        scale_fmt="ue8m0" if _rounds_activations(policy, chosen, casts) else None,
     )
+
+
+def _rounds_activations(policy: Policy, fmt: Fp8Format, casts: Mapping[Module, Cast]) -> bool:
+    """Whether the run trained with powers of two as scales of activations, too, and of weights."""
+    if fmt is not _BLOCK or not all(cast.rule.power_of_two for cast in casts.values()):
+        return False
+    inputs = [policy.recipe(path).fwd_x for _, path in casts]
+    return all(x is not None and x.tile == TILE128 and x.rule.power_of_two for x in inputs)
 
 
 def _modules(model: ModelConfig) -> list[Module]:
@@ -296,6 +322,7 @@ def _notes(
     casts: Mapping[Module, Cast],
     following: Mapping[Module, bool],
     scales: str | None,
+    fmt: Fp8Format,
 ) -> tuple[str, ...]:
     rules = {cast.rule.power_of_two for cast in casts.values()}
     names = {True: "powers of two", False: "float32"}
@@ -312,6 +339,8 @@ def _notes(
         )
     else:
         notes.append(f"codes: new ones; {policy.name} trained on another grid, or on none")
+    if fmt is _BLOCK:
+        notes += _notes_for_servers(policy, casts, following)
     kept = [path for path in _modules(model) if path not in casts]
     if kept:
         layers = sorted({layer for layer, _ in kept})
@@ -322,6 +351,31 @@ def _notes(
     if policy.recipe("lm_head").fwd_w is not None:
         notes.append(f"lm_head stays in bf16, which {policy.name} quantizes")
     return tuple(notes)
+
+
+def _notes_for_servers(
+    policy: Policy, casts: Mapping[Module, Cast], following: Mapping[Module, bool]
+) -> list[str]:
+    """What to know before scales of blocks are served."""
+    if not all(cast.rule.power_of_two for cast in casts.values()):
+        return [
+            "vLLM rounds float32 scales of blocks to powers of two, and so every weight once more:"
+            " start it with VLLM_USE_DEEP_GEMM_E8M0=0, or export with scales=power_of_two"
+        ]
+    if not all(following.values()) and _would_follow(policy, casts):
+        return [
+            f"scales=float32 gives the codes that {policy.name} trained with; vLLM then needs"
+            " VLLM_USE_DEEP_GEMM_E8M0=0"
+        ]
+    if _rounds_activations(policy, _BLOCK, casts):
+        return ["activations: SGLang rounds their scales as in training (scale_fmt=ue8m0)"]
+    return []
+
+
+def _would_follow(policy: Policy, casts: Mapping[Module, Cast]) -> bool:
+    """Whether float32 scales would give the codes of training."""
+    float32 = Cast(format=E4M3, tile=BLOCK128, scale=SCALE_RULES["float32"])
+    return all(policy.recipe(path).fwd_w == float32 for _, path in casts)
 
 
 # Writing ------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ GRIDS = [
 )
 def test_codes_and_scales_are_those_of_training(policy, fmt):
     """Bit for bit those of the frozen model, transposed: of every linear of every layer."""
-    plan, arrays = made(policy, fmt)
+    plan, arrays = made(policy, fmt, scales="float32" if policy == "fp8_block" else None)
     assert any(f"codes: those that {policy} trained with, bit for bit" == n for n in plan.notes)
     frozen, checked = frozen_layers(policy), 0
     for path, place in places(CONFIG).items():
@@ -126,6 +126,31 @@ def test_other_runs_get_powers_of_two_and_an_override_says_what_it_leaves():
     assert "bit for bit" in notes("fp8_block_ue8m0", "fp8_block", "power_of_two")[1]
     float32 = notes("bf16", "compressed_tensors", "float32")
     assert float32[0] == "scales: float32" and float32[1].startswith("codes: new ones; bf16")
+
+
+def test_the_default_for_servers_and_what_is_said_of_it():
+    """Blocks get powers of two, which vLLM leaves as they are; SGLang is told of those of
+    activations where the run trained with them."""
+
+    def export(policy, scales=None):
+        plan = plan_export(CONFIG, as_policy(policy), "fp8_block", scales=scales)
+        return plan.notes, plan.quantization_config()
+
+    notes, config = export("fp8_block")
+    assert notes[0] == "scales: powers of two" and "scale_fmt" not in config
+    assert notes[2].startswith("scales=float32 gives the codes that fp8_block trained with")
+    notes, config = export("fp8_block", "float32")
+    assert notes[0] == "scales: float32" and "bit for bit" in notes[1]
+    assert "VLLM_USE_DEEP_GEMM_E8M0=0, or export with scales=power_of_two" in notes[2]
+    notes, config = export("fp8_block_ue8m0")
+    assert config["scale_fmt"] == "ue8m0" and "(scale_fmt=ue8m0)" in notes[2]
+    assert "scale_fmt" not in export("fp8_block_ue8m0", "float32")[1]
+    notes, config = export("bf16")
+    assert len(notes) == 2 and "scale_fmt" not in config
+    assert config["ignored_layers"] == config["modules_to_not_convert"] != []
+    for name in ("fp8_block", "fp8_block_ue8m0", "bf16"):
+        channels = plan_export(CONFIG, as_policy(name), "compressed_tensors")
+        assert "scale_fmt" not in channels.quantization_config()
 
 
 def test_scales_are_powers_of_two():
@@ -192,7 +217,7 @@ def test_what_is_refused():
 )
 def test_a_folder_gives_the_dequantized_weights_back(config, policy, fmt, tmp_path):
     """On one device, and on eight: the shards of a block read its scale."""
-    plan, arrays = made(policy, fmt, config)
+    plan, arrays = made(policy, fmt, config, scales="float32")
     folder = write(tmp_path, plan, arrays, config)
     read = load_model(f"hf:{folder}").variables["params"]
     frozen = frozen_layers(policy, config)
@@ -222,9 +247,9 @@ def test_export_and_back(tmp_path):
     trained = TrainedModel(
         model=model, variables={"params": params()}, tokenizer=None, name="run", record=None
     )
-    notes = export_model(trained, tmp_path / "fp8", "fp8_block")
+    notes = export_model(trained, tmp_path / "fp8", "fp8_block", scales="float32")
     assert notes[:2] == ("scales: float32", "codes: those that fp8_block trained with, bit for bit")
-    _, expected = made("fp8_block", "fp8_block")
+    _, expected = made("fp8_block", "fp8_block", scales="float32")
     with_files = TensorFiles(tmp_path / "fp8")
     assert with_files.shapes.keys() == expected.keys()
     for name, array in expected.items():
