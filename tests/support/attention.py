@@ -3,26 +3,32 @@
 import numpy as np
 
 
-def forward_in_numpy(q, k, v, segments):
+def seen_by(segments, window=None):
+    """Whether a query sees a key, bool [B, T, T]: of its document, not behind it, in its window."""
+    segments = np.asarray(segments)
+    at = np.arange(segments.shape[1])
+    distance = at[:, None] - at[None, :]
+    near = (distance >= 0) & (distance < (len(at) if window is None else window))
+    return (segments[:, :, None] == segments[:, None, :]) & near
+
+
+def forward_in_numpy(q, k, v, segments, window=None):
     """y, and the sum of weights times |v|, in float64."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     k, v = (np.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
-    segments = np.asarray(segments)
-    seen = segments[:, None, :, None] == segments[:, None, None, :]
-    seen = seen & np.tri(segments.shape[1], dtype=bool)
+    seen = seen_by(segments, window)[:, None]
     s = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[3]), -np.inf)
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     return np.einsum("bnts,bsnh->btnh", p, v), np.einsum("bnts,bsnh->btnh", p, np.abs(v))
 
 
-def gradients_in_numpy(q, k, v, segments, dy):
+def gradients_in_numpy(q, k, v, segments, dy, window=None):
     """[(gradient, what its terms' magnitudes sum to)] for q, k and v, in float64."""
     q, k, v, dy = (np.asarray(a, np.float64) for a in (q, k, v, dy))
-    group, length = q.shape[2] // k.shape[2], q.shape[1]
+    group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, group, axis=2) for a in (k, v))
-    seen = segments[:, None, :, None] == segments[:, None, None, :]
-    seen = seen & np.tri(length, dtype=bool)
+    seen = seen_by(segments, window)[:, None]
     s = np.where(seen, np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[3]), -np.inf)
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)

@@ -100,8 +100,8 @@ def visible_bounds(
     begin_BT = lax.cummax(jnp.where(begins, at_T, 0), axis=1)
     end_BT = lax.cummin(jnp.where(ends, at_T + 1, length), axis=1, reverse=True)
     if window is not None:
-        begin_BT = jnp.maximum(begin_BT, at_T + (1 - window))
-        end_BT = jnp.minimum(end_BT, at_T + window)
+        begin_BT = jnp.maximum(begin_BT, (at_T + (1 - window))[None])
+        end_BT = jnp.minimum(end_BT, (at_T + window)[None])
     return begin_BT, end_BT
 
 

@@ -155,6 +155,13 @@ def _compressed_tensors(given: _Fields) -> Layout:
     sparsity = given.part("sparsity_config")
     if sparsity is not None:
         sparsity.only("format", "dense", None)
+    given.refuse_others(
+        (
+            *("quant_method", "format", "config_groups", "ignore", "kv_cache_scheme"),
+            *("transform_config", "sparsity_config", "quantization_status", "version"),
+            "global_compression_ratio",
+        )
+    )
     groups = given.part("config_groups")
     if groups is None:
         raise ValueError(f"{given.where}.config_groups has no group")
@@ -175,6 +182,8 @@ def _group(groups: _Fields, name: str) -> Layout:
         raise ValueError(f"{groups.where}.{name}.weights is missing: they are not quantized")
     group.only("format", "float-quantized", "naive-quantized", None)
     group.only("output_activations", None)
+    known = ("weights", "format", "input_activations", "output_activations", "targets")
+    group.refuse_others(known)
     inputs = group.part("input_activations")
     if inputs is not None:
         inputs.only("num_bits", 8)

@@ -27,8 +27,8 @@ LENGTHS = (100, 1, 27, 150, 42)
 DOCUMENTS = np.repeat(np.array([1, 2, 3, 4, 0]), LENGTHS)
 
 
-def attend_and_differentiate(q, k, v, segments, dy):
-    y, vjp = jax.vjp(lambda *args: flash_attention(*args, segments), q, k, v)
+def attend_and_differentiate(q, k, v, segments, dy, window=None):
+    y, vjp = jax.vjp(lambda *args: flash_attention(*args, segments, window), q, k, v)
     return y, *vjp(dy)
 
 
@@ -59,21 +59,32 @@ def float32_units(q, k, length) -> float:
 
 
 @ANYWHERE
-@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(2, 1, 128), (2, 2, 40)], ids=str)
-def test_documents_over_several_tiles_equal_numpy(where, heads, key_heads, head_dim):
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim", "window"),
+    [
+        (2, 1, 128, None),
+        (2, 2, 40, None),
+        (2, 1, 64, 70),  # ends within a block
+        pytest.param(2, 1, 64, 1, marks=pytest.mark.full),
+        pytest.param(2, 1, 64, 128, marks=pytest.mark.full),  # at the border of one
+    ],
+    ids=str,
+)
+def test_documents_over_several_tiles_equal_numpy(where, heads, key_heads, head_dim, window):
     """Roundings to bfloat16, 2^-9 each: for y of the weights and of the result, and one for what
     they do to each other; for gradients as in attention_test.py, six."""
     segments = np.stack([DOCUMENTS, np.ones_like(DOCUMENTS)])
     q, k, v, ids, dy = inputs(heads, key_heads, head_dim, segments)
     length = segments.shape[1]
     units = float32_units(q, k, length)
-    y, *gradients = run(where, q, k, v, ids, dy)
-    exact, magnitude = forward_in_numpy(q, k, v, ids)
+    limits = () if window is None else (jnp.int32(window),)
+    y, *gradients = run(where, q, k, v, ids, dy, *limits)
+    exact, magnitude = forward_in_numpy(q, k, v, ids, window)
     bound = 3 * 2.0**-9 + units * 2.0**-24
     assert (np.abs(np.asarray(y, np.float64) - exact) <= bound * magnitude).all()
     terms = 2 * units + 2 * (head_dim + length) + length * heads
     bound = 6 * 2.0**-9 + terms * 2.0**-24
-    expected = gradients_in_numpy(q, k, v, np.asarray(ids), dy)
+    expected = gradients_in_numpy(q, k, v, np.asarray(ids), dy, window)
     for got, (exact, magnitude) in zip(gradients, expected, strict=True):
         assert got.dtype == jnp.bfloat16
         assert (np.abs(np.asarray(got, np.float64) - exact) <= bound * magnitude).all()
@@ -121,6 +132,9 @@ def test_bounds_of_documents_by_hand():
     begin, end = visible_bounds(segments)
     np.testing.assert_array_equal(begin, [[0, 0, 2, 3, 3], [0, 1, 1, 1, 4]])
     np.testing.assert_array_equal(end, [[2, 2, 3, 5, 5], [1, 4, 4, 4, 5]])
+    begin, end = visible_bounds(segments, 2)
+    np.testing.assert_array_equal(begin, [[0, 0, 2, 3, 3], [0, 1, 1, 2, 4]])
+    np.testing.assert_array_equal(end, [[2, 2, 3, 5, 5], [1, 3, 4, 4, 5]])
 
 
 # On a mesh ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fp8jax.lm.model.attention import (
 )
 from fp8jax.lm.model.blockwise_attention import Rounded, RowMax
 from fp8jax.lm.training.build import build
-from tests.support.attention import gradients_in_numpy
+from tests.support.attention import forward_in_numpy, gradients_in_numpy
 from tests.support.interpreter import interpreting, needs_pallas
 
 B, T, N, H = 2, 12, 4, 8
@@ -242,6 +242,50 @@ def test_float32_gradients_equal_numpy(name, kv_heads):
     _, *got = gradients_of(name)(*args)
     for gradient, (exact, magnitude) in zip(got, gradients_in_numpy(*args), strict=True):
         assert (np.abs(gradient - exact) <= units * 2.0**-24 * magnitude).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("xla", jnp.float32),
+        ("reference/5", jnp.float32),
+        pytest.param("reference", jnp.float32, marks=pytest.mark.full),
+        pytest.param("stabilized/5", jnp.float32, marks=pytest.mark.full),
+        # The interpreter has its own in lm/flash/attention_test.py.
+        *(pytest.param(*p.values, jnp.bfloat16, marks=p.marks) for p in FUSED[:2]),
+    ],
+    indirect=["name"],
+)
+def test_windows_equal_a_mask_in_numpy(name, dtype):
+    """Forward and backward, in packed rows with padding; the bounds are those of the tests of all
+    keys. The window is traced, as where layers are unlike; one that hides nothing changes no bit,
+    a window of 1 leaves each token its own value."""
+    q, k, v, dy = (jnp.asarray(a, dtype) for a in (*inputs(2), cotangent()))
+    units = 2 * float32_units(2, beta=beta_of(name)) + 2 * (H + T) + T * N
+    bound = units * 2.0**-24 + (0 if dtype == jnp.float32 else 6 * 2.0**-9)
+
+    @jax.jit
+    def run(q, k, v, window):
+        def attend(q, k, v):
+            return dot_product_attention(
+                q, k, v, jnp.asarray(SEGMENTS), window=window, implementation=name
+            )
+
+        y, vjp = jax.vjp(attend, q, k, v)
+        return y, *vjp(dy)
+
+    for window in (1, 4, 5):
+        y, *got = run(q, k, v, window)
+        exact, magnitude = forward_in_numpy(q, k, v, SEGMENTS, window)
+        assert (np.abs(np.asarray(y, np.float64) - exact) <= bound * magnitude).all()
+        expected = gradients_in_numpy(q, k, v, SEGMENTS, dy, window)
+        for gradient, (exact, magnitude) in zip(got, expected, strict=True):
+            error = np.abs(np.asarray(gradient, np.float64) - exact)
+            assert (error <= bound * magnitude).all(), window
+        if window == 1:
+            np.testing.assert_array_equal(y, np.repeat(np.asarray(v), N // 2, axis=2))
+    for got, every in zip(run(q, k, v, T), run(q, k, v, None), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(every))
 
 
 @anywhere

@@ -68,6 +68,22 @@ def test_attention_to_the_cache_is_attention():
     np.testing.assert_allclose(attend(some_q, cache, at), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("window", [1, 3, S])
+def test_a_window_in_the_cache_is_a_mask_in_numpy(window):
+    """Several queries at once, as in a chunk of a prompt; (c) as above."""
+    q, k, v = normal(0, B, L, N, H), normal(1, B, S, K, H), normal(2, B, S, K, H)
+    every = np.broadcast_to(np.arange(S), (B, S))
+    cache = write(layer("fp32", fresh=True), k, v, every, every >= 0)
+    at = np.array([[1, 2, 3], [5, 6, 7]])
+    slots = np.arange(S)
+    seen = (slots <= at[..., None]) & (slots > at[..., None] - window)
+    wide_k, wide_v = (np.repeat(a, N // K, axis=2).astype(np.float64) for a in (k, v))
+    scores = np.einsum("blnh,bsnh->bnls", q.astype(np.float64), wide_k) / H**0.5
+    p = np.exp(np.where(seen[:, None], scores, -np.inf))
+    expected = np.einsum("bnls,bsnh->blnh", p / p.sum(axis=-1, keepdims=True), wide_v)
+    np.testing.assert_allclose(attend(q, cache, at, jnp.int32(window)), expected, atol=2e-6)
+
+
 def test_scales_of_the_cache_are_those_of_the_codes():
     """Powers of two as scales of whole numbers: a cache of the products has no other rounding. (c):
     float32 sums in another order."""
