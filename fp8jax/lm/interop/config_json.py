@@ -417,8 +417,8 @@ def _llama_fields(
         rotary_dim=0 if rope.part == 1 else int(head_dim * rope.part),
     )
     if "query_pre_attn_scalar" in family.defaults:
-        scalar = _number(config, "query_pre_attn_scalar", where)
-        fields["query_scalar"] = 0.0 if scalar == head_dim else scalar
+        scalar = _whole(config, "query_pre_attn_scalar", where)
+        fields["query_scalar"] = 0 if scalar == head_dim else scalar
     return fields
 
 
@@ -557,6 +557,7 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
             "head_dim": model.head_dim,
             key: next(iter(activations)),
             "rms_norm_eps": model.norm_eps,
+            "pad_token_id": None,  # the default of some is an id that small vocabularies lack
             "max_position_embeddings": length,
             "rope_parameters": rope,
         }

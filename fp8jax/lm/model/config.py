@@ -151,7 +151,7 @@ class ModelConfig:
     biases: str = "none"
     qk_norm: bool = False
     qk_norm_joint: bool = False
-    query_scalar: float = 0.0
+    query_scalar: int = 0
     layer_pattern: str = "f"
     window: int = 0
     joined_projections: bool = False

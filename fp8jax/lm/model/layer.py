@@ -217,7 +217,7 @@ class Attention(nn.Module):
         if kind.frequencies is not None:
             q_BLNH = rotate(q_BLNH, positions_BL, kind.frequencies, kind.magnitude)
             k_BLKH = rotate(k_BLKH, positions_BL, kind.frequencies, kind.magnitude)
-        if c.query_scalar not in (0.0, c.head_dim):
+        if c.query_scalar not in (0, c.head_dim):
             q_BLNH *= math.sqrt(c.head_dim / c.query_scalar)
         v_BLKH = split_heads(v, c.n_kv_heads)
         updated, keeps_y = None, False

@@ -291,32 +291,37 @@ def test_another_quantization_is_refused(tmp_path):
         load_model(f"hf:{folder}")
 
 
+PHI = dataclasses.replace(CONFIG, biases="none", joined_projections=True)
+
+
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # to dequantize
 @pytest.mark.parametrize(
-    ("config", "policy", "fmt"),
+    ("config", "policy", "fmt", "scales"),
     [
-        (CONFIG, "fp8_block", "fp8_block"),
-        (CONFIG, "bf16", "fp8_block"),
-        (CONFIG, "fp8_block:bf16_last=1", "fp8_block"),
-        (RAGGED, "fp8_rowwise", "compressed_tensors"),
-        (RAGGED, "fp8_rowwise:bf16_first=1", "compressed_tensors"),
+        (CONFIG, "fp8_block", "fp8_block", None),
+        (CONFIG, "fp8_block", "fp8_block", "float32"),
+        (CONFIG, "fp8_block_ue8m0", "fp8_block", None),  # which sets scale_fmt
+        (CONFIG, "fp8_block:bf16_last=1", "fp8_block", None),
+        (PHI, "fp8_block", "fp8_block", None),
+        (RAGGED, "fp8_rowwise", "compressed_tensors", None),
+        (RAGGED, "fp8_rowwise:bf16_first=1", "compressed_tensors", None),
     ],
 )
-def test_transformers_computes_the_same_logits(config, policy, fmt, tmp_path):
-    """On a CPU it dequantizes: powers of two exactly, float32 scales to bfloat16 (2^-9).
+def test_transformers_computes_the_same_logits(config, policy, fmt, scales, tmp_path):
+    """On a CPU it dequantizes, to the dtype it is asked for: float32 loses nothing.
 
-    The logits are those of a float32 forward with these weights, on both sides.
+    A folder of compressed-tensors would quantize activations, too, if it were not asked not to.
     """
     torch = pytest.importorskip("torch", reason="a peer, not a dependency")
     transformers = pytest.importorskip("transformers", reason="a peer, not a dependency")
-    plan, arrays = made(policy, fmt, config)
+    plan, arrays = made(policy, fmt, config, scales)
     folder = write(tmp_path, plan, arrays, config)
-    options = {"dtype": torch.bfloat16}
+    options = {"dtype": torch.float32}
     if fmt == "compressed_tensors":
         pytest.importorskip("compressed_tensors", reason="a peer, not a dependency")
         given = transformers.CompressedTensorsConfig(dequantize=True)
-        options = {"dtype": torch.float32, "quantization_config": given}
+        options["quantization_config"] = given
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).float()
     tokens = np.random.default_rng(0).integers(0, 102, (2, 32))
     with torch.no_grad():
@@ -325,9 +330,30 @@ def test_transformers_computes_the_same_logits(config, policy, fmt, tmp_path):
     model, ids = trained.model.clone(dtype=jnp.float32), jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), ids.shape)
     ours = jax.jit(model.apply)(trained.variables, ids, jnp.ones_like(ids), positions)
-    error = np.linalg.norm(theirs - ours) / np.linalg.norm(ours)
-    exact = all(cast.rule.power_of_two for cast in plan.casts.values())
-    assert error <= (1e-5 if exact or fmt == "compressed_tensors" else 1e-2)
+    assert np.linalg.norm(theirs - ours) / np.linalg.norm(ours) <= 1e-5
+
+
+def test_joined_tensors_have_the_codes_of_their_parts(tmp_path):
+    """Phi 3 stores q, k and v, and gate and up, in one tensor each."""
+    _, apart = made("fp8_block", "fp8_block", dataclasses.replace(PHI, joined_projections=False))
+    plan, joined = made("fp8_block", "fp8_block", PHI)
+    assert len(plan.casts) == 8 and "model.layers.0.mlp.gate_up_proj.weight" in plan.casts
+    for name, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+        for suffix in ("weight", "weight_scale_inv"):
+            at = f"model.layers.1.{name.split('.')[0]}"
+            expected = np.concatenate([apart[f"{at}.{part}_proj.{suffix}"] for part in parts])
+            got = joined[f"model.layers.1.{name}_proj.{suffix}"]
+            np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+    read = load_model(f"hf:{write(tmp_path, plan, joined, PHI)}").variables["params"]
+    frozen = frozen_layers("fp8_block_ue8m0", PHI)["attention"]["k"]["kernel"]
+    expected = jax.vmap(lambda kernel: kernel.dequantized())(frozen)
+    np.testing.assert_array_equal(read["layers"]["attention"]["k"]["kernel"], expected)
+    rules = tuple(
+        (f"layers/attention/{name}", RECIPES["fp8_block" if name == "v" else "fp8_rowwise"])
+        for name in "qkv"
+    )
+    with pytest.raises(ValueError, match="qkv_proj.weight holds .*, whose scales differ: give sca"):
+        plan_export(PHI, Policy(rules, name="x"), "compressed_tensors")
 
 
 def test_every_format_describes_itself():

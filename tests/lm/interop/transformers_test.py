@@ -42,6 +42,23 @@ GPT2 = dataclasses.replace(
 )
 
 
+OLMO = dataclasses.replace(SHAPE, norm_at="after", qk_norm=True, qk_norm_joint=True)
+GEMMA = dataclasses.replace(
+    SHAPE,
+    head_dim=32,
+    norm="rms_offset",
+    norm_at="both",
+    mlp="geglu_tanh",
+    qk_norm=True,
+    scale_embedding=True,
+    tie_embeddings=True,
+    layer_pattern="wf",
+    window=9,
+    rope_theta=1e6,
+    window_rope_theta=1e4,
+)
+
+
 def scaled(scaling: RopeScaling) -> ModelConfig:
     return dataclasses.replace(SHAPE, head_dim=32, rope_scaling=scaling, rope_theta=5e5)
 
@@ -60,6 +77,28 @@ SHAPES = {
     "qwen2": dataclasses.replace(SHAPE, biases="qkv"),
     "qwen2_tied": dataclasses.replace(SHAPE, biases="qkv", tie_embeddings=True),
     "qwen3": dataclasses.replace(SHAPE, qk_norm=True, head_dim=32),
+    "qwen3_window": dataclasses.replace(
+        SHAPE, qk_norm=True, head_dim=32, layer_pattern="fww", window=9
+    ),
+    "mistral": dataclasses.replace(SHAPE, layer_pattern="w", window=9),
+    "smollm3": dataclasses.replace(SHAPE, layer_pattern="ffn", tie_embeddings=True),
+    "phi3": dataclasses.replace(SHAPE, joined_projections=True),
+    "phi3_window": dataclasses.replace(
+        SHAPE, joined_projections=True, layer_pattern="w", window=9, rotary_dim=12
+    ),
+    "olmo2": OLMO,
+    "olmo3": dataclasses.replace(
+        OLMO,
+        layer_pattern="wwf",
+        window=9,
+        rope_theta=5e5,
+        rope_scaling=Yarn(factor=4.0, original=16),
+        window_rope_theta=5e5,
+    ),
+    "gemma3": GEMMA,
+    "gemma3_scalar": dataclasses.replace(
+        GEMMA, query_scalar=40, rope_scaling=Linear(factor=8.0), layer_pattern="wwf"
+    ),
     "gpt2": GPT2,
     "gpt2_untied": dataclasses.replace(GPT2, tie_embeddings=False),
 }
@@ -143,7 +182,7 @@ def _unboxed(tree):
     return nn.meta.unbox(tree)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3_window", "olmo3", "gemma3"])
 def test_bf16_goes_there_and_back_to_the_bit(name, tmp_path):
     theirs = theirs_of(SHAPES[name]).to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
@@ -158,9 +197,10 @@ def test_bf16_goes_there_and_back_to_the_bit(name, tmp_path):
         assert said[0] == said[1]
 
 
-def test_gradients_are_those_of_torch(tmp_path):
-    """Of the mean loss of the next token, for every parameter of a Qwen 3."""
-    theirs = theirs_of(SHAPES["qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3_window", "olmo3", "gemma3"])
+def test_gradients_are_those_of_torch(name, tmp_path):
+    """Of the mean loss of the next token, for every parameter."""
+    theirs = theirs_of(SHAPES[name])
     theirs.save_pretrained(tmp_path)
     tokens = torch.from_numpy(TOKENS)
     theirs(tokens, labels=tokens).loss.backward()
