@@ -53,7 +53,7 @@ def kinds_of_layers(config: ModelConfig) -> LayerKind | None:
     no_turns = jnp.zeros((config.rotary_dim or config.head_dim) // 2)
     without = LayerKind(jnp.int32(_EVERY), no_turns, jnp.float32(1.0))
     kinds = {letter: kind_of(config, letter) for letter in set(letters)}
-    parts = []
+    parts: list[Any] = []
     for field, nothing in zip(LayerKind._fields, without, strict=True):
         of_kind = {letter: getattr(kind, field) for letter, kind in kinds.items()}
         if all(part is None for part in of_kind.values()):

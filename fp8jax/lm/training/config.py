@@ -40,15 +40,24 @@ def base_config() -> ml_collections.ConfigDict:
     config.model_overrides.n_kv_heads = placeholder(int)  # number of key and value heads
     config.model_overrides.d_ff = placeholder(int)  # hidden width of the MLP
     config.model_overrides.head_dim = placeholder(int)  # size of a head
-    config.model_overrides.norm = placeholder(str)  # rms or layer
+    config.model_overrides.norm = placeholder(str)  # rms, rms_offset or layer
+    config.model_overrides.norm_at = placeholder(str)  # of attention and MLP: before, after or both
     config.model_overrides.norm_eps = placeholder(float)  # added to the variance by the norms
-    config.model_overrides.mlp = placeholder(str)  # swiglu, smooth_swiglu, gelu or gelu_tanh
+    config.model_overrides.mlp = placeholder(str)  # a key of MLPS (fp8jax/lm/model/config.py)
     config.model_overrides.biases = placeholder(str)  # linears with a bias: none, qkv or all
     config.model_overrides.qk_norm = placeholder(bool)  # normalize queries and keys
+    config.model_overrides.qk_norm_joint = placeholder(bool)  # all heads of a token together
+    config.model_overrides.query_scalar = placeholder(int)  # in place of head_dim in attention
+    config.model_overrides.layer_pattern = placeholder(str)  # kinds of layers: letters f, w and n
+    config.model_overrides.window = placeholder(int)  # keys that a query of a layer "w" sees
+    config.model_overrides.joined_projections = placeholder(bool)  # in folders of Hugging Face
+    config.model_overrides.scale_embedding = placeholder(bool)  # by the root of the width
     config.model_overrides.tie_embeddings = placeholder(bool)  # use the embedding as the head
     config.model_overrides.learned_positions = placeholder(int)  # rows of their table; 0: rotary
     config.model_overrides.rope_theta = placeholder(float)  # base of the rotary wavelengths
     config.model_overrides.rope_scaling = placeholder(str)  # a key of ROPE_SCALINGS
+    config.model_overrides.window_rope_theta = placeholder(float)  # base in layers "w"; 0: the same
+    config.model_overrides.rotary_dim = placeholder(int)  # elements of a head that turn; 0: all
     config.unroll = placeholder(int)  # layers in an iteration of their loop; None: chosen
 
     # Devices

@@ -35,12 +35,14 @@ _ORDER = (
     "attention/v/",
     "attention/o/",
     "attention",
+    "attention_post_norm",
     "mlp_norm",
     "mlp/gate/",
     "mlp/up/",
     "mlp/hidden",
     "mlp/down/",
     "mlp",
+    "mlp_post_norm",
 )
 
 
@@ -123,5 +125,5 @@ def _place(name: str) -> float:
     if not name.startswith("layers/"):
         return -1.0 if "embedding" in name else math.inf
     short = name.removeprefix("layers/")
-    places = (float(i) for i, part in enumerate(_ORDER) if short.startswith(part))
-    return next(places, float(len(_ORDER)))
+    places = {part: float(i) for i, part in enumerate(_ORDER) if short.startswith(part)}
+    return places[max(places, key=len)] if places else float(len(_ORDER))

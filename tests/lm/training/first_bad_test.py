@@ -107,3 +107,15 @@ def test_gradients_are_taken_from_the_last_layer_and_module():
     assert first_bad({**none, "gradient": flags}) == "layer 1, gradient of mlp/down/kernel"
     flags["final_norm/scale"] = np.array(True)
     assert first_bad({**none, "gradient": flags}) == "gradient of final_norm/scale"
+
+
+def test_a_norm_behind_a_part_comes_after_it():
+    """As OLMo's and Gemma's, whose names begin as the part's own does."""
+    flags = {
+        f"layers/{name}": np.array([True])
+        for name in ("mlp_post_norm", "attention_post_norm", "attention", "mlp")
+    }
+    for expected in ("attention", "attention_post_norm", "mlp", "mlp_post_norm"):
+        found = {"weight": {}, "output": flags, "gradient": {}}
+        assert first_bad(found) == f"layer 0, output of {expected}"
+        del flags[f"layers/{expected}"]
