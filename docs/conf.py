@@ -24,9 +24,9 @@ from sphinx.util.inspect import stringify_signature  # noqa: E402
 project = "fp8jax"
 author = "the authors of fp8jax"
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "colabs/*.ipynb"]
 exclude_patterns = ["site"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 html_theme = "furo"
 html_title = "fp8jax"
@@ -37,6 +37,9 @@ html_extra_path = ["static/index.html"]  # leads from the site's root to docs/in
 html_copy_source = False
 html_show_copyright = False
 pygments_style = "friendly"
+
+nb_execution_mode = "off"  # notebooks show the outputs that they hold
+nb_merge_streams = True
 
 myst_heading_anchors = 4  # the anchors that GitHub makes
 myst_enable_extensions = ["colon_fence"]

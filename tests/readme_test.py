@@ -1,5 +1,7 @@
 """The README: its tables equal the code, its examples run, its commands and links exist."""
 
+import ast
+import importlib.util
 import re
 import sys
 import types
@@ -13,6 +15,7 @@ from configs import base
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.transformer import count_params
+from fp8jax.lm.records.config_keys import by_path
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
 from tests.support import ROOT
@@ -93,6 +96,19 @@ def test_models_page_is_what_the_code_says():
     assert page.endswith(f"\n\n{model_table()}"), f"docs/models.md: {model_table()}"
 
 
+def test_every_config_key_stands_on_its_page():
+    """Each with its default; the page is what docs/config_keys.py writes."""
+    page = (ROOT / "docs/config_keys.md").read_text(encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("config_keys", ROOT / "docs/config_keys.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert page == module.page(), "run python docs/config_keys.py"
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)`(.*?) \| (.+) \|$", page, re.M)
+    defaults = {key: ast.literal_eval(default) for key, default, _, _ in rows}
+    assert defaults == by_path(base.get_config())
+    assert len(rows) == len(defaults) > 80
+
+
 # Examples -----------------------------------------------------------------------------------------
 
 PYTHON = [
@@ -157,13 +173,20 @@ def test_ci_finds_its_block(mark):
     joined = blocks[0].replace("\\\n", "")
     assert joined.count("\n") == 1, "one command"
     assert joined.startswith("python3 -m venv .venv && .venv/bin/pip install ")
-    assert "-m experiments.train --config=" in joined if mark == "run" else "-m pytest" in joined
+    if mark == "run":  # it ends with numbers that a person can judge
+        assert re.search(
+            r" -m experiments\.train --config=\S+ --workdir=(\S+) && +\S+ -m "
+            r"experiments\.evaluate --workdir=\1\n",
+            joined,
+        )
+    else:
+        assert "-m pytest" in joined
 
 
 def test_ci_finds_the_commands_that_use_a_run():
     (block,) = re.findall(r"^<!-- ci: use -->\s*^```bash\n(.*?)^```$", README, re.M | re.S)
     commands = re.findall(r"^\.venv/bin/python -m experiments\.(\w+) .*=runs/smoke ", block, re.M)
-    assert commands == ["generate", "evaluate", "convert"] and block.count("\n") == 3
+    assert commands == ["generate", "convert"] and block.count("\n") == 2
 
 
 def test_commands_name_configs_and_keys_that_exist():

@@ -70,10 +70,13 @@ def columns(line):
 
 def test_perplexity_is_the_run_s_own(evaluate, trained):
     """The precision that trained, and BF16 beside it on the same rows."""
-    header, *lines = evaluate("--workdir=DIR/run", "--batch_size=16").splitlines()
+    header, *lines, others = evaluate("--workdir=DIR/run", "--batch_size=16").splitlines()
     assert header.split() == ["of", "measured", "precision", "value", "minus", "bf16"]
     found = dict(map(columns, lines))
     (source,) = {key[0] for key in found}
+    beside = r", the same text in bits per byte: gzip (\S+), a bigram that counted .* text (\S+)"
+    gzip, bigram = map(float, re.fullmatch(source + beside, others).groups())
+    assert 0 < gzip < bigram < 8  # the text is generated, of few words
     expected = {
         "perplexity": math.exp(trained[1]["valid_loss"]),
         "bits per byte": trained[1]["valid_bits_per_byte"],

@@ -4,7 +4,8 @@
 Prints one table: each number in BF16 and in each precision, with standard errors, and what it
 differs from BF16 on the same items. --workdir is a run's directory, or hf:DIR. A task is one of
 
-    perplexity    perplexity and bits per byte of the run's held-out documents, or of --data
+    perplexity    perplexity and bits per byte of the run's held-out documents, or of --data; of
+                  the former also what gzip and a bigram of bytes need, below the table
     FILE.jsonl    multiple choice or exact match, FILE.jsonl:samples=4,temperature=0.8
     FILE.yaml     any task of lm-evaluation-harness whose data is local
 
@@ -44,6 +45,7 @@ from fp8jax.lm.inference.memory_check import memory_errors
 from fp8jax.lm.inference.perplexity import joined, read_texts, score_texts
 from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
 from fp8jax.lm.inference.scorer import require_room
+from fp8jax.lm.inference.yardsticks import Yardsticks, yardsticks
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.telemetry import measure_forward
 from fp8jax.lm.records.checkpoint import DamagedError
@@ -91,6 +93,19 @@ PERPLEXITY = "perplexity"
 SHUFFLED, ENDED = "shuffled answers", "responses that end"
 
 
+@dataclasses.dataclass(kw_only=True)
+class Texts:
+    """The text that perplexity is measured on; read when the first model needs it.
+
+    Attributes:
+      rows: those that are scored, by source.
+      said: what other predictors need for it, a line for each source.
+    """
+
+    rows: Mapping[str, Rows] = dataclasses.field(default_factory=dict)
+    said: Sequence[str] = ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
     """What is measured of each model.
@@ -119,9 +134,10 @@ def main(arguments: Sequence[str]) -> None:
         as_policy(name)
     xla.set_compilation_cache()
     asked = Asked(perplexity=PERPLEXITY in specs, tasks=tasks, problems=problems)
+    texts = Texts()
     with memory_errors("lower --batch_size, --problem_batch or --length"):
-        measured = _measure_all(precisions, asked)
-    print(table(measured))
+        measured = _measure_all(precisions, asked, texts)
+    print("\n".join([table(measured), *texts.said]))
     if _JSON.value:
         write_json(Path(_JSON.value).expanduser(), _WORKDIR.value, measured)
 
@@ -143,17 +159,16 @@ def _check_flags(specs: Sequence[str]) -> None:
         raise ValueError(f"--json={_JSON.value}: there is no such folder")
 
 
-def _measure_all(precisions: Sequence[Any], asked: Asked) -> Mapping[str, Numbers]:
+def _measure_all(precisions: Sequence[Any], asked: Asked, texts: Texts) -> Mapping[str, Numbers]:
     """Returns the numbers of each precision, of the run's own without any, and of the baseline."""
-    rows: dict[str, Any] = {}
     measured: dict[str, Numbers] = {}
     for precision in precisions or [None]:
         trained = _load(precision)
         label = precision or trained.model.resolved_policy.name
-        measured[label] = _measure(trained, asked, rows)
+        measured[label] = _measure(trained, asked, texts)
     if BASELINE in measured:
         return measured
-    return {BASELINE: _measure(_load(BASELINE), asked, rows)} | measured
+    return {BASELINE: _measure(_load(BASELINE), asked, texts)} | measured
 
 
 def _read_problems() -> dict[str, Sequence[Problem]]:
@@ -204,18 +219,18 @@ def _read_tasks(specs: Sequence[str]) -> list[Any]:
     return [read_task(spec) for spec in specs]
 
 
-def _measure(trained: TrainedModel, asked: Asked, rows: dict[str, Rows]) -> Numbers:
-    """Returns everything that is measured of one model; `rows` are read when they are empty."""
+def _measure(trained: TrainedModel, asked: Asked, texts: Texts) -> Numbers:
+    """Returns everything that is measured of one model."""
     tokenizer, numbers = trained.tokenizer, Numbers()
     assert tokenizer is not None
     if asked.perplexity:
         length = _row_length(trained)
         require_room(trained.model, _BATCH_SIZE.value, length)
-        if not rows:
-            rows.update(_read_rows(trained, tokenizer, length))
-        numbers |= _perplexities(trained, tokenizer, rows)
+        if not texts.rows:
+            _read(texts, trained, tokenizer, length)
+        numbers |= _perplexities(trained, tokenizer, texts.rows)
         if _TELEMETRY.value:
-            _write_telemetry(trained, next(iter(rows.values())), _TELEMETRY.value)
+            _write_telemetry(trained, next(iter(texts.rows.values())), _TELEMETRY.value)
     if asked.problems:
         numbers |= _solve(trained, asked.problems)
     if asked.tasks:
@@ -254,10 +269,11 @@ def _row_length(trained: TrainedModel) -> int:
     return trained.record["seq_len"]
 
 
-def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapping[str, Rows]:
-    """Returns the rows of --data, or of the run's held-out documents, by source."""
+def _read(texts: Texts, trained: TrainedModel, tokenizer: Tokenizer, length: int) -> None:
+    """Reads --data, or the run's held-out documents."""
     if _DATA.value:
-        return read_texts(_DATA.value, tokenizer, seq_len=length)
+        texts.rows = read_texts(_DATA.value, tokenizer, seq_len=length)
+        return
     record = trained.record
     if record is None:
         raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
@@ -272,9 +288,21 @@ def _read_rows(trained: TrainedModel, tokenizer: Tokenizer, length: int) -> Mapp
         cache_dir=record["cache_dir"],
         **fit,
     )
-    if not chats:
-        return corpus.valid
-    return {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
+    if chats:
+        texts.rows = {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
+        return
+    texts.rows = corpus.valid
+    texts.said = [
+        _others(name, yardsticks(corpus.train.rows[name], rows, tokenizer))
+        for name, rows in corpus.valid.items()
+    ]
+
+
+def _others(source: str, found: Yardsticks) -> str:
+    return (
+        f"{source}, the same text in bits per byte: gzip {found.gzip:.3f},"
+        f" a bigram that counted the training text {found.bigram:.3f}"
+    )
 
 
 def _packed(name: str, rows: Rows, length: int) -> Rows:
