@@ -90,8 +90,9 @@ def test_a_sound_run_has_nothing_to_look_at(tmp_path):
 
 
 def test_the_page_begins_with_what_one_compares_first(tmp_path):
-    memory = {"memory": {"total": 3 * 2**30}, "compile_s": 4.0, "policy": "p"}
+    memory = {"memory": {"weights": 2**30, "total": 3 * 2**30}, "compile_s": 4.0, "policy": "p"}
     compiled = [(0, Event.STAGE, memory), (0, Event.STAGE, memory | {"policy": "q"})]
+    compiled += [(1, Event.TELEMETRY, {"compile_s": 3.0})]
     a = write_run(tmp_path / "a", events=compiled)
     b = write_run(tmp_path / "b", losses=(4.0, 3.0, 2.0, 1.15))
     text = report([read_run(a), read_run(b)])
@@ -100,7 +101,9 @@ def test_the_page_begins_with_what_one_compares_first(tmp_path):
     in_order(page["summary"], "validation loss", "1.5000", "1.6500", "above that of a", "+10.00%")
     in_order(page["summary"], "ms a step, median 100.0 100.0", "tokens a second, median 160 160")
     in_order(page["summary"], "GiB 3.000 not recorded")
-    assert "compiling, s 4.0" in page["speed"]  # both stages say the seconds of both
+    assert "compiling steps, s 4.0" in page["speed"]  # both stages say the seconds of both
+    assert "compiling telemetry meanwhile, s 3.0" in page["speed"]  # no part of that sum
+    in_order(page["memory"], "weights, GiB 1 not recorded", "XLA allocates, GiB 3 not recorded")
 
 
 def test_stops_spikes_and_recovery_in_order_of_steps(tmp_path):

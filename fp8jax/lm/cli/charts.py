@@ -2,17 +2,47 @@
 
 import base64
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fp8jax.lm.cli.compare import why_not
+from fp8jax.lm.figures.loss_curves import by_step, gaps, training_curves
 from fp8jax.lm.figures.run_files import RunFiles
 
 NO_MATPLOTLIB = (
     "There are no figures: matplotlib is not installed. Install it with"
     " pip install 'fp8jax[plots]' and write the page again."
 )
+
+
+_MOST_SPOTS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Spot:
+    """What a chart says under the pointer: a strip of it, and the lines about the strip's step.
+
+    Attributes:
+      left, width: of the strip, in percent of the figure's width.
+      at: of the step, in percent of the strip's width.
+    """
+
+    left: float
+    width: float
+    at: float
+    lines: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hover:
+    """The strips of a chart, and their upper and lower ends in percent of the figure's height."""
+
+    top: float
+    bottom: float
+    spots: Sequence[Spot]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +52,14 @@ class Chart:
     Attributes:
       alt: what it shows, for those who do not see it.
       caption: how to read it.
+      hover: what it says under the pointer; None for nothing.
     """
 
     light: str
     dark: str
     alt: str
     caption: str
+    hover: Hover | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +88,58 @@ def loss_charts(runs: Sequence[RunFiles]) -> list[Chart | NoChart]:
             + ("." if len(group) == 1 else f"; below, the loss above that of {group[0].name}."),
             "Training loss (lines) and validation loss (markers)"
             + ("." if len(group) == 1 else f", and below the gap to {group[0].name} in percent."),
+            functools.partial(_losses_by_step, group),
         )
         for group in groups
     ]
+
+
+def _losses_by_step(runs: Sequence[RunFiles], figure: Any) -> Hover:
+    """The losses of some of the steps, as the figure of `losses` draws them."""
+    training, _ = training_curves(runs)
+    valid = [by_step(run, "valid_loss") for run in runs]
+    known = sorted({step for curve in (*training, *valid) for step in curve})
+    every = -(-len(known) // _MOST_SPOTS)
+    steps = [*known[every - 1 :: every][:-1], known[-1]]
+    upper, lower = figure.axes[0], figure.axes[-1]
+    places = [upper.transData.transform((step, 0))[0] / figure.bbox.width for step in steps]
+    box = upper.get_position()
+    ends = [box.x0, *((a + b) / 2 for a, b in itertools.pairwise(places)), box.x1]
+    spots = [
+        Spot(
+            left=100 * begin,
+            width=100 * (end - begin),
+            at=100 * (place - begin) / (end - begin),
+            lines=[
+                f"step {step:,}",
+                *(
+                    said
+                    for run, curve, marks in zip(runs, training, valid, strict=True)
+                    if (said := _losses_at(run.name, step, curve, training[0], marks))
+                ),
+            ],
+        )
+        for step, place, (begin, end) in zip(steps, places, itertools.pairwise(ends), strict=True)
+    ]
+    return Hover(100 * (1 - box.y1), 100 * lower.get_position().y0, spots)
+
+
+def _losses_at(
+    name: str,
+    step: int,
+    training: Mapping[int, float],
+    baseline: Mapping[int, float],
+    valid: Mapping[int, float],
+) -> str:
+    """The losses of a run at a step, and how far above the baseline's; "" if it has none."""
+    said = []
+    if step in training:
+        gap = gaps({step: training[step]}, {} if training is baseline else baseline)
+        above = f" ({gap[step]:+.2f}%)" if gap else ""
+        said.append(f"{training[step]:.4f}{above}")
+    if step in valid:
+        said.append(f"validation {valid[step]:.4f}")
+    return f"{name}: {', '.join(said)}" if said else ""
 
 
 def memory_chart(runs: Sequence[RunFiles]) -> Chart | NoChart:
@@ -117,16 +198,24 @@ def _and(runs: Sequence[RunFiles]) -> str:
     return ", ".join(run.name for run in runs)
 
 
-def _chart(figure: Callable[..., Any], what: Any, alt: str, caption: str) -> Chart | NoChart:
+def _chart(
+    figure: Callable[..., Any],
+    what: Any,
+    alt: str,
+    caption: str,
+    hover: Callable[[Any], Hover | None] = lambda drawn: None,
+) -> Chart | NoChart:
     from fp8jax.lm.figures import NothingToDraw, svg_text
 
     try:
-        light, dark = (svg_text(figure(what, dark=dark)) for dark in (False, True))
+        drawn = figure(what, dark=False)
+        light, dark = svg_text(drawn), svg_text(figure(what, dark=True))
+        under_pointer = hover(drawn)  # once it is drawn, its axes have their places
     except NothingToDraw as nothing:
         return NoChart(f"No figure: {nothing}")
     except KeyError as key:  # lines of an older version
         return NoChart(f"No figure: the files of these runs have no {key}.")
-    return Chart(_address(light), _address(dark), alt, caption)
+    return Chart(_address(light), _address(dark), alt, caption, under_pointer)
 
 
 def _address(svg: str) -> str:

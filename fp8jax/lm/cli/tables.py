@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8jax.lm.cli.compare import all_keys, differences, other_validation, why_not
 from fp8jax.lm.cli.first_look import number, own_events
+from fp8jax.lm.figures.memory import KINDS, unit_of
 from fp8jax.lm.figures.run_files import RunFiles
 from fp8jax.lm.records.events import Event
 from fp8jax.telemetry.rows import NO_LAYER, Row
@@ -83,10 +84,14 @@ def _median(name: str, pattern: str, scale: float = 1.0) -> Callable[[RunFiles],
 
 
 def _step_memory(run: RunFiles) -> str:
-    stages = [
-        e["memory"]["total"] for e in run.events if e["kind"] == Event.STAGE and "memory" in e
-    ]
-    return f"{max(stages) / 2**30:,.3f}" if stages else ""
+    largest = _largest_stage(run)
+    return f"{largest['total'] / 2**30:,.3f}" if largest else ""
+
+
+def _largest_stage(run: RunFiles) -> Mapping[str, int]:
+    """The memory by kind of the stage that takes most; {} if none was recorded."""
+    stages = [e["memory"] for e in run.events if e["kind"] == Event.STAGE and "memory" in e]
+    return max(stages, key=lambda memory: memory["total"], default={})
 
 
 def overview(runs: Sequence[RunFiles]) -> Table:
@@ -192,14 +197,16 @@ def speeds(runs: Sequence[RunFiles]) -> Table:
         values = sorted(_finite(run, "step_s"))
         return f"{1e3 * values[int(0.95 * (len(values) - 1))]:,.1f}" if values else ""
 
-    def compiled(run: RunFiles) -> str:
-        found = {  # stages that compile together say one time each, that of all of them
-            (event["kind"], event["step"]): seconds
-            for event in own_events(run.events)
-            if event["kind"] in (Event.STAGE, Event.TELEMETRY)
-            and (seconds := number(event, "compile_s")) is not None
-        }
-        return f"{sum(found.values()):.1f}" if found else ""
+    def compiled(kind: Event) -> Callable[[RunFiles], str]:
+        def find(run: RunFiles) -> str:
+            found = {  # stages that compile together say one time each, that of all of them
+                event["step"]: seconds
+                for event in own_events(run.events)
+                if event["kind"] == kind and (seconds := number(event, "compile_s")) is not None
+            }
+            return f"{sum(found.values()):.1f}" if found else ""
+
+        return find
 
     def whole(run: RunFiles) -> str:
         return _float(number({"s": _last_event(run, Event.END, "seconds")}, "s"), ",.1f")
@@ -212,20 +219,33 @@ def speeds(runs: Sequence[RunFiles]) -> Table:
             "step, median, ms": _median("step_s", ",.1f", 1e3),
             "step, slower than 95% of steps, ms": slow,
             "share of the peak FLOP/s (MFU), median, %": _median("mfu", ".2f", 100),
-            "compiling, s": compiled,
+            "compiling steps, s": compiled(Event.STAGE),
+            # In a thread beside the steps': the two do not add up.
+            "compiling telemetry meanwhile, s": compiled(Event.TELEMETRY),
             "whole last start of the program, s": whole,
         },
     )
 
 
 def memory(runs: Sequence[RunFiles]) -> Table:
-    """Returns the peak of device memory; CPUs report none."""
+    """Returns the peak of device memory, which CPUs do not report, and each kind of a step's."""
 
     def peak(run: RunFiles) -> str:
         values = _finite(run, "peak_memory_bytes")
         return f"{max(values) / 2**30:.3f}" if values else ""
 
-    return _side_by_side("Memory", runs, {"peak of a device, GiB": peak})
+    def of_largest(kind: str) -> Callable[[RunFiles], str]:
+        def find(run: RunFiles) -> str:
+            largest = _largest_stage(run)
+            return f"{largest[kind] / unit:,.3g}" if kind in largest else ""
+
+        return find
+
+    totals = [stage["total"] for run in runs if (stage := _largest_stage(run))]
+    unit, label = unit_of(max(totals, default=0))
+    kinds = KINDS | {"total": "all that XLA allocates"}
+    facts = {f"{name}, {label}": of_largest(kind) for kind, name in kinds.items()}
+    return _side_by_side("Memory", runs, {"peak of a device, GiB": peak} | facts)
 
 
 # Telemetry ----------------------------------------------------------------------------------------

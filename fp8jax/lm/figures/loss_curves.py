@@ -37,13 +37,8 @@ def losses(runs: RunFiles | Sequence[RunFiles], *, dark: bool = False) -> Any:
       'loss, nats a token'
     """
     runs = [runs] if isinstance(runs, RunFiles) else list(runs)
-    curves = [_by_step(run, "loss") for run in runs]
-    if not any(curves):
-        names = ", ".join(run.name for run in runs) or "no runs"
-        raise NothingToDraw(f"{names}: no loss in metrics.jsonl")
-    window = max(1, max(map(len, curves)) // _WINDOWS)
-    smooth = [smoothed(curve, window) for curve in curves]
-    valid = [_by_step(run, "valid_loss") for run in runs]
+    smooth, window = training_curves(runs)
+    valid = [by_step(run, "valid_loss") for run in runs]
     with style(dark=dark) as look:
         below = len(runs) > 1
         ratios = {"height_ratios": [3, 2]} if below else {}
@@ -73,8 +68,21 @@ def losses(runs: RunFiles | Sequence[RunFiles], *, dark: bool = False) -> Any:
     return figure
 
 
-def _by_step(run: RunFiles, name: str) -> dict[int, float]:
-    """Step -> a number of metrics.jsonl, where there is one."""
+def training_curves(runs: Sequence[RunFiles]) -> tuple[list[dict[int, float]], int]:
+    """Returns the smoothed training loss of each run by step, and how many steps a mean is of.
+
+    Raises NothingToDraw if no run has a loss.
+    """
+    curves = [by_step(run, "loss") for run in runs]
+    if not any(curves):
+        names = ", ".join(run.name for run in runs) or "no runs"
+        raise NothingToDraw(f"{names}: no loss in metrics.jsonl")
+    window = max(1, max(map(len, curves)) // _WINDOWS)
+    return [smoothed(curve, window) for curve in curves], window
+
+
+def by_step(run: RunFiles, name: str) -> dict[int, float]:
+    """Returns step -> a number of metrics.jsonl, where there is one."""
     return {
         line["step"]: line[name]
         for line in run.metrics

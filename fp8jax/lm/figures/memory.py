@@ -48,7 +48,7 @@ def memory_by_kind(*runs: RunFiles, dark: bool = False) -> Any:
     if not rows:
         names = " and ".join(run.name for run in runs)
         raise NothingToDraw(f"{names} did not record memory by kind: an older version wrote them")
-    unit, label = _unit(max(memory["total"] for _, memory, _ in rows))
+    unit, label = unit_of(max(memory["total"] for _, memory, _ in rows))
     with style(dark=dark) as look:
         figure, ((axis,),) = panels(1, 1, height=1.2 + 0.5 * len(rows))
         for row, (_, memory, peak) in enumerate(rows):
@@ -97,5 +97,6 @@ def _stages(run: RunFiles, *, named: bool) -> list[tuple[str, Mapping[str, int],
     ]
 
 
-def _unit(size: int) -> tuple[int, str]:
+def unit_of(size: int) -> tuple[int, str]:
+    """Returns the bytes of the unit in which a size is shown, and its name."""
     return (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
