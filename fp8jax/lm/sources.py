@@ -56,7 +56,11 @@ def _found(pattern: str) -> tuple[Path, ...]:
     matches = {Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
-        raise ValueError(f"no file matches {pattern!r}")
+        hint = ""
+        if os.path.isdir(os.path.expanduser(pattern)):
+            inside = os.path.join(pattern, "**", "*.txt")
+            hint = f": it is a folder; name its files, as in {inside!r}"
+        raise ValueError(f"no file matches {pattern!r}{hint}")
     return tuple(paths)
 
 

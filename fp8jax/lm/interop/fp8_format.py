@@ -338,7 +338,9 @@ def _notes(
             " grid this format does not hold"
         )
     else:
-        notes.append(f"codes: new ones; {policy.name} trained on another grid, or on none")
+        quantizes = any(recipe.fwd_w for _, recipe in policy.rules)
+        trained = "with scales of another grid" if quantizes else "in high precision"
+        notes.append(f"codes: made by this export, since {policy.name} trained weights {trained}")
     if fmt is _BLOCK:
         notes += _notes_for_servers(policy, casts, following)
     kept = [path for path in _modules(model) if path not in casts]

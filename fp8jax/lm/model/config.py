@@ -134,7 +134,7 @@ class ModelConfig:
       >>> dataclasses.replace(config, n_kv_heads=3)
       Traceback (most recent call last):
           ...
-      ValueError: n_heads=4 is not a multiple of n_kv_heads=3
+      ValueError: n_heads=4 is not a multiple of n_kv_heads=3: set both
     """
 
     vocab_size: int
@@ -179,7 +179,8 @@ class ModelConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}:"
+                " set both"
             )
         lookup("MLP", self.mlp, MLPS)
         lookup("choice of biases", self.biases, BIASES)

@@ -10,13 +10,10 @@ from fp8jax.lookup import lookup, own_object
 
 def _cosine(c: OptimizerConfig) -> optax.Schedule:
     """Linear warm-up, then half a cosine that reaches final_fraction at the last step."""
-    return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=c.learning_rate,
-        warmup_steps=c.warmup,
-        decay_steps=c.num_steps,
-        end_value=c.final_fraction * c.learning_rate,
-    )
+    # optax's warmup_cosine_decay_schedule, which logs a warning if there is no warm-up.
+    end = c.final_fraction * c.learning_rate / c.learning_rate
+    fall = optax.schedules.cosine_decay_schedule(c.learning_rate, c.num_steps - c.warmup, alpha=end)
+    return _warmed_up(c, fall)
 
 
 def _wsd(c: OptimizerConfig) -> optax.Schedule:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 from absl import logging
@@ -25,7 +25,7 @@ from fp8jax.lm.records.event_words import in_words
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import append_line, keep_lines
 from fp8jax.lm.records.sinks import Sink
-from fp8jax.lm.records.tensorboard import open_tensorboard
+from fp8jax.lm.records.tensorboard import open_tensorboard, tag
 
 
 class Metrics:
@@ -67,10 +67,10 @@ class Metrics:
         for path in paths[:2]:
             keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
         keep_lines(paths[2], lambda line: True)
-        # Unbuffered: write() returns when the line is in the file, or raises the error.
-        self._metrics_file, self._samples_file, self._events_file = (
-            open(path, "ab", buffering=0) for path in paths
-        )
+        self._metrics_file, self._events_file = _opened(paths[0]), _opened(paths[2])
+        # Most runs draw no samples, and have no file of them.
+        self._samples = paths[1]
+        self._samples_file: BinaryIO | None = None
         self._tensorboard = open_tensorboard(
             directory / "tensorboard", start_step + 1 if start_step else 0
         )
@@ -107,9 +107,15 @@ class Metrics:
             return
         finite = {k: v for k, v in scalars.items() if v is not None and math.isfinite(v)}
         for name, value in finite.items():
-            self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.add_scalar(tag(name), value, step)
         if self._sink is not None:
             self._sink.log(finite, step)
+
+    def describe(self, step: int, what: str, text: str) -> None:
+        """Writes what the run is to TensorBoard alone, such as its config, as preformatted text."""
+        if self._writes:
+            lines = "\n".join(f"    {line}" for line in text.splitlines())
+            self._tensorboard.add_text(what, lines, step)
 
     def sample(self, step: int, text: str) -> None:
         """Writes and logs a text that the model generated after `step` steps.
@@ -119,6 +125,8 @@ class Metrics:
         """
         if not self._writes:
             return
+        if self._samples_file is None:
+            self._samples_file = _opened(self._samples)
         append_line(self._samples_file, {"step": step, "text": text})
         self._tensorboard.add_text("sample", text, step)
         self.say(f"step {step}: sample:\n{text}")
@@ -158,10 +166,16 @@ class Metrics:
             self._display.close()
             self._tensorboard.close()
             self._metrics_file.close()
-            self._samples_file.close()
             self._events_file.close()
+            if self._samples_file is not None:
+                self._samples_file.close()
             if self._sink is not None:
                 self._sink.finish()
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Opens a file of lines, unbuffered: write() returns when the line is there, or raises."""
+    return open(path, "ab", buffering=0)
 
 
 def _now() -> str:

@@ -18,6 +18,18 @@ else:
         del sys.modules["torch"]
 
 
+_SPEED = ("step_s", "tokens_per_s", "mfu", "peak_memory_bytes")
+
+
+def tag(name: str) -> str:
+    """Returns the name of a curve: TensorBoard groups curves by what is before the first slash."""
+    if name.startswith("valid_"):
+        return f"validation/{name}"
+    if "/" in name:
+        return name
+    return f"speed/{name}" if name in _SPEED else f"training/{name}"
+
+
 def open_tensorboard(directory: Path, first_step: int) -> Any:
     """Returns a `tensorboardX.SummaryWriter` of a directory, which is created if it is missing.
 

@@ -388,7 +388,10 @@ def _model(
     if config.unroll is not None and config.unroll > shape.n_layers:
         raise ValueError(f"unroll={config.unroll} is more than the model's {shape.n_layers} layers")
     if shape.vocab_size < vocab_size:
-        raise ValueError(f"vocab_size={shape.vocab_size} is less than the tokenizer's {vocab_size}")
+        raise ValueError(
+            f"vocab_size={shape.vocab_size} is less than the tokenizer's {vocab_size}: set"
+            f" config.model_overrides.vocab_size={vocab_size}"
+        )
     queries = (config.batch_size, config.seq_len, shape.n_heads, shape.head_dim)
     attention = choose_attention(
         config.attention,

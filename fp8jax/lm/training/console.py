@@ -108,7 +108,8 @@ def _first(examples: Sequence[tuple[str, str]]) -> list[str]:
 def _epochs(settings: Settings, corpus: Corpus) -> str:
     if settings.num_epochs is not None:
         return f"num_epochs={settings.num_epochs}, which sets num_steps"
-    return f"{settings.num_steps * settings.batch_size / len(corpus.train):.2g} epochs"
+    epochs = settings.num_steps * settings.batch_size / len(corpus.train)
+    return f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
 
 
 def closing_line(

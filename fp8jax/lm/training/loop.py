@@ -11,6 +11,7 @@ follows the state.
 
 import contextlib
 import functools
+import json
 import os
 import platform
 import time
@@ -289,6 +290,7 @@ def _report_start(
     """
     run, metrics, start = now.run, tools.metrics, tools.start
     write_config(workdir, run)
+    metrics.describe(start, "config", json.dumps(run.settings.record, indent=2, sort_keys=True))
     write_file(workdir, "data.txt", tools.corpus.summary())
     if jax.process_index() == 0:
         keep_small_files(run.settings.record, Path(workdir))

@@ -156,7 +156,21 @@ def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):
     started = [e.step for e in events if e.HasField("session_log")]
     points = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
     assert started == [2]
-    assert points == [(2, "loss", 0.5)]
+    assert points == [(2, "training/loss", 0.5)]
+
+
+def test_tensorboard_has_the_config_and_groups_of_curves(tmp_path, monkeypatch):
+    opened = mock.Mock()
+    monkeypatch.setattr(metrics, "open_tensorboard", opened)
+    scalars = {"valid_loss/text": 2.0, "mfu": 0.5, "rows/text": 1.0}
+    with Metrics(tmp_path, num_steps=10) as out:
+        out.describe(0, "config", '{\n  "seed": 0\n}')
+        out.write(1, scalars)
+    writer = opened.return_value
+    writer.add_text.assert_called_once_with("config", '    {\n      "seed": 0\n    }', 0)
+    tags = [call.args[0] for call in writer.add_scalar.call_args_list]
+    assert tags == ["validation/valid_loss/text", "speed/mfu", "rows/text"]
+    assert not (tmp_path / "samples.jsonl").exists()  # there is none
 
 
 @pytest.mark.parametrize("start_step, purged_from", [(0, 0), (1, 2), (7, 8)])
