@@ -19,13 +19,28 @@ MODULES = {
     "fp8jax.figures": "fp8jax.lm.figures",
 }
 
+# What users import from modules of the language model, beside what fp8jax itself gives.
+LM_NAMES = {
+    "fp8jax.lm.data.byte_tokenizer": ["Tokenizer"],
+    "fp8jax.lm.data.tokenizers": ["tokenizer"],
+    "fp8jax.lm.inference.generate": ["Generator"],
+    "fp8jax.lm.inference.sampling": ["Sampling"],
+    "fp8jax.lm.inference.score": ["log_likelihoods"],
+    "fp8jax.lm.inference.text": ["Completion", "complete_text"],
+    "fp8jax.lm.interop.trained": ["TrainedModel", "load_model"],
+    "fp8jax.lm.model.freeze": ["freeze"],
+    "fp8jax.lm.optim.config": ["OptimizerConfig"],
+}
+
 
 def public_names() -> dict[str, tuple[object, str]]:
     """Return full name, such as "fp8jax.nn.Dense" -> (the object, its docstring or "")."""
     found = {}
-    for module_name, place in MODULES.items():
+    listed = {name: (place, None) for name, place in MODULES.items()}
+    listed |= {name: (name, names) for name, names in LM_NAMES.items()}
+    for module_name, (place, names) in listed.items():
         module = importlib.import_module(place)
-        for name in module.__all__:
+        for name in module.__all__ if names is None else names:
             value = getattr(module, name)
             if isinstance(value, type | types.FunctionType | types.ModuleType):
                 text = inspect.getdoc(value) or ""

@@ -59,8 +59,29 @@ def example(name: str) -> doctest.DocTest:
     return doctest.DocTestParser().get_doctest(PUBLIC[name][1], dict(GIVEN), name, None, 0)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+# Those that compile a transformer; a second test of each one's numbers is in the default tier.
+_DEAR = {
+    "fp8jax.lm.inference.generate.Generator",
+    "fp8jax.lm.inference.score.log_likelihoods",
+    "fp8jax.lm.inference.text.complete_text",
+    "fp8jax.lm.interop.trained.load_model",
+    "fp8jax.lm.model.freeze.freeze",
+    "fp8jax.train_and_evaluate",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in _DEAR])
 def test_example_runs(name):
+    run_example(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(_DEAR))
+def test_example_with_a_transformer_runs(name):
+    run_example(name)
+
+
+def run_example(name):
     test, said = example(name), []
     assert any(one.want for one in test.examples), f"{name} has no example with an output"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -21,6 +21,12 @@ class Tokenizer(Protocol):
         for special ids. It converts nats a token to bits a byte, which can be compared between
         tokenizers.
       fingerprint: changes whenever the same documents would get other ids, bos and eos included.
+
+    Example:
+      >>> from fp8jax.lm.data.byte_tokenizer import Tokenizer
+      >>> from fp8jax.lm.data.tokenizers import tokenizer
+      >>> isinstance(tokenizer("bytes"), Tokenizer)
+      True
     """
 
     @property

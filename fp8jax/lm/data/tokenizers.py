@@ -33,11 +33,25 @@ TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {"bytes": _bytes, "bpe": _bp
 
 
 def tokenizer(spec: str) -> Tokenizer:
-    """Returns the tokenizer of a spec KIND[:ARGUMENT]: `bytes`, or `bpe:PATH` of a tokenizer.json.
+    """Returns the tokenizer of a spec.
+
+    Args:
+      spec: KIND[:ARGUMENT], `bytes`, or `bpe:PATH` of a tokenizer.json.
+
+    Returns:
+      A `Tokenizer`.
 
     Raises:
       ValueError: the kind is unknown, the argument is missing or not allowed, or the file is not a
         tokenizer.
+
+    Example:
+      >>> from fp8jax.lm.data.tokenizers import tokenizer
+      >>> text = tokenizer("bytes")
+      >>> text.encode("FP8"), text.vocab_size
+      (array([70, 80, 56], dtype=int32), 258)
+      >>> text.decode([text.bos, 70, 80, 56, text.eos])
+      'FP8'
     """
     kind, _, argument = spec.partition(":")
     return lookup("tokenizer", kind, TOKENIZERS)(argument)

@@ -36,7 +36,20 @@ _LEAST_POSITIONS = 16  # of padded prompts; shorter ones would only compile more
 
 
 class Generator:
-    """Generates from one model."""
+    """Generates from one model.
+
+    Example:
+      >>> from fp8jax.lm.inference.generate import Generator
+      >>> from fp8jax.lm.inference.sampling import Sampling
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_layers=1)
+      >>> model = fp8jax.Transformer(config, "fp8_rowwise")
+      >>> ids = jnp.zeros((1, 8), jnp.int32)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), ids, ids + 1, ids)
+      >>> generator = Generator(model, variables, vocab_size=258, max_length=64)
+      >>> new = generator.generate([[1, 2, 3], [4]], Sampling(temperature=0), num_tokens=5)
+      >>> [ids.shape for ids in new]
+      [(5,), (5,)]
+    """
 
     def __init__(
         self,

@@ -31,6 +31,15 @@ class Sampling:
 
     Raises:
       ValueError: a number is out of its range, or has no effect beside temperature=0.
+
+    Example:
+      >>> from fp8jax.lm.inference.sampling import Sampling
+      >>> Sampling(temperature=0.8, top_p=0.95)
+      Sampling(temperature=0.8, top_k=None, top_p=0.95)
+      >>> Sampling(temperature=0, top_k=40)
+      Traceback (most recent call last):
+          ...
+      ValueError: temperature=0 takes the most likely token, so top_k=40 has no effect: ...
     """
 
     temperature: int | float = 1.0

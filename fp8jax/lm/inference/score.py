@@ -36,7 +36,38 @@ def log_likelihoods(
     key: Shaped[Array, "..."] | None = None,
     cache: str | None = None,
 ) -> Float[Array, "B L"]:
-    """Returns `score(…).log_p_BL`."""
+    """Returns the logarithm of each token's probability, given those before it in its segment.
+
+    Call it in `jax.jit`. Recipes with one current scale for a whole tensor take it over all tokens
+    of all rows, those that come later included, but not over padding.
+
+    Args:
+      model: the model that scores.
+      variables: parameters, trained or frozen, and amax histories if the policy has any.
+      tokens_BL: ids.
+      segments_BL: number of each token's document within its row, from 1, consecutive; 0 is
+        padding.
+      key: random key, for policies that round stochastically.
+      cache: None to attend as in training; a key of `CACHES` for keys and values as decoding stores
+        them. Each row is then one document, with padding on the right.
+
+    Returns:
+      Float32, in nats; 0 for padding, and for the first token of a document.
+
+    Raises:
+      ValueError: the policy or the cache does not fit the model, or the key is missing.
+
+    Example:
+      >>> from fp8jax.lm.inference.score import log_likelihoods
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_layers=1)
+      >>> model = fp8jax.Transformer(config, "fp8_block")
+      >>> tokens = jnp.arange(8)[None]
+      >>> ones = jnp.ones_like(tokens)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens, ones, tokens)
+      >>> scores = jax.jit(log_likelihoods, static_argnums=0)(model, variables, tokens, ones)
+      >>> scores.shape, scores[0, 0].item(), bool((scores[0, 1:] < 0).all())
+      ((1, 8), 0.0, True)
+    """
     return score(model, variables, tokens_BL, segments_BL, key=key, cache=cache).log_p_BL
 
 

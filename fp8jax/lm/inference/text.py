@@ -26,6 +26,11 @@ class Completion:
       text: up to the stop string, without it.
       ids: all new ids. They may go a little beyond a stop string.
       ended_by: `STOP_ID`, `STOP_STRING`, or `LENGTH` for as many tokens as were asked for.
+
+    Example:
+      >>> from fp8jax.lm.inference.text import Completion
+      >>> Completion(text="4", ids=(52, 10), ended_by="stop string").text
+      '4'
     """
 
     text: str
@@ -46,7 +51,36 @@ def complete_text(
 ) -> list[Completion]:
     """Returns the completion of each of any number of prompts.
 
-    Arguments and errors as in `stream_text`.
+    Args:
+      generator: of the model.
+      tokenizer: of the model.
+      prompts: ids, such as those of BOS and a text.
+      sampling: how tokens are drawn.
+      num_tokens: the most new tokens of each prompt.
+      stop_strings: strings that end a text; not empty.
+      stop_ids: ids that end a text; None for the tokenizer's EOS.
+      seeds: as in `Generator.generate`.
+
+    Returns:
+      A `Completion` for each prompt.
+
+    Raises:
+      ValueError: as `Generator.generate`, and for an empty stop string.
+
+    Example:
+      >>> from fp8jax.lm.data.tokenizers import tokenizer
+      >>> from fp8jax.lm.inference.generate import Generator
+      >>> from fp8jax.lm.inference.sampling import Sampling
+      >>> from fp8jax.lm.inference.text import complete_text
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_layers=1)
+      >>> model, text = fp8jax.Transformer(config, "bf16"), tokenizer("bytes")
+      >>> ids = jnp.zeros((1, 8), jnp.int32)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), ids, ids + 1, ids)
+      >>> generator = Generator(model, variables, vocab_size=text.vocab_size, max_length=64)
+      >>> prompt = [text.bos, *text.encode("def main(")]
+      >>> (found,) = complete_text(generator, text, [prompt], Sampling(), 5, stop_ids=[])
+      >>> len(found.ids), found.ended_by
+      (5, 'length')
     """
     seeds, most = range(len(prompts)) if seeds is None else seeds, generator.max_requests
     found: list[Completion] = []
@@ -82,7 +116,11 @@ def stream_text(
     """Yields the texts so far, again and again until all have ended.
 
     Args:
+      generator: of the model.
+      tokenizer: of the model.
       prompts: ids; at most `max_requests` of the generator.
+      sampling: how tokens are drawn.
+      num_tokens: the most new tokens of each prompt.
       stop_strings: strings that end a text; not empty.
       stop_ids: ids that end a text; None for the tokenizer's EOS.
       seeds: as in `Generator.generate`.

@@ -63,6 +63,12 @@ class TrainedModel:
       prefix: what the tensors' names begin with in the folder that the weights come from; None for
         the family's own.
       stored_head: whether that folder stored a tied head, too.
+
+    Example:
+      >>> from fp8jax.lm.interop.trained import TrainedModel
+      >>> model = fp8jax.Transformer(fp8jax.MODELS["llama_tiny"], "bf16")
+      >>> TrainedModel(model=model, variables={}, tokenizer=None, name="mine", record=None).step
+      0
     """
 
     model: Transformer
@@ -96,10 +102,25 @@ def load_model(
       mesh: shards the variables as training does; None puts them on the first device.
       backend, attention: of the `Transformer`.
 
+    Returns:
+      The model, its weights, its tokenizer and what is known of the run that trained it.
+
     Raises:
       ValueError: there is no model, it cannot be read, or weights are NaN or infinite; the message
         has the path. A name is unknown, or the policy does not fit the model.
       DamagedError: all checkpoints of a workdir are damaged.
+
+    Example:
+      >>> from fp8jax.lm.interop.trained import load_model
+      >>> config = fp8jax.base_config()
+      >>> config.update(precision="fp8_block", num_steps=1, seq_len=16, batch_size=2)
+      >>> config.model_overrides.n_layers = 1
+      >>> workdir = tempfile.mkdtemp()
+      >>> rows = [np.arange(i, i + 17) for i in range(40)]
+      >>> scalars = fp8jax.train_and_evaluate(config, workdir, data=rows)
+      >>> trained = load_model(workdir, precision="fp8_rowwise")
+      >>> trained.step, trained.model.policy.name, trained.tokenizer.name
+      (1, 'fp8_rowwise', 'bytes')
     """
     folder = as_folder(source)
     if folder is not None:

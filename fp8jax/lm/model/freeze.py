@@ -44,11 +44,26 @@ def freeze(model: Transformer, variables: Any) -> dict[str, Any]:
       variables: parameters, float32 or as the run stored them, and amax histories if the policy has
         delayed scaling. Histories are kept, since activations are scaled by them.
 
+    Returns:
+      Variables that `model.apply` and generation take in place of those.
+
     Raises:
       ValueError: the variables are frozen already, histories are missing, weights are rounded
         stochastically, or the model has Smooth-SwiGLU, which scales the kernel of `down` by each
         batch.
       NotImplementedError: the model's backend cannot run a recipe.
+
+    Example:
+      >>> from fp8jax.lm.model.freeze import freeze
+      >>> config = dataclasses.replace(fp8jax.MODELS["llama_tiny"], n_layers=1)
+      >>> model = fp8jax.Transformer(config, "fp8_rowwise")
+      >>> tokens = jnp.arange(8)[None]
+      >>> ones = jnp.ones_like(tokens)
+      >>> variables = jax.jit(model.init)(jax.random.key(0), tokens, ones, tokens)
+      >>> frozen = freeze(model, variables)
+      >>> both = [jax.jit(model.apply)(each, tokens, ones, tokens) for each in (variables, frozen)]
+      >>> bool((both[0] == both[1]).all())
+      True
     """
     policy, c = model.resolved_policy, model.config
     policy.check(c.modules, c.n_layers)

@@ -31,6 +31,12 @@ class OptimizerConfig:
 
     Raises:
       ValueError: a field is out of its range.
+
+    Example:
+      >>> from fp8jax.lm.optim.config import OptimizerConfig
+      >>> config = OptimizerConfig.from_config(fp8jax.base_config())
+      >>> config.name, config.warmup, config.num_steps
+      ('adamw', 20, 300)
     """
 
     name: str
@@ -91,7 +97,7 @@ class OptimizerConfig:
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up: those asked for; a tenth of the run where those do not fit.
+        """Steps of the warm-up, those asked for, or a tenth of the run where those do not fit.
 
         They fit if they end before the last step, and before the decay if there is one. A tenth is
         at most what fits. So a short run for a look needs no other warm-up.

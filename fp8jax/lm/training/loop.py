@@ -117,15 +117,15 @@ def train_and_evaluate(
         loss or gradient that is not finite, else for a spike.
 
     Example:
-      What the command `python -m experiments.train` does, with a config of `configs/`:
+      A step on rows of one's own, into a new folder:
 
-      >>> from configs import smoke
-      >>> config = smoke.get_config()
-      >>> config.precision = "fp8_blocks"
-      >>> fp8jax.train_and_evaluate(config, workdir="runs/smoke")
-      Traceback (most recent call last):
-          ...
-      ValueError: unknown policy 'fp8_blocks'; did you mean 'fp8_block' or ...
+      >>> config = fp8jax.base_config()
+      >>> config.update(precision="fp8_block", num_steps=1, seq_len=16, batch_size=2)
+      >>> config.model_overrides.n_layers = 1
+      >>> rows = [np.arange(i, i + 17) for i in range(40)]
+      >>> scalars = fp8jax.train_and_evaluate(config, tempfile.mkdtemp(), data=rows)
+      >>> round(scalars["valid_loss"])
+      6
     """
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
