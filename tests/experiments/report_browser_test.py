@@ -165,7 +165,7 @@ def test_first_words_are_what_to_look_at(opened):
     page = opened(DESKTOP)
     first = page.inner_text("#first")
     assert "Step 4: w of layers/attention/q in layer 0: its amax 2e+03 is" in first
-    assert page.inner_text("main h2") == "What to look at first"
+    assert page.inner_text("main h2") == "In short"
     for link in page.query_selector_all("nav a"):
         assert page.query_selector(link.get_attribute("href")) is not None
 
@@ -186,6 +186,17 @@ def test_phone_width_scrolls_in_tables_only(opened, scheme):
     assert all(r.get_attribute("aria-label") for r in regions)
     size = page.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)")
     assert size >= 14
+
+
+def test_the_pointer_shows_the_losses_of_a_step(opened):
+    page = opened(DESKTOP)
+    spots = page.query_selector_all("#loss .spot")
+    assert len(spots) == 40 and not spots[20].query_selector("p").is_visible()
+    spots[20].hover()
+    said = spots[20].query_selector("p")
+    assert said.is_visible() and said.inner_text().startswith("step 21\n")
+    box = said.bounding_box()
+    assert 0 <= box["x"] and box["x"] + box["width"] <= DESKTOP["width"]
 
 
 def luminance(color):

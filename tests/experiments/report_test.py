@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import html
 import importlib.metadata
+import itertools
 import json
 import re
 
@@ -104,6 +105,26 @@ def test_the_page_begins_with_what_one_compares_first(tmp_path):
     assert "compiling steps, s 4.0" in page["speed"]  # both stages say the seconds of both
     assert "compiling telemetry meanwhile, s 3.0" in page["speed"]  # no part of that sum
     in_order(page["memory"], "weights, GiB 1 not recorded", "XLA allocates, GiB 3 not recorded")
+
+
+@pytest.mark.full  # it draws figures; the browser's tests look at them, too
+def test_the_pointer_finds_the_losses_of_a_step(tmp_path):
+    steps = 130
+    runs = [
+        read_run(write_run(tmp_path / name, losses=[factor * (2 + 1 / s) for s in range(1, steps)]))
+        for name, factor in (("a", 1.0), ("b", 1.01))
+    ]
+    (chart,) = charts.loss_charts(runs)
+    spots = chart.hover.spots
+    assert 30 < len(spots) <= 60 and 0 < chart.hover.top < chart.hover.bottom < 50
+    for spot, following in itertools.pairwise(spots):  # side by side, each around its step
+        assert abs(spot.left + spot.width - following.left) < 1e-9 and 0 < spot.at < 100
+    assert 0 < spots[0].left < spots[-1].left + spots[-1].width < 100
+    (step, a, b) = spots[-1].lines
+    assert step == "step 129" and re.fullmatch(r"a: 2\.0\d{3}, validation 2\.5078", a)
+    assert re.fullmatch(r"b: 2\.0\d{3} \(\+1\.00%\), validation 2\.5278", b)
+    page = report(runs)
+    assert "<script" not in page and 'class="spot' not in page  # there are no figures here
 
 
 def test_stops_spikes_and_recovery_in_order_of_steps(tmp_path):

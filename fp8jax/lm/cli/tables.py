@@ -276,6 +276,9 @@ def worst_casts(run: RunFiles) -> Table | None:
         for (linear, operand), group in groups.items()
     ]
     header = ["tensor", "format", "amax", "underflow", "saturation", "SQNR, dB", "delay, log2"]
+    # BF16 has no casts to measure, current scaling no delay.
+    kept = [i for i in range(len(header)) if any(row[i] != "–" for row in rows)]
+    header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
     layers = any(row.layer != NO_LAYER for row in run.telemetry.rows)
     note = "Largest amax, underflow and saturation, smallest SQNR and delay of all layers and casts"
     note += "; the layer is in parentheses." if layers else "."

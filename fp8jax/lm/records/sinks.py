@@ -57,9 +57,9 @@ class _PackageSink:
 
 
 def check_sink(spec: str) -> None:
-    """Raises ValueError for what is neither empty nor KIND:PROJECT of a known kind."""
+    """Raises ValueError for what `open_sink` would refuse, before a run has written anything."""
     if spec:
-        _parse(spec)
+        _imported(spec, _parse(spec)[0])
 
 
 def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> Sink | None:
@@ -69,19 +69,22 @@ def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, A
       config: what the sink shows as the run's configuration.
 
     Raises:
-      ValueError: as `check_sink`.
-      ImportError: the package is not installed; the message says how to install it.
+      ValueError: not KIND:PROJECT of a known kind, or its package is not installed; then the
+        message says how to install it.
     """
     if not spec:
         return None
     kind, project = _parse(spec)
+    return _PackageSink(_imported(spec, kind), project, Path(workdir), config)
+
+
+def _imported(spec: str, kind: str) -> Any:
     try:
-        package = importlib.import_module(PACKAGES[kind])
+        return importlib.import_module(PACKAGES[kind])
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install 'fp8jax[{kind}]'"
         ) from error
-    return _PackageSink(package, project, Path(workdir), config)
 
 
 def _parse(spec: str) -> tuple[str, str]:
