@@ -1,9 +1,10 @@
-// How the search orders pages: names and titles as Sphinx does, then guides before measurements,
-// and the page of recipes, which names every one of them, before other guides.
+// How the search orders pages: names and titles as Sphinx does, then guides before notebooks and
+// measurements, and the pages that have every recipe and every config key before other guides.
 var Scorer = {
   score: ([page, , , , score]) => {
     if (page === "docs/recipes") return score + 4;
-    return /^docs\/(results|benchmarks)\/|^CHANGELOG/.test(page) ? score - 2 : score;
+    if (page === "docs/config_keys") return score + 3;
+    return /^docs\/(results|benchmarks)\/|^colabs\/|^CHANGELOG/.test(page) ? score - 2 : score;
   },
   objNameMatch: 11,
   objPartialMatch: 6,
