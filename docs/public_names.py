@@ -21,6 +21,7 @@ MODULES = {
 
 # What users import from modules of the language model, beside what fp8jax itself gives.
 LM_NAMES = {
+    "fp8jax.lm.chat.chat_template": ["ChatExample", "ChatTemplate", "load_chat_template"],
     "fp8jax.lm.data.byte_tokenizer": ["Tokenizer"],
     "fp8jax.lm.data.tokenizers": ["tokenizer"],
     "fp8jax.lm.inference.generate": ["Generator"],

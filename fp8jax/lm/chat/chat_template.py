@@ -67,6 +67,12 @@ class ChatExample:
       ids: the tokens of the text.
       mask: which of them the assistant wrote; neither none nor all of them.
       spans: the begin and end of each of the assistant's turns, as offsets in `text`.
+
+    Example:
+      >>> from fp8jax.lm.chat.chat_template import ChatExample
+      >>> ids, mask = np.array([1, 2, 3], np.int32), np.array([False, False, True])
+      >>> ChatExample(text="Hi! Hello", ids=ids, mask=mask, spans=((4, 9),)).mask.sum().item()
+      1
     """
 
     text: str
@@ -79,11 +85,28 @@ class ChatExample:
 class ChatTemplate:
     """Renders conversations; `load_chat_template` creates it.
 
-    `fingerprint` is a hex digest of the templates and of what they read besides messages.
-    `tools_template` is taken where tools are given; it is `template` unless a folder has two.
-
     Further arguments of the methods are variables of the template, such as `enable_thinking`.
     `place` says where messages are from, such as "chats.jsonl, line 3", and begins every error.
+
+    Attributes:
+      template: renders conversations without tools.
+      tools_template: is taken where tools are given; it is `template` unless a folder has two.
+      tokens: those that the template writes, which messages cannot spell.
+      tokenizer: encodes the rendered text.
+      fingerprint: hex digest of the templates and of what they read besides messages.
+      backend: the tokenizer of the package tokenizers, which recognizes special tokens.
+
+    Example:
+      >>> from fp8jax.lm.chat.chat_template import load_chat_template
+      >>> from fp8jax.lm.chat.chat_tokenizer import write_chat_tokenizer
+      >>> from fp8jax.lm.data.tokenizers import tokenizer
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> write_chat_tokenizer(folder / "tokenizer.json", iter(["Hi! Hello."]), 259)
+      >>> template = load_chat_template(folder, tokenizer(f"bpe:{folder}/tokenizer.json"))
+      >>> hello = {"role": "assistant", "content": "Hello."}
+      >>> example = template.example([{"role": "user", "content": "Hi!"}, hello])
+      >>> template.tokenizer.decode(example.ids[example.mask])  # what the model learns to write
+      'Hello.'
     """
 
     template: Template
@@ -395,9 +418,22 @@ def load_chat_template(
         the time of this call. It does not change after that, so the same messages give the same
         tokens; give one to repeat them on another day.
 
+    Returns:
+      What renders conversations as text, ids and masks.
+
     Raises:
       ValueError: the tokenizer is not a BPE, which has the special tokens of templates; or the
         folder has no template, none of that name, or a damaged one.
+
+    Example:
+      >>> from fp8jax.lm.chat.chat_template import load_chat_template
+      >>> from fp8jax.lm.chat.chat_tokenizer import write_chat_tokenizer
+      >>> from fp8jax.lm.data.tokenizers import tokenizer
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> write_chat_tokenizer(folder / "tokenizer.json", iter(["Hi! Hello."]), 259)
+      >>> template = load_chat_template(folder, tokenizer(f"bpe:{folder}/tokenizer.json"))
+      >>> template.text([{"role": "user", "content": "Hi!"}])
+      '<|im_start|>user\\nHi!<|im_end|>\\n'
     """
     folder = Path(folder).expanduser()
     if not isinstance(tokenizer, BPETokenizer):
