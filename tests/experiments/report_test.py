@@ -107,7 +107,6 @@ def test_the_page_begins_with_what_one_compares_first(tmp_path):
     in_order(page["memory"], "weights, GiB 1 not recorded", "XLA allocates, GiB 3 not recorded")
 
 
-@pytest.mark.full  # it draws figures; the browser's tests look at them, too
 def test_the_pointer_finds_the_losses_of_a_step(tmp_path):
     steps = 130
     runs = [
