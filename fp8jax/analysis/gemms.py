@@ -272,6 +272,9 @@ def _missing(
 # Reports ------------------------------------------------------------------------------------------
 
 
+_MOST_NAMES = 6  # in a line below a table that has them all
+
+
 def format_table(gemms: Iterable[Gemm]) -> str:
     """Returns a text table with one line for all equal GEMMs of a module and role.
 
@@ -285,7 +288,7 @@ def format_table(gemms: Iterable[Gemm]) -> str:
         loops = "" if g.trips == 1 else f" ({g.trips or '?'} turns)"
         shape = " x ".join(map(str, g.shape)) if g.shape else "?"
         rows.append((g.name, role, f"{count}{loops}", g.precision, shape, g.runs))
-    notes = [_totals(summarize(gemms), groups), *_fallbacks(groups)]
+    notes = [_totals(summarize(gemms), groups), *_fallbacks(groups, _MOST_NAMES)]
     wrapped = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
     return "\n".join([*aligned(rows), *wrapped])
 
@@ -314,14 +317,19 @@ def _totals(summary: "Summary", groups: Mapping[Gemm, int]) -> str:
     return "; ".join(parts)
 
 
-def _fallbacks(groups: Mapping[Gemm, int]) -> list[str]:
-    """Returns one line for each reason, with all GEMMs that it applies to."""
+def _fallbacks(groups: Mapping[Gemm, int], most: int) -> list[str]:
+    """Returns one line for each reason, with the GEMMs that it applies to, `most` at most."""
     by_reason: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for g, count in groups.items():
         if g.reason is not None:
             kind = _FAULTS[g.reason.partition(":")[0]][0] if g.fp8 else "NOT FP8"
             by_reason[kind, g.reason].append(f"{g.name} {g.role} in {g.precision} ({count})")
-    return [f"{kind}: {', '.join(names)}: {reason}" for (kind, reason), names in by_reason.items()]
+    lines = []
+    for (kind, reason), names in by_reason.items():
+        left_out = names[most:]
+        more = [f"and {len(left_out)} more lines above"] if left_out else []
+        lines.append(f"{kind}: {', '.join([*names[:most], *more])}: {reason}")
+    return lines
 
 
 # What a reason begins with -> what is wrong with an FP8 GEMM, and what it should do.
@@ -346,7 +354,7 @@ def require_fp8(gemms: Iterable[Gemm]) -> None:
             what = " and ".join(_FAULTS[fault][1] for fault in sorted(faults))
         raise Fp8FallbackError(
             f"{sum(groups.values())} GEMMs of the program should {what} and do not:\n  "
-            + "\n  ".join(_fallbacks(groups))
+            + "\n  ".join(_fallbacks(groups, len(groups)))
         )
 
 

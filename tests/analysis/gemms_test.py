@@ -676,3 +676,25 @@ def test_all_that_should_be_fp8_is_on_this_gpu(data, name, unroll):
     else:
         with pytest.raises(Fp8FallbackError, match="emulated|no FP4"):
             require_fp8(gemms)
+
+
+def test_a_reason_of_many_gemms_names_the_first():
+    """On a CPU it is that of all; each has its line in the table."""
+    gemms = [
+        Gemm(
+            module=f"layer_{i}",
+            recipe="fp8_block",
+            role="fwd",
+            operands=("bf16",) * 2,
+            result="bf16",
+            kernel="dot",
+            count=1,
+            reason="why",
+        )
+        for i in range(9)
+    ]
+    text = format_table(gemms)
+    assert text.count("layer_8") == 1
+    assert "layer_5 fwd in bf16 (1), and 3 more lines above: why" in " ".join(text.split())
+    with pytest.raises(Fp8FallbackError, match="layer_8"):  # there is no table: it has all
+        require_fp8(gemms)
