@@ -11,6 +11,7 @@ import types
 import flax.linen as nn
 import pytest
 
+import fp8jax
 from tests.support import ROOT
 
 
@@ -118,4 +119,5 @@ def test_every_name_has_one_entry_in_the_pages():
     pages = "".join(p.read_text("utf-8") for p in (ROOT / "docs/reference").glob("*.md"))
     listed = re.findall(r"^\.\. auto(?:data|class|function):: (\S+)$", pages, re.M)
     assert sorted(listed) == sorted(PUBLIC)
+    assert {name for name in dir(fp8jax) if name[0] != "_"} == set(fp8jax.__all__)
     assert len(PUBLIC) > 60 and set(MODULES) >= {"fp8jax", "fp8jax.nn", "fp8jax.nnx"}
