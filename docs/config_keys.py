@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fp8jax.lm.model.attention import ATTENTIONS
+from fp8jax.lm.model.config import MLPS
 from fp8jax.lm.model.rope import ROPE_SCALINGS
 from fp8jax.lm.model.transformer import REMAT
 from fp8jax.lm.optim.moment_formats import MOMENTS
@@ -19,6 +20,8 @@ from fp8jax.lm.training import config
 PAGE = Path(__file__).with_name("config_keys.md")
 NAMES: dict[str, Iterable[str]] = {
     "ATTENTIONS": ATTENTIONS,
+    "MLPS": MLPS,
+    "MODELS": (),  # a page of their own
     "MOMENTS": MOMENTS,
     "OPTIMIZERS": OPTIMIZERS,
     "REMAT": REMAT,
@@ -56,8 +59,8 @@ Every key of a run's config with its default. `--config.KEY=VALUE` changes it on
 `python docs/config_keys.py` writes this page from [`config.py`](../fp8jax/lm/training/config.py).
 """
 
-KEY = re.compile(r"    config\.([\w.]+) = (.*?)  # (.*)")
-UNSET = re.compile(r"placeholder\((\w+)\)")
+KEY = re.compile(r"    config\.([\w.]+) = (placeholder\(\s*\w+\s*\)|.*?)  # (.*)")
+UNSET = re.compile(r"placeholder\(\s*(\w+)\s*\)")
 
 
 def page() -> str:
@@ -91,8 +94,8 @@ def keys(lines: str) -> Iterator[tuple[str, str, str]]:
 
 
 def names(found: re.Match[str]) -> str:
-    """Return the names that "a key of NAMES" stands for, the text itself if they are not here."""
-    return ", ".join(f"`{name}`" for name in NAMES[found[1]]) if found[1] in NAMES else "a name"
+    """Return the names that "a key of NAMES" stands for."""
+    return ", ".join(f"`{name}`" for name in NAMES[found[1]]) or "a name"
 
 
 def in_code(text: str) -> str:
