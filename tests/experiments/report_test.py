@@ -11,6 +11,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fp8jax
@@ -164,6 +165,20 @@ def test_a_loss_that_rises_is_said(tmp_path):
     assert "Step 2: the training loss was lowest, 3, and rose to 5 by step 4" in page["first"]
     page = sections(write_run(tmp_path, losses=(4.0, float("nan"), 3.0, 2.0)))
     assert "Step 2: the training loss is nan" in page["first"]
+
+
+def test_batches_that_differ_are_no_rise(tmp_path):
+    """Small batches: each loss is off by a tenth, and a mean of three by 6%."""
+    steps = np.arange(1, 61)
+    noise = np.random.default_rng(0).normal(0, 0.3, len(steps))
+    losses = 3 + 2 / steps + noise
+    losses[44:47], losses[57:] = 3.0, 3.25  # a lucky window, and the last one: 8% above it
+    quiet = sections(write_run(tmp_path / "noisy", losses=losses.tolist()))
+    assert "rose to" not in quiet["first"]
+    smooth = 3 + 2 / steps + 0.1 * noise
+    smooth[57:] = 3.25
+    risen = sections(write_run(tmp_path / "smooth", losses=smooth.tolist()))
+    assert "the training loss was lowest" in risen["first"]
 
 
 def test_runs_are_compared_with_the_first(tmp_path):

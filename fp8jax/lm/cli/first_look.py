@@ -1,6 +1,7 @@
 """What to look at first in a run, in words: tensors out of line, stops, spikes, recovery."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ _CAUSES = {Cause.SPIKE: "a loss spike", Cause.NON_FINITE: "not finite"}
 # A loss is a spike by the rule of lm/stability/spikes.py, with its defaults.
 _WINDOW, _DEVIATIONS, _NORMAL, _SLACK = 64, 6.0, 1.4826, 1 / 50
 _RISEN = 0.05  # a run whose loss ends this share above its lowest has diverged
+_NOISE, _MANY = 4.0, 20  # unless batches differ so much: deviations, where there are many losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +240,12 @@ def _risen(losses: Mapping[int, float], name: str) -> list[Note]:
         return []
     lowest, step = min(means)
     last, end = means[-1]
-    if last <= lowest + _RISEN * abs(lowest):
+    allowed = _RISEN * abs(lowest)
+    if name == "training" and len(values) >= _MANY:
+        changes = [abs(b - a) for a, b in itertools.pairwise(values)]
+        deviation = _NORMAL * statistics.median(changes) / math.sqrt(2)  # of a loss
+        allowed = max(allowed, _NOISE * deviation * math.sqrt(2 / window))  # of two means
+    if last <= lowest + allowed:
         return []
     return [
         Note(
