@@ -1,0 +1,136 @@
+"""The processes of one run: which of them this one is, and a store of texts that all of them share.
+
+The store is that of the coordinator, which process 0 runs: no collective, no device, no program. So
+it works before the first compilation, and while another process hangs in a collective. A process by
+itself has a store of its own, so callers need not ask whether there are others.
+
+This is the only file with JAX's private state of processes, for two reasons. JAX has no public
+access to the store (`multihost_utils` has barriers and collectives only). And `jax.process_index`
+starts the backends, which must not happen before all processes have joined. `processes_test.py`
+tries what is used here on each version of JAX.
+"""
+
+import os
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+import jax
+from jax._src import distributed
+
+_PREFIX = "fp8jax/"  # Orbax and JAX have keys of their own in the same store
+
+_alone: dict[str, str] = {}  # the store of a process by itself
+
+
+def index() -> int:
+    """Returns the number of this process, from 0. Starts no backend."""
+    return int(distributed.global_state.process_id)
+
+
+def count() -> int:
+    """Returns how many processes the run has. Starts no backend."""
+    return int(distributed.global_state.num_processes)
+
+
+def host() -> str:
+    """Returns the name of this process's host."""
+    return socket.gethostname()
+
+
+def connecting() -> bool:
+    """Returns whether this process has begun to join others."""
+    return _client() is not None
+
+
+def coordinator() -> str | None:
+    """Returns HOST:PORT of process 0, None as long as it is not known."""
+    address = distributed.global_state.coordinator_address
+    return None if address is None else str(address)
+
+
+def put(key: str, value: str) -> None:
+    """Stores a text, in place of an older one of that key.
+
+    Raises:
+      ConnectionError: the coordinator does not answer.
+    """
+    client = _client()
+    if client is None:
+        _alone[key] = value
+        return
+    try:
+        client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
+    except jax.errors.JaxRuntimeError as error:
+        raise _lost(error) from error
+
+
+def get(key: str, timeout_s: float) -> str:
+    """Returns the text of a key, for which it waits.
+
+    Raises:
+      TimeoutError: nobody has stored it within that many seconds.
+      ConnectionError: the coordinator does not answer.
+    """
+    client = _client()
+    if client is None:
+        if key not in _alone:
+            raise TimeoutError(f"nobody stored {key}")
+        return _alone[key]
+    try:
+        return str(client.blocking_key_value_get(_PREFIX + key, max(1, round(1e3 * timeout_s))))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            raise TimeoutError(f"nobody stored {key} within {timeout_s:g} s") from error
+        raise _lost(error) from error
+
+
+def keys(prefix: str) -> dict[str, str]:
+    """Returns the texts of all keys that begin with `prefix/`, by the rest of the key; at once.
+
+    Raises:
+      ConnectionError: the coordinator does not answer.
+    """
+    client = _client()
+    if client is None:
+        found = list(_alone.items())
+    else:
+        try:
+            found = client.key_value_dir_get(f"{_PREFIX}{prefix}/")
+        except jax.errors.JaxRuntimeError as error:
+            raise _lost(error) from error
+        found = [(key.removeprefix(_PREFIX), value) for key, value in found]
+    begin = f"{prefix}/"
+    return {key.removeprefix(begin): value for key, value in found if key.startswith(begin)}
+
+
+def leave(status: int, wait_s: float = 10) -> NoReturn:
+    """Ends this process at once: no `atexit`, whose barrier waits minutes for the other processes.
+
+    Process 0 waits up to `wait_s` seconds until the others have left, too: it runs the coordinator,
+    and without that JAX aborts them with dumps of their stacks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        if index() > 0:
+            put(f"left/{index()}", "")
+        end = time.monotonic() + wait_s
+        while index() == 0 and len(keys("left")) < count() - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+    except ConnectionError:
+        pass  # there is no one to tell
+    os._exit(status)
+
+
+def _client() -> Any:
+    """Returns JAX's client of the store, None in a process by itself."""
+    return distributed.global_state.client
+
+
+def _lost(error: Exception) -> ConnectionError:
+    first = str(error).splitlines()[0]
+    return ConnectionError(
+        f"process {index()} on {host()} no longer reaches the coordinator, in process 0: {first}"
+    )
