@@ -10,12 +10,16 @@ Model code gives the axes of its arrays logical names. `RULES` is the only table
 names to mesh axes. The rest is `jit` with `NamedSharding`, and XLA's sharding propagation.
 """
 
+import collections
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -75,8 +79,12 @@ def mesh_axes(name: str, overrides: dict[str, int | None]) -> MeshAxes:
 def make_mesh(axes: MeshAxes, devices: Any = None) -> Mesh:
     """Returns the mesh of all devices, or of the given ones.
 
+    Over several nodes (GPUs) or slices (TPUs), `data` crosses them first, then `fsdp`, and `tensor`
+    only where nothing else is left: so what exchanges most stays on the fast links.
+
     Raises:
-      ValueError: a size is not valid, or their product is not the number of devices.
+      ValueError: a size is not valid, or their product is not the number of devices. The message
+        has the nearest mesh that fits.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = [getattr(axes, name) for name in AXES]
@@ -86,13 +94,64 @@ def make_mesh(axes: MeshAxes, devices: Any = None) -> Mesh:
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if int(np.prod(sizes)) != len(devices):
-        shape = " x ".join(f"{n}={s}" for n, s in zip(AXES, sizes, strict=True))
         raise ValueError(
-            f"a mesh of {shape} does not fit {len(devices)} devices: the product of its axes must"
-            " be the number of devices"
+            f"a mesh of {_shape(sizes)} does not fit {len(devices)} devices: the product of its"
+            " axes must be the number of devices; the nearest that fits is"
+            f" {_shape(_nearest(sizes, len(devices)))}"
         )
     # Since jax 0.10 the default is Explicit axes, which make shardings a part of types.
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    types = (AxisType.Auto,) * len(AXES)
+    if (nodes := len({_node(device) for device in devices})) == 1:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    return Mesh(_over_nodes(sizes, nodes, devices), AXES, axis_types=types)
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
+
+
+def _nearest(sizes: Sequence[int], devices: int) -> tuple[int, ...]:
+    """Returns the sizes whose product is `devices` that differ by the smallest factors.
+
+    Of equally near ones, that which changes `tensor` least, and then `fsdp`: their sizes depend on
+    the model. A size of -1 may become anything.
+    """
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+
+    def distance(found: tuple[int, ...]) -> tuple[float, ...]:
+        each = [
+            0.0 if a == -1 else abs(math.log2(b / a)) for a, b in zip(sizes, found, strict=True)
+        ]
+        return (round(sum(each), 6), *reversed(each))
+
+    whole = ((data, fsdp) for data in divisors for fsdp in divisors if devices % (data * fsdp) == 0)
+    return min(((d, f, devices // (d * f)) for d, f in whole), key=distance)
+
+
+def _node(device: Any) -> int:
+    """Returns the node of a GPU or the slice of a TPU, as JAX numbers them; 0 where it does not."""
+    return int(getattr(device, "slice_index", 0))
+
+
+def _over_nodes(sizes: Sequence[int], nodes: int, devices: Sequence[Any]) -> np.ndarray:
+    """Returns the devices in the shape `sizes`, for several nodes with equally many devices.
+
+    Raises:
+      ValueError: the nodes have different numbers of devices.
+    """
+    here = collections.Counter(map(_node, devices))
+    if len(set(here.values())) > 1:
+        raise ValueError(
+            f"the nodes have different numbers of devices: {dict(sorted(here.items()))}"
+        )
+    left, crossing = nodes, []
+    for size in sizes:
+        crossing.append(math.gcd(size, left))
+        left //= crossing[-1]
+    within = [size // across for size, across in zip(sizes, crossing, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, crossing, devices, allow_split_physical_axes=True
+    )
 
 
 def spec(*names: str | None) -> PartitionSpec:

@@ -1,6 +1,7 @@
 """The mesh and the one table from logical axes to mesh axes, on eight virtual devices."""
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -10,11 +11,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fp8jax.lm import mesh as lm_mesh
 from fp8jax.lm.mesh import (
     AXES,
     MESHES,
     RULES,
     MeshAxes,
+    _over_nodes,
     batch_axes,
     check_batch,
     constrain,
@@ -100,6 +103,80 @@ def test_a_mesh_of_given_devices():
 def test_a_mesh_that_does_not_fit_raises_with_the_numbers(axes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(axes)
+
+
+@pytest.mark.parametrize(
+    ("axes", "nearest"),
+    [
+        (MeshAxes(data=3), (8, 1, 1)),
+        (MeshAxes(data=2, fsdp=2, tensor=4), (1, 2, 4)),  # tensor depends on the model
+        (MeshAxes(data=-1, tensor=3), (2, 1, 4)),
+        (MeshAxes(data=-1, fsdp=16), (1, 8, 1)),
+        (MeshAxes(data=8, fsdp=8), (1, 8, 1)),
+        (MeshAxes(fsdp=64, tensor=4), (1, 2, 4)),
+        (MeshAxes(), (8, 1, 1)),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_answered_with_the_nearest(axes, nearest):
+    sizes = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, nearest, strict=True))
+    with pytest.raises(ValueError, match=f"the nearest that fits is {sizes}$"):
+        make_mesh(axes)
+    assert tuple(mesh(*nearest).shape.values()) == nearest
+
+
+def gpus(nodes, each):
+    """Stand-ins for the GPUs of several nodes, not in the order of the nodes."""
+    return [
+        types.SimpleNamespace(
+            id=i, slice_index=i % nodes, process_index=i, platform="gpu", device_kind="H200"
+        )
+        for i in range(nodes * each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "across"),
+    [
+        ((2, 4, 1), 2, "data"),
+        ((4, 2, 1), 2, "data"),  # half of data within a node
+        ((1, 8, 1), 2, "fsdp"),
+        ((1, 4, 2), 4, "fsdp"),
+        ((2, 2, 2), 4, "data fsdp"),
+        ((1, 1, 8), 2, "tensor"),
+    ],
+)
+def test_nodes_are_crossed_by_the_axes_that_exchange_least(sizes, nodes, across):
+    """Along the other axes, neighbors are of one node; along these, each node has one part."""
+    devices = _over_nodes(sizes, nodes, gpus(nodes, 8 // nodes))
+    node = np.vectorize(lambda device: device.slice_index)(devices)
+    assert devices.shape == sizes and len({device.id for device in devices.flat}) == 8
+    for axis, name in enumerate(AXES):
+        lines = np.moveaxis(node, axis, 0).reshape(sizes[axis], -1).T
+        several = {len(set(line)) for line in lines.tolist()}
+        assert (several != {1}) == (name in across.split())
+        for line in lines.tolist():  # the devices of a node are neighbors
+            assert line == sorted(line)
+
+
+def test_nodes_must_have_equally_many_devices(monkeypatch):
+    with pytest.raises(ValueError, match=r"different numbers of devices: \{0: 4, 1: 3\}"):
+        _over_nodes((1, 7, 1), 2, gpus(2, 4)[:-1])
+
+
+def test_a_mesh_over_nodes_is_one_of_auto_axes(monkeypatch):
+    expected, asked = mesh(2, 4, 1), []
+    monkeypatch.setattr(lm_mesh, "_node", lambda device: device.id // 4)
+
+    def reshaped(sizes, nodes, devices):
+        asked.append((tuple(sizes), nodes))
+        return np.array(devices).reshape(sizes)
+
+    monkeypatch.setattr(lm_mesh, "_over_nodes", reshaped)
+    got = make_mesh(MeshAxes(data=2, fsdp=-1))
+    assert asked == [((2, 4, 1), 2)]
+    assert got == expected
+    make_mesh(MeshAxes(fsdp=-1), jax.devices()[:4])  # of one node
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import app, flags, logging
 
-from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys, check_config_flags, with_files
+from fp8jax.lm.cli.config_flag import (
+    RUN_KEYS,
+    Keys,
+    check_config_flags,
+    with_files,
+    with_meshes,
+)
 
 ERRORS = (ValueError, NotImplementedError, OSError)
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
@@ -79,7 +85,8 @@ def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
         if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
             sys.exit(f"error: the argument {argument!r} is not UTF-8")
     try:
-        argv = with_files(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
+        argv = with_meshes(with_files(argv))
         check_config_flags(argv, config)
         return flags.FLAGS(argv)
     except SystemExit:  # of --help, which has written it

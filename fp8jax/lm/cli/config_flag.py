@@ -9,9 +9,11 @@ import dataclasses
 import difflib
 import inspect
 import re
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -55,6 +57,39 @@ def with_files(arguments: Sequence[str]) -> list[str]:
         if path and not Path(path).is_file() and file.is_file():
             found[index] = f"{begin}{file}{colon}{size}"
     return found
+
+
+def with_meshes(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with --config.mesh=NAME as the keys of NAME.toml in configs/meshes/.
+
+    A name without a file stays as it is. A size that another argument gives goes before the file's.
+    """
+    given = {match[1] for each in arguments if (match := _OVERRIDE.fullmatch(each))}
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        file = _CONFIGS / "meshes" / f"{value}.toml"
+        if name.lstrip("-") != "config.mesh" or not equals or not file.is_file():
+            found.append(argument)
+            continue
+        sizes = read_mesh(value)["mesh_axes"].items()
+        keys = {f"mesh_axes.{axis}": size for axis, size in sizes}
+        found.append(f"{name}=data")
+        found += [f"--config.{key}={size}" for key, size in keys.items() if key not in given]
+    return found
+
+
+def mesh_names() -> list[str]:
+    """Returns the names of the files of configs/meshes/."""
+    return sorted(path.stem for path in (_CONFIGS / "meshes").glob("*.toml"))
+
+
+def read_mesh(name: str) -> dict[str, Any]:
+    """Returns what the file of that name in configs/meshes/ says; ValueError if there is none."""
+    file = _CONFIGS / "meshes" / f"{name}.toml"
+    if name not in mesh_names():
+        raise ValueError(f"there is no mesh {name!r}: one of {', '.join(mesh_names())}")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def _config_values(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:

@@ -13,7 +13,8 @@ from absl import app
 import fp8jax
 from fp8jax.lm import cli
 from fp8jax.lm.cli import command, config_flag, main
-from fp8jax.lm.cli.config_flag import with_files
+from fp8jax.lm.cli.config_flag import mesh_names, read_mesh, with_files, with_meshes
+from fp8jax.lm.mesh import MeshAxes
 from tests.support import ROOT
 
 
@@ -76,3 +77,25 @@ def test_a_config_is_named_by_its_file_s_stem(monkeypatch, tmp_path):
 
 def test_the_version_is_the_package_s():
     assert fp8jax.__version__ == metadata.version("fp8jax")
+
+
+def test_a_mesh_of_configs_is_named():
+    """Sizes that are given go before those of the file, wherever they stand."""
+    given = ["train", "--config.mesh_axes.tensor=2", "--config.mesh=gpus_64", "--config.mesh=fsdp"]
+    assert with_meshes(given) == [
+        *given[:2],
+        *("--config.mesh=data", "--config.mesh_axes.data=8", "--config.mesh_axes.fsdp=8"),
+        "--config.mesh=fsdp",
+    ]
+    with pytest.raises(ValueError, match="no mesh 'gpus': one of gpus_4, gpus_64, gpus_8, tpu_"):
+        read_mesh("gpus")
+
+
+@pytest.mark.parametrize("name", mesh_names())
+def test_each_mesh_of_configs_fits_its_machine(name):
+    """And says how far it was tried."""
+    mesh = read_mesh(name)
+    sizes = MeshAxes(**mesh["mesh_axes"])
+    assert sizes.data * sizes.fsdp * sizes.tensor == mesh["nodes"] * mesh["devices_per_node"]
+    assert mesh["label"] in ("measured", "compiled", "planned")
+    assert mesh["device"] in ("gpu", "tpu")
