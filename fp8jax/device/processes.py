@@ -4,10 +4,11 @@ The store is that of the coordinator, which process 0 runs: no collective, no de
 it works before the first compilation, and while another process hangs in a collective. A process by
 itself has a store of its own, so callers need not ask whether there are others.
 
-This is the only file with JAX's private state of processes, for two reasons. JAX has no public
-access to the store (`multihost_utils` has barriers and collectives only). And `jax.process_index`
-starts the backends, which must not happen before all processes have joined. `processes_test.py`
-tries what is used here on each version of JAX.
+This is the only file with JAX's private state of processes, for three reasons. JAX has no public
+access to the store (`multihost_utils` has barriers and collectives only). `jax.process_index`
+starts the backends, which must not happen before all processes have joined. And only
+`jax.distributed.initialize` detects clusters, and waits for them in the same call, in silence.
+`processes_test.py` tries what is used here on each version of JAX.
 """
 
 import os
@@ -17,7 +18,7 @@ import time
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed
+from jax._src import clusters, distributed
 
 _PREFIX = "fp8jax/"  # Orbax and JAX have keys of their own in the same store
 
@@ -39,15 +40,21 @@ def host() -> str:
     return socket.gethostname()
 
 
-def connecting() -> bool:
-    """Returns whether this process has begun to join others."""
-    return _client() is not None
+def detect(method: str | None) -> tuple[str, int, int]:
+    """Returns coordinator, number of processes and index, as JAX finds them in its cluster.
 
+    Args:
+      method: JAX's name of a cluster, None for whichever it finds.
 
-def coordinator() -> str | None:
-    """Returns HOST:PORT of process 0, None as long as it is not known."""
-    address = distributed.global_state.coordinator_address
-    return None if address is None else str(address)
+    Raises:
+      ValueError: JAX finds none.
+    """
+    address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, [], method, initialization_timeout=300
+    )
+    if address is None or number is None or process is None:
+        raise ValueError(f"JAX finds no cluster of the kind {method or 'tpu'} here")
+    return str(address), int(number), int(process)
 
 
 def put(key: str, value: str) -> None:

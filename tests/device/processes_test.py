@@ -1,6 +1,7 @@
 """The processes of a run and their store, on JAX's own coordinator."""
 
 import threading
+import time
 
 import jax
 import pytest
@@ -35,7 +36,13 @@ def test_processes_share_a_store_without_a_backend(monkeypatch):
         with be(0):
             assert (processes.index(), processes.count()) == (0, 2)
             processes.put("hosts", "not in the folder hosts")
-            later = threading.Timer(0.1, processes.put, ["hosts/0", "node a"])
+
+            def put_later():
+                time.sleep(0.1)
+                with be(1):
+                    processes.put("hosts/0", "node a")
+
+            later = threading.Thread(target=put_later)
             later.start()
             assert processes.get("hosts/0", 10) == "node a"  # it waits, and lets others run
             later.join()

@@ -5,16 +5,12 @@ import logging as python_logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging
 
-from fp8jax.lm.cli.config_flag import (
-    RUN_KEYS,
-    Keys,
-    check_config_flags,
-    with_files,
-    with_meshes,
-)
+from fp8jax.lm.cli import join
+from fp8jax.lm.cli.config_flag import RUN_KEYS, Keys, check_config_flags, with_files, with_meshes
 
 ERRORS = (ValueError, NotImplementedError, OSError)
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended, as shells have it
@@ -61,17 +57,32 @@ class _Plain(python_logging.Formatter):
 def call(
     main: Callable[[Sequence[str]], None], errors: Iterable[type[Exception]], argv: Sequence[str]
 ) -> None:
-    """Calls `main` with the arguments after the first; ends the process as `run` says."""
+    """Joins the processes of this run, and calls `main` with the arguments after the first.
+
+    Ends the process as `run` says.
+    """
     caught: tuple[type[Exception], ...] = (app.UsageError, *errors)
+    several = False
     try:
+        several = join.join()
         main(argv[1:])
     except caught as error:
         logging.debug("", exc_info=True)
+        if several:
+            _leave(f"error: {error}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         logging.debug("", exc_info=True)
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _leave(line: str) -> NoReturn:
+    """Ends one of several processes, which would wait for the others in `sys.exit`."""
+    from fp8jax.device import processes  # imports JAX
+
+    print(line, file=sys.stderr)
+    processes.leave(1)
 
 
 def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
@@ -81,6 +92,7 @@ def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
     or --config.KEY=VALUE, ends it with one line and status 1. So does an argument that is not
     UTF-8: libraries fail on such paths and texts.
     """
+    join.define_flags()
     for argument in argv:
         if any("\ud800" <= c <= "\udfff" for c in argument):  # how Python holds other bytes
             sys.exit(f"error: the argument {argument!r} is not UTF-8")

@@ -46,15 +46,17 @@ def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) ->
     try:
         from absl import flags
 
-        from fp8jax.lm.cli import command, config_flag
+        from fp8jax.lm.cli import command, config_flag, join
 
         module = importlib.import_module(f"fp8jax.lm.cli.{name}")  # defines its flags
     except ModuleNotFoundError as error:
         if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
             raise
         sys.exit(f"error: fp8jax {name} needs {error.name}: pip install 'fp8jax[train]'")
-    for flag in flags.FLAGS.get_flags_for_module(module.__name__):  # which --help shows
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    join.define_flags()
+    for name_of in (module.__name__, join.__name__):
+        for flag in flags.FLAGS.get_flags_for_module(name_of):  # which --help shows
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     began = f"fp8jax {name}"
     sys.modules["__main__"].__doc__ = (module.__doc__ or "").replace(began, program or began)
     keys = keys or config_flag.RUN_KEYS

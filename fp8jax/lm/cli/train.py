@@ -9,14 +9,15 @@ config resumes from it. --dry_run prints what the run would cost, without traini
 """
 
 import contextlib
+import io
 import os
+import tempfile
 from collections.abc import Sequence
 
-import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from fp8jax.device import xla
+from fp8jax.device import processes, xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.records.workdir_lock import lock_workdir
@@ -46,11 +47,6 @@ _PROFILE = flags.DEFINE_string(
 _INJECT = flags.DEFINE_string(
     "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/lm/training/faults.py."
 )
-_COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "HOST:PORT of process 0, if several processes train one run."
-)
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.", 1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, from 0.", 0)
 flags.mark_flag_as_required("config")
 
 ERRORS = (*command.ERRORS, StoppedError, DamagedError)  # that end in one line
@@ -58,44 +54,31 @@ VERBOSITY = logging.INFO
 
 
 def _inspect(config: ConfigDict, workdir: str) -> None:
-    """Prints and writes what the flags request that needs no training."""
+    """Prints and writes what the flags request that needs no training.
+
+    Of several processes all compile, since they share the work, and the first one speaks.
+    """
     xla.set_compilation_cache()  # the run reuses the programs that are compiled here
     config, _ = with_steps(config)
     run = build(config)
     if run.initial_weights is not None:
         run.initial_weights.check()
-    if _DRY_RUN.value:
-        print(config)
-    if _SHOW_PARAMS.value:
-        print(parameter_table.parameter_table(run), end="\n\n")
-    if _DUMP_HLO.value:
-        with contextlib.nullcontext() if _DRY_RUN.value else lock_workdir(workdir):
-            for path in programs.dump_hlo(run, os.path.join(workdir, "hlo")):
-                logging.info("wrote %s", path)
-    if _DRY_RUN.value:
-        print(dry_run.make_plan(run).text())
-        if (used := dry_run.bytes_in_use(run)) is not None:
-            print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
-
-
-def _join_processes() -> None:
-    """Joins the processes of one run; does nothing for a single process.
-
-    The first process alone writes files and speaks; the others only warn.
-    """
-    address, number, process = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-    if address is None and number is None and process is None:
-        return
-    if address is None or number is None or process is None:
-        raise ValueError("--coordinator, --num_processes and --process_id need each other")
-    if process >= number:
-        raise ValueError(f"--process_id={process} must be below --num_processes={number}")
-    # Processes that are CPUs exchange with Gloo, which pairs messages by their order. Programs that
-    # do not depend on each other, as a step and a request to stop, must not overtake each other.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.distributed.initialize(address, number, process)
-    if process > 0:
-        logging.set_verbosity(logging.WARNING)
+    with contextlib.ExitStack() as stack:
+        if processes.index() > 0:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            workdir = stack.enter_context(tempfile.TemporaryDirectory())
+        if _DRY_RUN.value:
+            print(config)
+        if _SHOW_PARAMS.value:
+            print(parameter_table.parameter_table(run), end="\n\n")
+        if _DUMP_HLO.value:
+            with contextlib.nullcontext() if _DRY_RUN.value else lock_workdir(workdir):
+                for path in programs.dump_hlo(run, os.path.join(workdir, "hlo")):
+                    logging.info("wrote %s", path)
+        if _DRY_RUN.value:
+            print(dry_run.make_plan(run).text())
+            if (used := dry_run.bytes_in_use(run)) is not None:
+                print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
 
 
 def _run() -> None:
@@ -113,7 +96,6 @@ def _run() -> None:
     if _DRY_RUN.value or _SHOW_PARAMS.value or _DUMP_HLO.value:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:
-        _join_processes()
         train_and_evaluate(
             _CONFIG.value, workdir, profile=profile, faults=faults, defaults=base_config()
         )
