@@ -35,8 +35,8 @@ from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.sinks import open_sink
-from fp8jax.lm.records.workdir_lock import lock_workdir
 from fp8jax.lm.training import hooks
+from fp8jax.lm.training.agree import config_facts, data_facts, lock_together, run_facts, together
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.console import best_of, closing_line, labeled, start_lines
 from fp8jax.lm.training.epochs import read_corpus, with_steps
@@ -129,9 +129,10 @@ def train_and_evaluate(
     """
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
+    together("config", lambda: None, lambda _: config_facts(config))
     xla.set_compilation_cache()
-    config, corpus = with_steps(config, data)
-    run = build(as_begun(config, Path(workdir)))
+    config, corpus = together("num_steps", lambda: with_steps(config, data))
+    run = together("run", lambda: build(as_begun(config, Path(workdir))), run_facts)
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
@@ -143,10 +144,11 @@ def train_and_evaluate(
             initial_state = InitialState.parse(settings.initial_state)
             initial_state.check(run)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(lock_workdir(workdir))  # before anything is written there
+        lock_together(stack, workdir)  # before anything is written there
         model_changes = _model_changes(run, workdir)
-        if corpus is None:
-            corpus = read_corpus(settings, run.tokenizer)
+        corpus = together(
+            "data", lambda: corpus or read_corpus(settings, run.tokenizer), data_facts
+        )
         stack.enter_context(jax.set_mesh(run.mesh))
         stop = stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
