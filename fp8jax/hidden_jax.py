@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from jax._src import compiler, core, custom_partitioning
+from jax._src import clusters, compiler, core, custom_partitioning, distributed
 from jax._src.config import (
     export_ignore_forward_compatibility,
     remove_custom_partitioning_ptr_from_cache_key,
@@ -36,6 +36,31 @@ def backends_are_initialized() -> bool:
     except ImportError:
         return False
     return initialized()
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def processes() -> Any:
+    """Returns what JAX knows of the processes of a run: who this one is, and the client of a store.
+
+    `multihost_utils` has barriers and collectives, but not the coordinator's store of texts, which
+    works without a device. And `jax.process_index` starts the backends, which must not happen
+    before all processes have joined. Of the result, `process_id`, `num_processes` and `client` are
+    used.
+    """
+    return distributed.global_state
+
+
+def detect_cluster(method: str | None) -> tuple[str | None, int | None, int | None]:
+    """Returns coordinator, number of processes and index, as JAX finds them in a cluster.
+
+    `jax.distributed.initialize` detects them, too, but waits for the others in the same call.
+    """
+    address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, [], method, initialization_timeout=300
+    )
+    return address, number, process
 
 
 # Traces -------------------------------------------------------------------------------------------

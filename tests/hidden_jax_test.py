@@ -174,3 +174,21 @@ def test_kernels_are_changed_once(monkeypatch):
     assert mosaic._run_serde_pass is first
     assert first("module", serialize=True) == "module {'serialize': True}"
     assert seen == ["module {'serialize': True}"]
+
+
+# Processes ----------------------------------------------------------------------------------------
+#
+# tests/device/processes_test.py runs a coordinator with two clients.
+
+
+def test_a_process_by_itself_has_no_client():
+    known = hidden_jax.processes()
+    assert (known.process_id, known.num_processes, known.client) == (0, 1, None)
+
+
+def test_a_cluster_is_detected(monkeypatch):
+    assert hidden_jax.detect_cluster(None) == (None, None, None)
+    variables = dict(JOB_ID="1", STEP_NODELIST="a", NTASKS="2", PROCID="1", LOCALID="1")
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert hidden_jax.detect_cluster(None) == ("a:61441", 2, 1)

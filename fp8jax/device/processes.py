@@ -3,12 +3,6 @@
 The store is that of the coordinator, which process 0 runs: no collective, no device, no program. So
 it works before the first compilation, and while another process hangs in a collective. A process by
 itself has a store of its own, so callers need not ask whether there are others.
-
-This is the only file with JAX's private state of processes, for three reasons. JAX has no public
-access to the store (`multihost_utils` has barriers and collectives only). `jax.process_index`
-starts the backends, which must not happen before all processes have joined. And only
-`jax.distributed.initialize` detects clusters, and waits for them in the same call, in silence.
-`processes_test.py` tries what is used here on each version of JAX.
 """
 
 import os
@@ -18,7 +12,8 @@ import time
 from typing import Any, NoReturn
 
 import jax
-from jax._src import clusters, distributed
+
+from fp8jax import hidden_jax
 
 _PREFIX = "fp8jax/"  # Orbax and JAX have keys of their own in the same store
 
@@ -27,12 +22,12 @@ _alone: dict[str, str] = {}  # the store of a process by itself
 
 def index() -> int:
     """Returns the number of this process, from 0. Starts no backend."""
-    return int(distributed.global_state.process_id)
+    return int(hidden_jax.processes().process_id)
 
 
 def count() -> int:
     """Returns how many processes the run has. Starts no backend."""
-    return int(distributed.global_state.num_processes)
+    return int(hidden_jax.processes().num_processes)
 
 
 def host() -> str:
@@ -49,9 +44,11 @@ def detect(method: str | None) -> tuple[str, int, int]:
     Raises:
       ValueError: JAX finds none.
     """
-    address, number, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        None, None, None, [], method, initialization_timeout=300
-    )
+    try:
+        address, number, process = hidden_jax.detect_cluster(method)
+    except Exception as error:  # of any kind: of a missing variable or package, or of the network
+        kind = method or "tpu"
+        raise ValueError(f"JAX finds no cluster of the kind {kind} here: {error!r}") from error
     if address is None or number is None or process is None:
         raise ValueError(f"JAX finds no cluster of the kind {method or 'tpu'} here")
     return str(address), int(number), int(process)
@@ -133,7 +130,7 @@ def leave(status: int, wait_s: float = 10) -> NoReturn:
 
 def _client() -> Any:
     """Returns JAX's client of the store, None in a process by itself."""
-    return distributed.global_state.client
+    return hidden_jax.processes().client
 
 
 def _lost(error: Exception) -> ConnectionError:
