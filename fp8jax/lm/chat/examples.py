@@ -27,9 +27,10 @@ from fp8jax.lm.chat.chat_template import ChatExample, ChatTemplate
 from fp8jax.lm.chat.conversation import Chat, ChatFiles, OnBad, place_of
 from fp8jax.lm.data.bad_examples import BadChatError, BadChats, BadCounter, Reason, read_stats
 from fp8jax.lm.data.cache_folder import Stats, read_or_build
+from fp8jax.lm.data.digests import digests
 from fp8jax.lm.data.documents import SPLITS, require_fraction, split_of
 from fp8jax.lm.data.files import Tally
-from fp8jax.lm.data.token_cache import digests, map_array, token_dtype
+from fp8jax.lm.data.token_cache import map_array, token_dtype
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
 FORMAT_VERSION = 3
@@ -109,8 +110,8 @@ def read_examples(
       readers: the reader of each source, by its name.
       template: renders and encodes the conversations.
       valid_fraction: fraction of the conversations, between 0 and 1, that validate.
-      cache_dir: folder of the token files; created if it does not exist. Every call reads and
-        hashes all files, so that an edit is never missed.
+      cache_dir: folder of the token files; created if it does not exist. Hashes of the files are
+        kept there, and a call reads those files that have changed.
       answer: of `BAD_EXAMPLES`; called with what is wrong with a line that is no conversation, or
         cannot be rendered or learned from. If it returns, the whole conversation is left out.
 
@@ -126,7 +127,7 @@ def read_examples(
         "version": ["chat", FORMAT_VERSION, template.tokenizer.fingerprint, template.fingerprint],
         "valid_fraction": valid_fraction,
         "sources": [[name, *reader.reads] for name, reader in readers.items()],
-        "files": digests([reader.files() for reader in readers.values()]),
+        "files": digests([reader.files() for reader in readers.values()], cache_dir),
     }
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     folder = Path(cache_dir).expanduser() / f"chats-{fingerprint[:16]}"

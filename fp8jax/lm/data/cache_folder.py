@@ -1,20 +1,31 @@
 """A folder of files that are computed once: built in a scratch folder, and renamed in one step.
 
+Of all processes of a file system one builds, under a lock, and the others wait for it, and say so.
+
 The name of a folder is a hash of everything on which its files depend, so a folder that exists has
 the right files. Its manifest holds their sizes, by which a folder that was damaged later is noticed
 and built again.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import socket
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import logging
 
 MANIFEST = "manifest.json"
+LOCKS = ".locks"  # in the cache: a file for each folder
+SAY_EVERY_S = 15.0
+
+_LOOK_EVERY_S = 0.2
 
 Stats = list[dict[str, Any]]
 
@@ -34,7 +45,51 @@ def read_or_build(
       check: raises ValueError if cached statistics show that the files are wrong.
     """
     stats = _read(folder, check)
-    return _build(folder, write, check) if stats is None else stats
+    if stats is not None:
+        return stats
+    with turn(folder.parent / LOCKS / folder.name, f"the token cache {folder}") as waited:
+        stats = _read(folder, check) if waited else None
+        return _build(folder, write, check) if stats is None else stats
+
+
+@contextlib.contextmanager
+def turn(lock: Path, what: str) -> Iterator[bool]:
+    """Holds a lock, for which it waits; yields whether it had to.
+
+    On a file system without locks, and where nothing can be written, it holds none: then several
+    build, and one is the first to rename.
+
+    Args:
+      lock: a file that is nothing but this lock; its folder is created.
+      what: what its holder makes, for those who wait.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:  # a cache that others have built may be read-only
+        yield False
+        return
+    began, said = time.monotonic(), 0
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                seconds = time.monotonic() - began
+                if seconds >= SAY_EVERY_S * said:
+                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                    line = f"waiting: {holder or 'another process'} makes {what} ({seconds:.0f} s)"
+                    print(line, file=sys.stderr, flush=True)
+                    said += 1
+                time.sleep(_LOOK_EVERY_S)
+            except OSError:
+                break
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield said > 0
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def _read(folder: Path, check: Callable[[Stats], None]) -> Stats | None:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.cache_folder import Stats, read_or_build
+from fp8jax.lm.data.digests import digests
 from fp8jax.lm.data.documents import (
     MIN_DOCUMENT_BYTES,
     SPLITS,
@@ -31,7 +32,7 @@ from fp8jax.lm.data.documents import (
     read_documents,
     require_fraction,
 )
-from fp8jax.lm.data.files import BYTE_ORDER_MARKS, Tally
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.readers import Source
 
 # Version of the cached files; raise it whenever the same text would give other streams.
@@ -213,6 +214,7 @@ def _fingerprint(
     files: list[Sequence[Path]],
     tokenizer: Tokenizer,
     valid_fraction: float,
+    cache_dir: str | os.PathLike[str],
 ) -> str:
     """Returns the SHA-256 of everything on which the streams depend.
 
@@ -225,24 +227,9 @@ def _fingerprint(
         "version": [FORMAT_VERSION, MIN_DOCUMENT_BYTES, tokenizer.fingerprint],
         "valid_fraction": valid_fraction,
         "sources": [[source.name, source.kind, *source.reader.reads] for source in sources],
-        "files": digests(files),
+        "files": digests(files, cache_dir),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def digests(files: Sequence[Sequence[Path]]) -> list[list[list[str]]]:
-    """Returns suffix and SHA-256 of each file; the suffix may decide how it is decompressed.
-
-    A third entry marks files with a byte order mark, which caches of older versions kept as text.
-    """
-
-    def digest(path: Path) -> list[str]:
-        with path.open("rb") as file:
-            mark = ["without mark"] if file.read(4).startswith(BYTE_ORDER_MARKS) else []
-            file.seek(0)
-            return [path.suffix, hashlib.file_digest(file, "sha256").hexdigest(), *mark]
-
-    return [[digest(path) for path in paths] for paths in files]
 
 
 def _require_present(cached: Stats) -> None:
@@ -272,8 +259,8 @@ def tokenize_sources(
       sources: the sources, from `parse_sources`.
       tokenizer: encodes the documents.
       valid_fraction: fraction of the documents, between 0 and 1, that validate.
-      cache_dir: folder of the token files; created if it does not exist. Every call reads and
-        hashes all files, so that an edit is never missed.
+      cache_dir: folder of the token files; created if it does not exist. Hashes of the files are
+        kept there, and a call reads those files that have changed.
       answer: of `BAD_EXAMPLES`; called with what is wrong with a record. If it returns, the record
         is skipped, and the log names the first ones.
 
@@ -283,7 +270,7 @@ def tokenize_sources(
     """
     require_fraction(valid_fraction)
     files = [source.reader.files() for source in sources]
-    fingerprint = _fingerprint(sources, files, tokenizer, valid_fraction)
+    fingerprint = _fingerprint(sources, files, tokenizer, valid_fraction, cache_dir)
     folder = Path(cache_dir).expanduser() / f"corpus-{fingerprint[:16]}"
 
     def write(new: Path) -> Stats:

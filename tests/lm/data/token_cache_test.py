@@ -1,15 +1,23 @@
 """Documents to cached streams: each once, on one side, rebuilt when and only when need be."""
 
+import builtins
+import concurrent.futures
+import errno
+import io
 import itertools
 import json
 import os
+import re
 import shutil
+import socket
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from fp8jax.lm.data import token_cache
+from fp8jax.lm.data import cache_folder, digests, token_cache
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
@@ -31,6 +39,15 @@ def build(
         cache_dir=cache / "cache",
         answer=BAD_EXAMPLES[bad_examples],
     )
+
+
+def entries(tmp_path: Path) -> list[Path]:
+    """What is in the cache besides locks and hashes."""
+    return [
+        path
+        for path in (tmp_path / "cache").iterdir()
+        if path.name not in (cache_folder.LOCKS, digests.FOLDER)
+    ]
 
 
 def documents_of(stream: TokenStream) -> list[str]:
@@ -229,12 +246,12 @@ def truncate(path: Path):
 def test_a_damaged_cache_is_rebuilt(tmp_path, caplog, pattern, damage):
     spec = write_generated_text(tmp_path, documents=60)
     build(spec, tmp_path)
-    (folder,) = (tmp_path / "cache").iterdir()
+    (folder,) = entries(tmp_path)
     damage(folder if pattern == "." else next(folder.glob(pattern)))
     assert rebuilds(spec, tmp_path)
     assert "is damaged and will be rebuilt" in caplog.text
     assert not rebuilds(spec, tmp_path)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folder.name]
+    assert [path.name for path in entries(tmp_path)] == [folder.name]
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path):
@@ -242,17 +259,20 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
 
     def interrupt(call):
         if call == 50:
-            assert len(list((tmp_path / "cache").iterdir())) == 1  # the scratch folder
+            assert len(entries(tmp_path)) == 1  # the scratch folder
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         build(spec, tmp_path, tokenizer=CountingTokenizer(interrupt))
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert entries(tmp_path) == []
     assert rebuilds(spec, tmp_path)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_two_builds_at_once(tmp_path, damaged):
+def test_two_builds_at_once(tmp_path, damaged, monkeypatch):
+    """On a file system without locks."""
+    refuse = mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks"))
+    monkeypatch.setattr(cache_folder.fcntl, "flock", refuse)
     spec = write_generated_text(tmp_path)
 
     def build_meanwhile(call):
@@ -265,7 +285,139 @@ def test_two_builds_at_once(tmp_path, damaged):
     assert not rebuilds(spec, tmp_path)
     (stream,) = corpus.streams["train"].values()
     assert len(documents_of(stream)) == corpus.stats[0].documents["train"]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(entries(tmp_path)) == 1
+
+
+def test_one_builds_and_the_others_wait_and_say_so(tmp_path, monkeypatch, capsys):
+    """Each of them a thread, whose files are its own."""
+    monkeypatch.setattr(cache_folder, "_LOOK_EVERY_S", 0.01)
+    spec, calls, others = write_generated_text(tmp_path), [], []
+
+    def others_come(call):
+        calls.append(call)
+        if call == 50:
+            for _ in range(2):
+                others.append(pool.submit(build, spec, tmp_path))
+            while capsys_said.count("waiting: ") < 2:
+                capsys_said.extend(line[:9] for line in capsys.readouterr().err.splitlines())
+
+    capsys_said: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = build(spec, tmp_path, tokenizer=CountingTokenizer(others_come))
+        for other in others:
+            assert_same(first, other.result())
+    assert len(calls) == sum(first.stats[0].documents.values())  # nobody else tokenized
+
+
+def test_a_builder_that_fails_lets_the_next_one_build(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache_folder, "_LOOK_EVERY_S", 0.01)
+    spec, others = write_generated_text(tmp_path), []
+
+    def fail(call):
+        others.append(pool.submit(build, spec, tmp_path))
+        while not (said := capsys.readouterr().err):
+            pass
+        name = f"process {os.getpid()} on {socket.gethostname()}"
+        folder = f"{tmp_path}/cache/corpus-[0-9a-f]{{16}}"
+        assert re.fullmatch(rf"waiting: {name} makes the token cache {folder} \(0 s\)\n", said)
+        raise KeyboardInterrupt
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        with pytest.raises(KeyboardInterrupt):
+            build(spec, tmp_path, tokenizer=CountingTokenizer(fail))
+        assert others[0].result().stats[0].documents["train"]
+
+
+# Hashes that are kept.
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The files that were hashed, in order; all files are settled."""
+    monkeypatch.setattr(digests, "_SETTLED_NS", -1)
+    read, found = digests._read, []
+    monkeypatch.setattr(digests, "_read", lambda path: found.append(Path(path).name) or read(path))
+    return found
+
+
+def some_files(folder: Path) -> str:
+    for name, text in zip("abc", generated_text(documents=3), strict=True):
+        (folder / f"{name}.txt").write_text(text * 9)
+    return f"text:{folder}/*.txt"
+
+
+def test_a_later_start_reads_no_text(tmp_path, reads, monkeypatch):
+    spec = some_files(tmp_path)
+    first = build(spec, tmp_path)
+    assert reads == ["a.txt", "b.txt", "c.txt"]
+    opened, open_file = [], io.open
+
+    def watched(file, *arguments, **options):
+        opened.append(str(file))
+        return open_file(file, *arguments, **options)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", watched)
+    again = build(spec, tmp_path)
+    assert again.fingerprint == first.fingerprint and len(reads) == 3
+    assert opened and not any(name.endswith(".txt") for name in opened)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_text(path.read_text().replace("e", "a")),
+        lambda path: path.write_text(path.read_text() + "."),
+        lambda path: (path.replace(path.with_suffix(".old")), path.write_text("other " * 99)),
+    ],
+)
+def test_a_change_that_keeps_the_date_is_read(tmp_path, reads, change):
+    spec = some_files(tmp_path)
+    first, path = build(spec, tmp_path), tmp_path / "b.txt"
+    before = path.stat()
+    time.sleep(0.02)  # the clock of files ticks
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert build(spec, tmp_path).fingerprint != first.fingerprint
+    assert reads == ["a.txt", "b.txt", "c.txt", "b.txt"]
+    del reads[:]
+    build(spec, tmp_path)
+    assert reads == []
+
+
+def test_a_file_that_has_just_changed_is_not_kept(tmp_path, reads, monkeypatch):
+    spec = some_files(tmp_path)
+    monkeypatch.setattr(digests, "_SETTLED_NS", 2 * 10**9)
+    build(spec, tmp_path)
+    build(spec, tmp_path)
+    assert reads == ["a.txt", "b.txt", "c.txt"] * 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 3}', "null"])
+def test_damaged_hashes_are_made_again(tmp_path, reads, text):
+    spec = some_files(tmp_path)
+    first = build(spec, tmp_path)
+    (kept,) = (tmp_path / "cache" / digests.FOLDER).glob("*.json")
+    good = kept.read_text()
+    kept.write_text(text if text != '{"a": 3}' else good.replace('"file"', '"fil"'))
+    assert build(spec, tmp_path).fingerprint == first.fingerprint
+    assert len(reads) == 6 and kept.read_text() == good
+
+
+def test_a_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch):
+    spec = some_files(tmp_path)
+    first = build(spec, tmp_path)
+    shutil.rmtree(tmp_path / "cache" / digests.FOLDER)
+    shutil.rmtree(tmp_path / "cache" / cache_folder.LOCKS)
+    mkdir = Path.mkdir
+
+    def refuse(path, *arguments, **options):
+        if tmp_path / "cache" in path.parents:
+            raise PermissionError(13, "read-only")
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
+    assert build(spec, tmp_path).fingerprint == first.fingerprint
 
 
 # What is refused or skipped.
@@ -291,7 +443,7 @@ def test_a_bad_line_of_json_is_named(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
     with pytest.raises(ValueError, match=r'a\.jsonl, line 3: expected {"text": "…"}, got '):
         build(f"jsonl:{tmp_path}/a.jsonl", tmp_path)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert entries(tmp_path) == []
 
 
 def test_files_that_are_not_utf8_are_skipped_and_named(tmp_path, caplog):
