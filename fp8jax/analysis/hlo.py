@@ -124,7 +124,7 @@ def module_position(path: str) -> int:
 
 def parse_gemms(text: str) -> Iterator[Gemm]:
     """Yields every GEMM of an HLO program, with `merged`, `fp8` and `reason` not filled in yet."""
-    program = _HloProgram(text)
+    program = HloProgram(text)
     for computation, body in program.computations.items():
         for right in body.values():
             if "dot(" in right or "custom-call" in right or "convolution(" in right:
@@ -215,7 +215,7 @@ class _Runs:
     trips: int | None
 
 
-class _HloProgram:
+class HloProgram:
     """HLO text: the instructions by computation and name, and the calls between computations."""
 
     def __init__(self, text: str):
@@ -293,7 +293,7 @@ class _OpName(NamedTuple):
     role: str | None
 
 
-def _parse_op_name(op_name: str) -> _OpName:
+def parse_op_name(op_name: str) -> _OpName:
     parts = op_name.split("/")
     scopes = [i for i, part in enumerate(parts) if part.rpartition(".")[2] in ROLES]
     end = scopes[-1] if scopes else len(parts) - 1  # the last part is the operation
@@ -306,14 +306,14 @@ def _parse_op_name(op_name: str) -> _OpName:
     return _OpName(path, recipe, role)
 
 
-def _parse_gemm(program: _HloProgram, computation: str, right: str) -> Gemm | None:
+def _parse_gemm(program: HloProgram, computation: str, right: str) -> Gemm | None:
     """Returns the GEMM that an instruction computes, or None if it computes none."""
     instruction = _OPCODE.search(right)
     opcode = instruction[1].removesuffix("-start") if instruction else ""
     if instruction is None or opcode not in (*BARE, "custom-call"):
         return None
     op_name, target = _OP_NAME.search(right), _TARGET.search(right)
-    name = _parse_op_name(op_name[1] if op_name else "")
+    name = parse_op_name(op_name[1] if op_name else "")
     kernel = target[1] if target else program.kernel(computation) or opcode
     if opcode == "custom-call" and not _LIBRARY.fullmatch(kernel):
         if kernel not in _PALLAS or not name.role:
@@ -355,7 +355,7 @@ def _accumulation(right: str, kernel: str, operands: tuple[str, ...]) -> str | N
     return "fast" if set(re.findall(r"\w+", precision[1])) == {"DEFAULT"} else "split"
 
 
-def _scaled(program: _HloProgram, computation: str, operands: str) -> bool:
+def _scaled(program: HloProgram, computation: str, operands: str) -> bool:
     """Returns whether one of the scales of cuBLAS's FP8 GEMM is not the constant 1.
 
     Its operands are two matrices, a third one if it adds that to the result, and two scalars.

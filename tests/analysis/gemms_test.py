@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from fp8jax.analysis.gemms import Fp8FallbackError, _missing, find_gemms, format_table, require_fp8
-from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, _HloProgram, parse_gemms
+from fp8jax.analysis.hlo import ROLES, UNNAMED, Gemm, HloProgram, parse_gemms
 from fp8jax.device import hardware
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.modules import Dense
@@ -39,7 +39,7 @@ from tests.support.stored_hlo import (
 def excerpt(text: str) -> str:
     """What `find_gemms` reads of a program: products and custom calls, the definitions of their
     operands, and the calls of the computations that they stand in."""
-    program, kept = _HloProgram(text), []
+    program, kept = HloProgram(text), []
     product = re.compile(r" (dot|scaled-dot|convolution|custom-call)\(([^)]*)")
     bodies = program.computations.items()
     needed = [name for name, body in bodies if any(map(product.search, body.values()))]

@@ -329,7 +329,7 @@ ANALYSIS = (
     M("gemms:_reason", "comparison", "any(size % 16 for", "any(size % 8 for"),
     M("require_fp8", "comparison", "if gemm.reason is not None", "if gemm.reason is None"),
     M(
-        "_HloProgram._count_runs",
+        "HloProgram._count_runs",
         "dropped call",
         "count += outer.count * (call.trips or 1)",
         "count += call.trips or 1",

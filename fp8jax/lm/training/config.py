@@ -23,6 +23,7 @@ def base_config() -> ml_collections.ConfigDict:
     config.precision_schedule = ()  # changes of policy, by share of the run: ((0.9, "bf16"),)
     config.backend = placeholder(str)  # emulated, xla or pallas; None: the fastest one that can run
     config.require_fp8_gemms = False  # stop before the first step if a GEMM was not compiled to FP8
+    config.require_fp8_gathers = False  # or if a mesh gathers weights wider than they are cast to
     config.attention = placeholder(str)  # a key of ATTENTIONS; None: the fastest one that can run
     config.attention_beta = placeholder(float)  # of stabilized and its variants; None: default
     config.attention_tie_tolerance = placeholder(float)  # as attention_beta; None: default

@@ -154,7 +154,8 @@ def enter_stage(tools: Tools, now: Now) -> None:
     now.position = Position(stage=following, state=state, seeding=following.seeds)
     names = {"from": before.policy.name, "to": following.policy.name}
     tools.metrics.event(now.step - 1, Event.PRECISION_SWITCH, **names, seeding=following.seeds)
-    if not now.run.settings.require_fp8_gemms:
+    settings = now.run.settings
+    if not (settings.require_fp8_gemms or settings.require_fp8_gathers):
         tools.programs.unchecked = [following]
 
 

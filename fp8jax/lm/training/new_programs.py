@@ -8,6 +8,12 @@ from typing import Any
 import jax
 
 from fp8jax.analysis.gemms import Summary, format_table, require_fp8, summarize
+from fp8jax.analysis.wire import (
+    find_transfers,
+    format_transfers,
+    gathered,
+    require_fp8_gathers,
+)
 from fp8jax.device import xla
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
@@ -36,11 +42,11 @@ class NewPrograms:
         if fresh and jax.process_count() == 1:
             self._begun = Compilation(run, run.stages[0], training_programs(run.stages[0]))
         self.unchecked = [run.at(start + 1)]
-        if run.settings.require_fp8_gemms:
+        if run.settings.require_fp8_gemms or run.settings.require_fp8_gathers:
             self.unchecked += [stage for stage in run.stages if stage.begins > start]
         self._compiled: set[tuple[int, bool]] = set()  # (begin of the stage, whether it seeds)
         self._precision: list[str] = []  # of precision.txt
-        self._checked: list[tuple[Stage, Summary, dict[str, int]]] = []  # since the last report
+        self._checked: list[tuple[Stage, Summary, str, dict[str, int]]] = []  # to be reported
         self._began: float | None = None  # the compilation that is still to be reported
 
     def needed(self, run: Run, step: int, position: Position) -> bool:
@@ -93,10 +99,10 @@ class NewPrograms:
         now = time.perf_counter()
         seconds, self._began = now - self._began, None
         self._metrics.say(f"compiled it in {seconds:.1f} s")
-        for stage, summary, memory in self._checked:
+        for stage, summary, sent, memory in self._checked:
             named = f"policy {stage.policy.name}: " if len(run.stages) > 1 else ""
             details = "; see precision.txt" if summary.cast else ""
-            self._say("precision", f"{named}{summary}{details}")
+            self._say("precision", f"{named}{summary}{sent}{details}")
             self._metrics.event(
                 step - 1,
                 Event.STAGE,
@@ -115,11 +121,19 @@ class NewPrograms:
         self._compiled.add((stage.begins, False))
         title = f"GEMMs of a training step, policy {stage.policy.name}:"
         self._precision += [title, format_table(gemms), ""]
+        transfers = find_transfers(step.as_text()) if run.mesh.size > 1 else []
+        if transfers:
+            title = f"Sent between devices in a training step, policy {stage.policy.name}:"
+            self._precision += [title, format_transfers(transfers), ""]
         write_file(self._workdir, "precision.txt", "\n".join(self._precision[:-1]))
         if run.settings.require_fp8_gemms:
             require_fp8(gemms)
+        if run.settings.require_fp8_gathers:
+            config, parts = stage.model.config, run.mesh.shape["tensor"]
+            require_fp8_gathers(transfers, stage.policy, config.linears, config.n_layers, parts)
         memory = memory_by_kind(run, stage, xla.program_bytes(step))
-        self._checked.append((stage, summarize(gemms), memory))
+        sent = f"; devices gather {gathered(transfers)}" if transfers else ""
+        self._checked.append((stage, summarize(gemms), sent, memory))
 
     def _say(self, label: str, text: str) -> None:
         for line in labeled(label, text):

@@ -56,6 +56,7 @@ class Settings:
     checkpoint_keep: int
     checkpoint_keep_best: int
     require_fp8_gemms: bool
+    require_fp8_gathers: bool
     resume_with_changes: bool
     record: dict[str, Any]
 
