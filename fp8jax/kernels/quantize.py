@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.kernels.hopper import BLOCK, launch, load, saturated, scoped, stored, swizzled
-from fp8jax.numerics.formats import Format, rounded
+from fp8jax.numerics.formats import Format, nan_unless, rounded
 from fp8jax.numerics.scales import E8M0, Fp32, Pow2, ScaleRule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -110,7 +110,7 @@ def _from_amax(bits: jax.Array, rule: ScaleRule, fmt: Format) -> tuple[jax.Array
     if isinstance(rule, E8M0):
         rule = Pow2()  # gives the same values, as float32
     scale, _ = rule(lax.bitcast_convert_type(bits, jnp.float32), fmt)
-    return jnp.where(bits < _INF_BITS, scale, jnp.nan), 1.0 / scale
+    return nan_unless(bits < _INF_BITS, scale), 1.0 / scale
 
 
 def _over_tiles(

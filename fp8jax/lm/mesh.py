@@ -227,7 +227,7 @@ def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
     Args:
       boxed: a pytree of arrays or ShapeDtypeStructs. Leaves in a `flax.linen.Partitioned` box are
         sharded by the box's logical axis names. Leaves without a box, such as amax histories and
-        counters, are replicated.
+        counters, and those with other axes than the names', are replicated.
       mesh: the mesh to shard over.
 
     Raises:
@@ -236,6 +236,9 @@ def tree_shardings(boxed: Any, mesh: Mesh) -> Any:
 
     def leaf_sharding(path, leaf) -> NamedSharding:
         if not isinstance(leaf, nn.Partitioned):
+            return NamedSharding(mesh, PartitionSpec())
+        # Adafactor's state has the names of a parameter, and sums over some of its axes, or (1,).
+        if leaf.value.ndim != len(leaf.names) or leaf.value.shape == (1,):
             return NamedSharding(mesh, PartitionSpec())
         partition = spec(*leaf.names)
         for size, axis, name in zip(leaf.value.shape, partition, leaf.names, strict=True):

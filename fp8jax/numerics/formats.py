@@ -47,7 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Shaped, UInt32
 
 from fp8jax.lookup import Table, brief, lookup, unknown
 
@@ -381,4 +381,16 @@ def _mixed(bits: UInt32[Array, "..."], word: Any) -> UInt32[Array, "..."]:
 def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns 2^floor(log2|x|) of float32 `x`, exact: its exponent bits (0 for 0, NaN for NaN)."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
-    return jnp.where(jnp.isnan(x), jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
+    return nan_unless(~jnp.isnan(x), lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def nan_unless(sound: Bool[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns x where it is `sound`, else NaN.
+
+    The bits are selected. A constant NaN would be the result of an operation in each program, which
+    `jax_debug_nans` would take for the cause of whatever goes wrong.
+    """
+    nan = np.array(np.nan, x.dtype)
+    unsigned = np.dtype(f"uint{8 * nan.itemsize}")
+    bits = jnp.where(sound, lax.bitcast_convert_type(x, unsigned), nan.view(unsigned))
+    return lax.bitcast_convert_type(bits, x.dtype)

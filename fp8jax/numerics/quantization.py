@@ -34,6 +34,7 @@ from fp8jax.numerics.formats import (
     check_result_dtype,
     check_rounding,
     draws,
+    nan_unless,
     places,
 )
 from fp8jax.numerics.hadamard import hadamard_parts, joined, split
@@ -144,7 +145,7 @@ def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:
             " scales: give one amax per tile, or a scalar"
         )
     if isinstance(amax, jax.core.Tracer) or not getattr(amax, "is_fully_addressable", True):
-        return jnp.where(amax >= 0, amax, jnp.nan)
+        return nan_unless(amax >= 0, amax)
     values = np.asarray(amax, np.float32)
     if (values < 0).any():
         raise ValueError(f"amax must be max|x|, which is not negative, got {values.min()}")
@@ -230,7 +231,7 @@ def quantize_unchecked(
     else:
         noise = None if key is None else draws(key, places(x.shape))
         values = cast_unchecked(x.astype(jnp.float32) * reciprocal, fmt, noise)
-    checked = jnp.where(finite, clean, jnp.array(jnp.nan, clean.dtype))
+    checked = nan_unless(finite, clean)
     return Quantized(values, checked, tensor_scale, axes)
 
 

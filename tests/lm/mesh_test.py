@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -318,6 +319,18 @@ def test_the_part_of_one_device_is_what_the_mesh_says():
     assert fsdp["layers/mlp/gate/kernel"] == (3, 4, 48)
     assert fsdp["layers/mlp/down/kernel"] == (3, 48, 4)
     assert fsdp["lm_head/kernel"] == (4, 64)
+
+
+def test_what_has_no_axes_of_its_names_is_replicated():
+    """Adafactor keeps sums over axes of large parameters in their boxes, and [1] for others."""
+    params = {"kernel": nn.Partitioned(jnp.zeros((128, 256)), ("embed", "mlp"))}
+    params["scale"] = nn.Partitioned(jnp.zeros(128), ("embed",))
+    state = jax.eval_shape(optax.scale_by_factored_rms().init, params)
+    shardings = tree_shardings(state, mesh(2, 2, 2))
+    assert state.v_row["kernel"].value.shape == (128,)
+    found = [shardings.v_row["kernel"], shardings.v_col["kernel"], shardings.v_row["scale"]]
+    assert [each.spec for each in found] == [P(), P(), P()]
+    assert shardings.v["scale"].spec == P("fsdp")
 
 
 def test_what_has_no_box_is_replicated():

@@ -58,7 +58,7 @@ LINEAR = (
         "device == hardware.device()",
         "device != hardware.device()",
     ),
-    M("_quantize_rows", "dropped call", "jnp.where(jnp.isfinite(amax), scale, jnp.nan)", "scale"),
+    M("_quantize_rows", "dropped call", "nan_unless(jnp.isfinite(amax), scale)", "scale"),
     M("check_lax_arguments", "off by one", "len(positional) > 1", "len(positional) > 2"),
     M("vjp:input_gradient", "dtype", "context.recipe.dgrad_w)", "context.recipe.fwd_w)"),
     M("self_seeded", "comparison", "jnp.any(history > 0)", "jnp.all(history > 0)"),

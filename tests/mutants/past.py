@@ -94,7 +94,7 @@ PAST = (
     ),
     _past(
         "self_seeded",
-        "jnp.where(jnp.all(history >= 0), filled, jnp.nan)",
+        "nan_unless(jnp.all(history >= 0), filled)",
         "filled",
         "a history that an optimizer had changed went unnoticed",
     ),

@@ -41,7 +41,7 @@ from fp8jax.kernels.partition import (
 from fp8jax.kernels.rotate import SIZES as ROTATED_ROWS
 from fp8jax.kernels.row_gemm import fits_scaled
 from fp8jax.kernels.swiglu import Producer
-from fp8jax.numerics.formats import Format, key_words
+from fp8jax.numerics.formats import Format, key_words, nan_unless
 from fp8jax.numerics.quantization import ROTATION, Quantized, Rotation
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax
@@ -166,7 +166,7 @@ def _quantize_tensor(
 def _checked(scale: jax.Array, *amaxes: jax.Array) -> jax.Array:
     """Returns the scale of a whole array as [1, 1]; NaN if an amax is not finite."""
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, amaxes))
-    return jnp.where(finite, scale, jnp.nan).astype(jnp.float32).reshape(1, 1)
+    return nan_unless(finite, scale.astype(jnp.float32)).reshape(1, 1)
 
 
 def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> _Fused:
@@ -182,8 +182,7 @@ def _quantize_rows(padded: jax.Array, cast: Cast, rows: bool, columns: bool) -> 
     column_scale = scales[-1] if columns else None
     row_values, column_values = cast_rows_columns(padded, row_scale, column_scale, cast.format)
     checked = [
-        jnp.where(jnp.isfinite(amax), scale, jnp.nan)
-        for amax, scale in zip(amaxes, scales, strict=True)
+        nan_unless(jnp.isfinite(amax), scale) for amax, scale in zip(amaxes, scales, strict=True)
     ]
     return _Fused(
         rows=None if row_values is None else _Codes(row_values, checked[0].reshape(-1, 1)),

@@ -40,6 +40,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.hidden_jax import is_eager
+from fp8jax.numerics.formats import nan_unless
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.scales import Delayed
@@ -140,7 +141,7 @@ def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> H
         return histories
     history = histories[operand]
     filled = jnp.where(jnp.any(history > 0), history, amax)
-    return histories | {operand: jnp.where(jnp.all(history >= 0), filled, jnp.nan)}
+    return histories | {operand: nan_unless(jnp.all(history >= 0), filled)}
 
 
 def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:

@@ -52,7 +52,14 @@ class SpikeDetector:
 
     def init(self) -> dict[str, Array]:
         """Returns the initial state of `judge`: an empty window."""
-        return {"losses": jnp.full(self.window, jnp.nan), "accepted": jnp.zeros((), jnp.int32)}
+        return {"losses": jnp.full(self.window, jnp.inf), "accepted": jnp.zeros((), jnp.int32)}
+
+
+def _median(values: Float[Array, " window"], count: Int[Array, ""]) -> Float[Array, ""]:
+    """Returns the median of the `count` least values; 0 of none."""
+    ordered = jnp.sort(values)
+    middle = 0.5 * ordered[(count - 1) // 2] + 0.5 * ordered[count // 2]
+    return jnp.where(count > 0, middle, 0.0)
 
 
 def judge(
@@ -73,8 +80,9 @@ def judge(
       (ACCEPTED, SPIKE or NON_FINITE; the next state, which is `seen` unless the step is accepted).
     """
     losses, accepted = seen["losses"], seen["accepted"]
-    median = jnp.nanmedian(losses)
-    mad = jnp.nanmedian(jnp.abs(losses - median))
+    count = jnp.minimum(accepted, detector.window)
+    median = _median(losses, count)
+    mad = _median(jnp.abs(losses - median), count)
     limit = median + jnp.maximum(detector.deviations * _NORMAL * mad, _SLACK * jnp.abs(median))
     spike = (accepted >= detector.window // 2) & (loss > limit)
     verdict = jnp.where(is_finite(loss, grad_norm), jnp.where(spike, SPIKE, ACCEPTED), NON_FINITE)
