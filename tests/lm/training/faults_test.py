@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8jax.lm.records.jsonl import read_jsonl
-from fp8jax.lm.stability import faults
+from fp8jax.lm.training import faults
 from fp8jax.lm.training.faults import OF_ROWS, OF_STEPS, Faults
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import numbers
