@@ -129,8 +129,8 @@ class NewPrograms:
         if run.settings.require_fp8_gemms:
             require_fp8(gemms)
         if run.settings.require_fp8_gathers:
-            config, parts = stage.model.config, run.mesh.shape["tensor"]
-            require_fp8_gathers(transfers, stage.policy, config.linears, config.n_layers, parts)
+            model, parts = stage.model.config, run.mesh.shape["tensor"]
+            require_fp8_gathers(transfers, stage.policy, model.linears, model.n_layers, parts)
         memory = memory_by_kind(run, stage, xla.program_bytes(step))
         sent = f"; devices gather {gathered(transfers)}" if transfers else ""
         self._checked.append((stage, summarize(gemms), sent, memory))
