@@ -4,8 +4,10 @@ Where all layers are of one kind, each computes it from the config. Layers of se
 one compiled loop, so that theirs are arrays with a leading axis of layers, which the loop scans.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fp8jax.lm.model.config import ModelConfig
@@ -14,8 +16,10 @@ from fp8jax.lm.model.rope import frequencies
 _EVERY = 2**30  # a window that hides nothing
 
 
-class LayerKind(NamedTuple):
-    """A kind of layer, or with a leading axis those of all layers.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer, or with a leading axis those of all layers. (No tuple: those are layers.)
 
     Attributes:
       window: keys that a query sees, its own included; None for all.
@@ -53,12 +57,13 @@ def kinds_of_layers(config: ModelConfig) -> LayerKind | None:
     no_turns = jnp.zeros((config.rotary_dim or config.head_dim) // 2)
     without = LayerKind(jnp.int32(_EVERY), no_turns, jnp.float32(1.0))
     kinds = {letter: kind_of(config, letter) for letter in set(letters)}
-    parts: list[Any] = []
-    for field, nothing in zip(LayerKind._fields, without, strict=True):
+
+    def stacked(field: str) -> Any:
+        nothing = getattr(without, field)
         of_kind = {letter: getattr(kind, field) for letter, kind in kinds.items()}
         if all(part is None for part in of_kind.values()):
-            parts.append(None)
-            continue
+            return None
         of_layer = [nothing if of_kind[each] is None else of_kind[each] for each in letters]
-        parts.append(jnp.stack([jnp.asarray(part, nothing.dtype) for part in of_layer]))
-    return LayerKind(*parts)
+        return jnp.stack([jnp.asarray(part, nothing.dtype) for part in of_layer])
+
+    return LayerKind(*(stacked(field.name) for field in dataclasses.fields(LayerKind)))

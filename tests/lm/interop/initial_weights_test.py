@@ -1,8 +1,10 @@
 """Runs of a model `hf:DIR`, and runs that start from given weights."""
 
+import dataclasses
 import json
 import shutil
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -16,6 +18,7 @@ from fp8jax.lm.interop.folders import HUGGING_FACE, shape_of_model
 from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.interop.trained import load_model
 from fp8jax.lm.interop.write import write_json
+from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training import loop
 from fp8jax.lm.training.build import build
@@ -76,6 +79,26 @@ def test_step_0_has_the_weights_on_the_runs_mesh(kind, master, data, folder, tmp
     assert state.key == other.key
     for name in ("step", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, *(getattr(s, name) for s in (state, other)))
+
+
+def on_a_device(leaf) -> jax.ShapeDtypeStruct:
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=device)
+
+
+def test_a_model_of_another_layout_reads_the_names_of_the_folder(tmp_path):
+    """Phi 3 joins linears in its tensors; a Llama of the same shape has the same parameters."""
+    config = config_json("phi3", sliding_window=None, rope_parameters=None)
+    folder = write_folder(tmp_path, config, tensors(config))
+    theirs = shape_of_model(f"hf:{folder}", {})
+    ours = dataclasses.replace(theirs, joined_projections=False)
+    trees = []
+    for model in (theirs, ours):
+        initial = InitialWeights(f"hf:{folder}", model)
+        initial.check()
+        params = nn.meta.unbox(abstract_variables(Transformer(model))["params"])
+        trees.append(initial.read(jax.tree.map(on_a_device, params)))
+    jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
 def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path):

@@ -128,6 +128,15 @@ def test_flops_by_hand(name, weights):
     assert flops_per_token(MODELS[name], 512) == 6 * weights + 4 * 6 * 512 * 128
 
 
+@pytest.mark.parametrize(("window", "hidden"), [(4, 9), (8, 4), (16, 0), (40, 0)])
+def test_flops_of_windows_by_hand(window, hidden):
+    """Of the 16^2 / 2 products of scores, a window hides a triangle: (16 - window)^2 / 2."""
+    config = dataclasses.replace(CONFIG, n_layers=3, layer_pattern="wwf", window=window)
+    every = dataclasses.replace(config, layer_pattern="f")
+    fewer = flops_per_token(every, 16) - flops_per_token(config, 16)
+    assert fewer == 2 * 6 * hidden * config.n_heads * config.head_dim
+
+
 @pytest.mark.parametrize("name", ["llama_tiny", "gpt2_tiny", "qwen2_tiny", "qwen3_tiny"])
 def test_flops_are_those_of_the_products_in_the_program(name):
     """Every product of a training step, 2 FLOPs a multiplication. What is run computes the whole
@@ -197,6 +206,16 @@ def test_every_rope_scaling_is_taken_by_its_name(scaling):
         (dict(mlp="swigl"), "unknown MLP 'swigl'.*'swiglu'"),
         (dict(biases="qk"), "unknown choice of biases 'qk'.*'qkv'"),
         (dict(learned_positions=-2), "learned_positions=-2 is negative"),
+        (dict(norm_at="behind"), "unknown place of norms 'behind'.*before, after"),
+        (dict(layer_pattern="fx"), "unknown kind of layer 'x'.*f, w, n"),
+        (dict(layer_pattern=""), "layer_pattern is empty"),
+        (dict(layer_pattern="fw"), "window=0 must be positive with layer_pattern='fw'"),
+        (dict(window=-1), "window=-1 must be positive"),
+        (dict(qk_norm_joint=True), "qk_norm_joint=True needs qk_norm=True"),
+        (dict(rotary_dim=3), "rotary_dim=3 must be even and at most head_dim="),
+        (dict(rotary_dim=1024), "rotary_dim=1024 must be even and at most head_dim="),
+        (dict(query_scalar=-1), "query_scalar=-1 is negative"),
+        (dict(learned_positions=32, rotary_dim=4), "rotary_dim=4 is for rotary positions"),
         (dict(rope_scaling="yarn_qwen"), "unknown RoPE scaling 'yarn_qwen'.*'yarn_qwen2.5'"),
         (
             dict(learned_positions=32, rope_theta=5e5),

@@ -25,6 +25,7 @@ from fp8jax.lm.model.rope import Linear, Llama3, Yarn
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.step import loss_sum
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
 from tests.support import hf_vectors
@@ -268,7 +269,8 @@ def greedy(family: str, *ways: tuple[int, ...]) -> list:
 
     made = []
     for pieces in ways:
-        cache, begin, out = empty_cache(config, 2, end, "fp32"), 0, []
+        unrolled = len(pieces) > 1  # one layer after the other, or a loop
+        cache, begin, out = empty_cache(config, 2, end, "fp32", unrolled=unrolled), 0, []
         for size in pieces:
             piece = jnp.asarray(TOKENS[:, begin : begin + size], jnp.int32)
             token, cache = run(piece, begin, cache)
@@ -299,6 +301,38 @@ def test_our_tree_is_filled_exactly(family):
     ours = abstract_variables(Transformer(CONFIGS[family]))["params"]
     shapes = jax.tree.map(lambda leaf: leaf.shape, nn.meta.unbox(ours))
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, our_parameters(CONFIGS[family]))
+
+
+def ways_to_run_layers():
+    """A model whose exemptions cut its layers into stretches, recomputed in the backward; what it
+    is applied to; and its parameters, in a loop and one layer after the other."""
+    params = our_parameters(CONFIGS["gemma3"])
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    rows = (tokens, tokens * 0 + 1, jnp.broadcast_to(jnp.arange(20), tokens.shape))
+    exempt = as_policy("fp8_block:bf16_first=1,bf16_last=1")  # both layers: all in bf16
+    model = Transformer(CONFIGS["gemma3"], exempt, dtype=jnp.float32, remat="full")
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(LAYERS)]
+    apply = jax.jit(lambda tree: model.apply({"params": tree}, *rows))
+    return apply, params, params | {"layers": tuple(layers)}
+
+
+def test_layers_keep_their_kinds_however_they_are_run():
+    apply, *trees = ways_to_run_layers()
+    for params in trees:
+        assert error("gemma3", np.asarray(apply(params))) <= BOUND
+
+
+@pytest.mark.full
+def test_gradients_of_unlike_layers_in_a_loop_and_one_by_one():
+    apply, *trees = ways_to_run_layers()
+    gradient = jax.grad(lambda tree: jnp.sum(apply(tree) ** 2))
+    together, apart = map(jax.jit(gradient), trees)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *apart["layers"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_less(relative(a, b), BOUND),
+        stacked,
+        together["layers"],
+    )
 
 
 @pytest.mark.parametrize(
