@@ -30,7 +30,10 @@ _FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True
 _TO = flags.DEFINE_string("to", None, "hf:DIR, or a workdir; must not exist.", required=True)
 _FORMAT = flags.DEFINE_string("format", None, f"Of hf:DIR in --to: {', '.join(EXPORTS)}.")
 _SCALES = flags.DEFINE_enum(
-    "scales", None, list(SCALE_RULES), "Of FP8 formats; by default those of the run."
+    "scales",
+    None,
+    list(SCALE_RULES),
+    "Of FP8 formats; by default powers of two, and those of the run for channels.",
 )
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of a workdir; the newest without.")
 _SHARD = flags.DEFINE_integer(

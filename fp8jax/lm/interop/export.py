@@ -120,7 +120,7 @@ def export_model(
     files are those of the folder that the model came from, if it came from one.
 
     Args:
-      scales: of FP8 formats, a key of `SCALE_RULES` (fp8_format.py); None follows the run.
+      scales: of FP8 formats, a key of `SCALE_RULES` (fp8_format.py); None for the format's own.
 
     Raises:
       ValueError: the format is unknown or refuses the model; no architecture of Hugging Face
