@@ -26,7 +26,7 @@ from experiments.config_keys import RUN_KEYS
 from experiments.subcommands import Command, check_flags, choose
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.config_flag import read_mesh
-from fp8jax.lm.cli.main import COMMANDS
+from fp8jax.lm.cli.main import SEVERAL
 
 RUN_AGAIN = 75  # the status of a run that was asked to stop, and may go on
 LEAVE_S = 60.0  # for the other processes, once one has failed
@@ -297,11 +297,15 @@ def main(arguments: Sequence[str]) -> None:
     check_flags(chosen, _SUBCOMMANDS)
     # As they were given: absl's parser has dropped `--`, and names of configs have become files.
     given = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
-    if not given or given[0] not in COMMANDS:
-        raise app.UsageError(f"after -- comes a command: one of {', '.join(COMMANDS)}")
+    if not given or given[0] not in SEVERAL:
+        raise app.UsageError(
+            f"after -- comes a command that may run in several processes: {', '.join(SEVERAL)}"
+        )
     if chosen.name == "local":
         sys.exit(run_local(given, _PROCESSES.value, _DEVICES.value))
-    print(render(_TARGET.value, _MESH.value, _NAME.value, _IMAGE.value, given), end="")
+    target, mesh = _TARGET.value, _MESH.value
+    assert target is not None and mesh is not None  # `check_flags` has seen to it
+    print(render(target, mesh, _NAME.value, _IMAGE.value, given), end="")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def test_shellcheck_finds_nothing(target, mesh, tmp_path):
 def test_what_does_not_fit_is_refused(given, message):
     done = run_here("launch", *given, "--", *TRAIN)
     assert done.returncode == 1 and message in done.stderr
-    for wrong in ([], ["--"], ["--", "fly"]):
+    for wrong in ([], ["--"], ["--", "fly"], ["--", "generate"]):
         assert "after -- comes a command" in run_here("launch", "local", *wrong).stderr
 
 

@@ -170,6 +170,13 @@ def test_processes_that_do_not_fit_together_are_refused(data, tmp_path, flags):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_command_of_one_process_refuses_to_be_one_of_several(tmp_path):
+    flags = ["--coordinator=localhost:1", "--num_processes=4", "--process_id=2"]
+    done = run_here("generate", f"--from={tmp_path}", "--prompt=a", *flags)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: this command runs in one process, and this is one of 4: ")
+
+
 @pytest.mark.usefixtures("takes_ctrl_c")
 def test_ctrl_c_saves_a_finished_run_says_so_and_bad_input_loses_nothing(
     data, monkeypatch, tmp_path

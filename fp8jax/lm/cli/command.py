@@ -23,6 +23,7 @@ def run(
     verbosity: int = logging.WARNING,
     quiet: Iterable[str] = ("jax",),
     config: Keys = RUN_KEYS,
+    several: bool = False,
 ) -> None:
     """Parses the flags, calls `main` and exits; with status 130 after Ctrl-C.
 
@@ -33,13 +34,14 @@ def run(
       verbosity: absl's logging level, unless --verbosity is given.
       quiet: Python loggers that log warnings and errors only.
       config: the keys that --config must have.
+      several: whether `main` can run in several processes.
     """
     logging.set_verbosity(verbosity)
     logging.get_absl_handler().setFormatter(_Plain())
     for name in quiet:
         python_logging.getLogger(name).setLevel(python_logging.WARNING)
     app.run(
-        functools.partial(call, main, errors),
+        functools.partial(call, main, errors, several=several),
         flags_parser=functools.partial(parse_flags, config=config),
     )
 
@@ -55,20 +57,24 @@ class _Plain(python_logging.Formatter):
 
 
 def call(
-    main: Callable[[Sequence[str]], None], errors: Iterable[type[Exception]], argv: Sequence[str]
+    main: Callable[[Sequence[str]], None],
+    errors: Iterable[type[Exception]],
+    argv: Sequence[str],
+    *,
+    several: bool = False,
 ) -> None:
     """Joins the processes of this run, and calls `main` with the arguments after the first.
 
     Ends the process as `run` says.
     """
     caught: tuple[type[Exception], ...] = (app.UsageError, *errors)
-    several = False
+    joined = False
     try:
-        several = join.join()
+        joined = join.join(several=several)
         main(argv[1:])
     except caught as error:
         logging.debug("", exc_info=True)
-        if several:
+        if joined:
             _leave(f"error: {error}")
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -26,14 +26,17 @@ def define_flags() -> None:
     )
 
 
-def join() -> bool:
+def join(*, several: bool) -> bool:
     """Joins the processes of this run, as flags and scheduler say; returns whether there are any.
+
+    Args:
+      several: whether the command can run in several processes.
 
     The first process alone writes files and speaks; the others only warn. The store has the host of
     each, as hosts/INDEX.
 
     Raises:
-      ValueError: the flags do not fit together.
+      ValueError: the flags do not fit together, or the command runs in one process.
       JoinError: a process has not joined in time; the message says which.
     """
     given = flags.FLAGS
@@ -42,6 +45,11 @@ def join() -> bool:
     )
     if place is None:
         return False
+    if not several:
+        raise ValueError(
+            f"this command runs in one process, and this is one of {place.count}: start it once "
+            "(with --cluster=none each of them works by itself)"
+        )
     import jax
 
     from fp8jax.device import processes

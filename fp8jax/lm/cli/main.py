@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fp8jax.lm.cli.config_flag import Keys
 
 COMMANDS = ("train", "generate", "evaluate", "convert", "tokenizer", "report")
+SEVERAL = ("train",)  # that may run in several processes
 
 
 def main() -> None:
@@ -60,4 +61,10 @@ def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) ->
     began = f"fp8jax {name}"
     sys.modules["__main__"].__doc__ = (module.__doc__ or "").replace(began, program or began)
     keys = keys or config_flag.RUN_KEYS
-    command.run(module.main, errors=module.ERRORS, verbosity=module.VERBOSITY, config=keys)
+    command.run(
+        module.main,
+        errors=module.ERRORS,
+        verbosity=module.VERBOSITY,
+        config=keys,
+        several=name in SEVERAL,
+    )
