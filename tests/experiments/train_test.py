@@ -170,6 +170,13 @@ def test_processes_that_do_not_fit_together_are_refused(data, tmp_path, flags):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_mesh_of_another_machine_is_answered_with_the_nearest(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "make_mesh", mesh.make_mesh)  # on all eight devices
+    error = train([*tiny_run(data, tmp_path / "run"), "--config.mesh=gpus_64"], code=1)
+    assert "data=8 x fsdp=8 x tensor=1 does not fit 8 devices" in error
+    assert error.endswith("the nearest that fits is data=1 x fsdp=8 x tensor=1\n")
+
+
 def test_a_command_of_one_process_refuses_to_be_one_of_several(tmp_path):
     flags = ["--coordinator=localhost:1", "--num_processes=4", "--process_id=2"]
     done = run_here("generate", f"--from={tmp_path}", "--prompt=a", *flags)

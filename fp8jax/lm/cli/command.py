@@ -105,6 +105,7 @@ def parse_flags(argv: list[str], *, config: Keys = RUN_KEYS) -> list[str]:
     try:
         argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
         argv = with_meshes(with_files(argv))
+        sys.argv[1:] = with_meshes(sys.argv[1:])  # where ml_collections looks for --config.KEY
         check_config_flags(argv, config)
         return flags.FLAGS(argv)
     except SystemExit:  # of --help, which has written it
