@@ -46,6 +46,10 @@ PAPERS = {
     "fp4_block": "2502.11458",
     "fp4_naive": "2502.11458",
     "nvfp4": "2509.25149",
+    "nvfp4_unbiased": "2601.22813",
+    "nvfp4_4over6": "2512.02010",
+    "quartet2": "2601.22813",
+    "tetrajet2": "2510.27527",
     "mxfp4": "2509.25149",
 }
 
@@ -114,8 +118,10 @@ def _format_cell(cast: Cast | None) -> str:
     names = {TENSOR: "tensor", ROW: "row"}
     tile = f"{cast.tile.free}x{cast.tile.contract}"
     parts = [f"{cast.format.name} {names[cast.tile] if cast.tile in names else tile}"]
+    if cast.requantizes:
+        parts.append("again")
     if cast.hadamard > 1:
-        parts.append(f"H{cast.hadamard}")
+        parts.append(f"H{cast.hadamard}{'±' if cast.redrawn else ''}")
     if cast.rounding == "stochastic":
         parts.append("sr")
     return ", ".join(parts)

@@ -154,7 +154,7 @@ def freeze_kernels(
     """
     if recipe.fwd_w is None:
         raise ValueError(f"recipe {recipe.name!r} leaves weights in high precision: nothing to do")
-    if recipe.fwd_w.rounding == "stochastic":
+    if recipe.fwd_w.random:
         raise ValueError(
             f"recipe {recipe.name!r} rounds weights stochastically, anew in every call: it cannot"
             " be frozen (rounding=nearest can)"

@@ -38,8 +38,8 @@ from fp8jax.gemm.backends.emulated import quantize_each
 from fp8jax.gemm.backends.operands import CastRequest, Operand, PlainOperand, QuantizedOperand
 from fp8jax.gemm.histories.shared_leaf import combining_by_max
 from fp8jax.gemm.sharding.manual_axes import largest_like, summed_like, varying
-from fp8jax.numerics.formats import folded
-from fp8jax.numerics.hadamard import hadamard
+from fp8jax.numerics.formats import folded, key_words
+from fp8jax.numerics.hadamard import hadamard, whole_hadamard
 from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.tiles import spread, tensor_amax
 
@@ -188,11 +188,13 @@ def _what_if(
         if cast is None:
             operands[f"what_if.{name}"] = PlainOperand(x, axis)
             continue
-        cast = dataclasses.replace(cast.current(), shared=False)
-        cast_key = None
+        cast = dataclasses.replace(cast.current(), shared=False, requantizes=False)
+        cast_key = signs = None
         if cast.rounding == "stochastic":
             cast_key = folded(key, len(CASTS) + CASTS.index(name))
-        requests[f"what_if.{name}"] = CastRequest(cast, axis, None, cast_key)
+        if cast.redrawn:
+            signs = key_words(folded(key, len(CASTS) + CASTS.index(name)))[0]
+        requests[f"what_if.{name}"] = CastRequest(cast, axis, None, cast_key, signs)
     quantized, _ = quantize_each(x, tuple(requests.values()))
     return operands | dict(zip(requests, quantized, strict=True))
 
@@ -204,7 +206,7 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
     cast = operand.cast
     given, x = x, _float(x)
     if cast.hadamard > 1:
-        x = hadamard(x, cast.hadamard, axis=axis)
+        x = _rotated(x, cast.hadamard, operand.signs, axis)
     tiles = operand.q.float_scale()
     codes, scale = _as_given(operand, tiles, axis, x.shape)
     # Multiplied by the reciprocal, as quantize_unchecked does: counts are those of the very cast.
@@ -224,6 +226,12 @@ def _row(x: jax.Array, operand: Operand, axis: int) -> jax.Array:
         largest = [only, 1.0 / only]
     current = [_float(cast.rule(amax, cast.format)[0])] if cast.delayed else []
     return _as_row(x, (amax, *largest, *current), counts, energies)
+
+
+def _rotated(x: jax.Array, size: int, signs: jax.Array | None, axis: int) -> jax.Array:
+    if signs is None:
+        return hadamard(x, size, axis=axis)
+    return whole_hadamard(x, size, signs, axis=axis)
 
 
 def _as_given(

@@ -45,7 +45,9 @@ from fp8jax.gemm.backends.operands import (
     Operand,
     PlainOperand,
     QuantizedOperand,
+    inner_numbers,
     plain_matmul,
+    scaled,
 )
 from fp8jax.gemm.histories.amax_history import (
     Histories,
@@ -63,7 +65,7 @@ from fp8jax.gemm.sharding.manual_axes import (
     varying,
 )
 from fp8jax.gemm.weight import Observed, Weight, cotangent, observe
-from fp8jax.numerics.formats import folded
+from fp8jax.numerics.formats import folded, key_words
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import Delayed
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
@@ -76,8 +78,13 @@ X_CASTS = {"fwd_x": -1, "wgrad_x": -2}
 G_CASTS = {"dgrad_g": -1, "wgrad_g": -2}
 W_CASTS = {"dgrad_w": -1}  # of the backward
 
+# Contracting axes of the forward's casts, by their operands.
+FORWARD_AXES = {"x": -1, "w": -2}
+
 # A cast's key is folded(key, index in this order). Changing the order changes training runs.
 KEY_ORDER = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")
+# The signs of both operands of a GEMM are folded(key, this number), beyond those of probe.py.
+SIGNS = {"fwd": 12, "dgrad": 13, "wgrad": 14}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,26 +134,35 @@ class JointAmax(NamedTuple):
 
 
 def cast_requests(
-    recipe: Recipe, cast_axes: dict[str, int], histories: Histories, key
+    recipe: Recipe,
+    cast_axes: dict[str, int],
+    histories: Histories,
+    key,
+    wgrad_signs: jax.Array | None = None,
 ) -> dict[str, CastRequest]:
     """Returns name -> request for each named cast, without the casts that are None.
 
     Args:
       cast_axes: name of the cast -> contracting axis of its operand.
       histories: the operand's history in float32, read by delayed casts.
-      key: a PRNG key, for casts that round stochastically.
+      key: a PRNG key, for casts that round stochastically or draw signs.
+      wgrad_signs: those of wgrad's other operand; None to draw them from the key.
     """
     requests: dict[str, CastRequest] = {}
     for name, axis in cast_axes.items():
         cast: Cast | None = getattr(recipe, name)
         if cast is None:
             continue
-        amax = cast_key = None
+        amax = cast_key = signs = None
         if isinstance(cast.scale, Delayed):
             amax = stored_amax(histories[name[-1]], cast.scale)
         if cast.rounding == "stochastic":
             cast_key = folded(key, KEY_ORDER.index(name))
-        requests[name] = CastRequest(cast, axis, amax, cast_key)
+        if cast.redrawn:
+            gemm, _, _ = name.partition("_")
+            signs = wgrad_signs if gemm == "wgrad" else None
+            signs = key_words(folded(key, SIGNS[gemm]))[0] if signs is None else signs
+        requests[name] = CastRequest(cast, axis, amax, cast_key, signs)
     return requests
 
 
@@ -156,6 +172,7 @@ def quantize_operand(
     cast_axes: dict[str, int],
     weight: Weight,
     joint: jax.Array | None = None,
+    wgrad_signs: jax.Array | None = None,
 ) -> tuple[dict[str, Operand], jax.Array | None]:
     """Quantizes `x` for each requested GEMM; also returns max|x| where the kernel computed it.
 
@@ -164,6 +181,7 @@ def quantize_operand(
       cast_axes: as in `cast_requests`.
       weight: has the operand's history and the PRNG key.
       joint: the amax for shared casts, None for x's own.
+      wgrad_signs: as in `cast_requests`.
 
     Returns:
       The operands by the names of their casts, those without a cast as `PlainOperand`, and the amax
@@ -174,7 +192,11 @@ def quantize_operand(
     histories = weight.history_of(operand)
     if histories and not context.seeded:
         histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
-    requests = cast_requests(context.recipe, cast_axes, histories, weight.key)
+    requests = cast_requests(context.recipe, cast_axes, histories, weight.key, wgrad_signs)
+    requests, again = _without_requantized(context.recipe, operand, requests)
+    if again and f"fwd_{operand}" not in requests:
+        forward_axes = {f"fwd_{operand}": FORWARD_AXES[operand]}
+        requests |= cast_requests(context.recipe, forward_axes, histories, weight.key)
     if pooled:
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
     if joint is not None:
@@ -186,7 +208,44 @@ def quantize_operand(
     if not requests:
         return operands, None
     quantized, amax = context.backend.quantize(x, tuple(requests.values()))
-    return operands | dict(zip(requests, quantized, strict=True)), amax
+    found: dict[str, Operand] = dict(zip(requests, quantized, strict=True))
+    if again:
+        multiplied = found[f"fwd_{operand}"]
+        assert isinstance(multiplied, QuantizedOperand)
+        found |= _requantized(context, multiplied, operand, x.shape, again)
+    return operands | {name: found[name] for name in found if name in cast_axes}, amax
+
+
+def _without_requantized(
+    recipe: Recipe, operand: str, requests: dict[str, CastRequest]
+) -> tuple[dict[str, CastRequest], dict[str, CastRequest]]:
+    """Returns the requests of x itself, and those of what the forward multiplied, if not x."""
+    again: dict[str, CastRequest] = {}
+    if operand in FORWARD_AXES and recipe.by_name()[f"fwd_{operand}"] is not None:
+        again = {name: each for name, each in requests.items() if each.cast.requantizes}
+    return {name: each for name, each in requests.items() if name not in again}, again
+
+
+def _requantized(
+    context: VjpContext,
+    multiplied: QuantizedOperand,
+    operand: str,
+    shape: tuple[int, ...],
+    requests: dict[str, CastRequest],
+) -> dict[str, Operand]:
+    """Quantizes what the forward multiplied, an operand of that shape, without its outer scale.
+
+    The outer scale multiplies the results' instead: bfloat16 then holds most operands exactly.
+    """
+    numbers, outer = inner_numbers(multiplied)
+    if multiplied.axis != FORWARD_AXES[operand]:  # the layout of a kernel
+        numbers = jnp.swapaxes(numbers, -1, -2)
+    numbers = numbers[tuple(slice(size) for size in shape)]
+    quantized, _ = context.backend.quantize(numbers, tuple(requests.values()))
+    return {
+        name: each if outer is None else scaled(each, outer)
+        for name, each in zip(requests, quantized, strict=True)
+    }
 
 
 def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, CastRequest]:
@@ -410,7 +469,9 @@ def backward(
       dx and the cotangent of the weight.
     """
     g = g.astype(context.dtype)
-    qg, amax = quantize_operand(context, g, G_CASTS, weight, joint.g)
+    # Those of the one x that several weights share.
+    signs = x.signs if isinstance(x, QuantizedOperand) else None
+    qg, amax = quantize_operand(context, g, G_CASTS, weight, joint.g, signs)
     dx, qw = input_gradient(context, weight, qg, joint.w)
     # Statistics alone: the forward has recorded the amax of w.
     again = measure(weight.probe, weight.value, qw, W_CASTS, weight.key)

@@ -9,6 +9,8 @@ the same mesh axes. A scale has one entry per 128 elements along k, or along bot
     cast_rows_columns     m k, m, k          ->  m k, k m
     rotated_amax          m k                ->  m k                    its m are blocks of rows
     rotated_codes         m k, m k           ->  m k
+    rotated_errors        m k, m k           ->  m k                    its m are blocks of rows
+    rotated_lengths       m k, m k, scalar   ->  m k, m k, m k          its last m are blocks
     cast_produced         m k ..., scalars   ->  m k, k m of each result, amaxes over all shards
     tiles_produced        m k ...            ->  m k, scale k m; k m, scale m k of each result
     block_scaled_matmul   m k, n k, k m, k n ->  m n                    summed over the shards of k
@@ -197,10 +199,20 @@ def cast_rows_columns(
     return call_on_mesh(kernel, tuple(operands), tuple(letters), tuple(results), TILES, ragged=True)
 
 
-def rotated_amax(x: Float[Array, "M K"], size: int) -> Float[Array, "blocks K"]:
+def rotated_amax(
+    x: Float[Array, "M K"],
+    size: int,
+    tile: int | None = None,
+    signs: UInt32[Array, ""] | None = None,
+) -> Float[Array, "tiles K"]:
     """`rotate.rotated_amax` on a mesh."""
-    kernel = functools.partial(rotate.rotated_amax, size=size)
-    return call_on_mesh(each_shard(kernel), (x,), ("mk",), ("mk",), TILES)
+
+    def amax(x, *signs):
+        return rotate.rotated_amax(x, size, tile, *signs)
+
+    operands = (x,) if signs is None else (x, signs)
+    letters = ("mk", "")[: len(operands)]
+    return call_on_mesh(each_shard(amax), operands, letters, ("mk",), TILES)
 
 
 def rotated_codes(
@@ -209,26 +221,56 @@ def rotated_codes(
     fmt: Format,
     size: int,
     words: tuple[UInt32[Array, ""], UInt32[Array, ""]] | None = None,
+    signs: UInt32[Array, ""] | None = None,
 ) -> Shaped[Array, "M K"]:
     """`rotate.rotated_codes` on a mesh. Draws are those of the whole array's places."""
+    flips = () if signs is None else (signs,)
 
-    def cast(x, reciprocal, *words, columns=x.shape[1]):
-        return rotate.rotated_codes(x, reciprocal, fmt, size, words[0] if words else None, columns)
+    def cast(x, reciprocal, *others, columns=x.shape[1]):
+        given = others[0] if words else None
+        return rotate.rotated_codes(
+            x, reciprocal, fmt, size, given, columns, *others[1 if words else 0 :]
+        )
 
     def kernel(shards: Shards, run: Run):
-        def of_shard(x, reciprocal, *words):
+        def of_shard(x, reciprocal, *others):
             begins = []
             for letter, size_of_shard in zip("mk", x.shape, strict=True):
                 at = lax.axis_index(shards[letter]) if shards[letter] else 0
                 begins.append(jnp.asarray(at * size_of_shard, jnp.uint32))
-            given = (jnp.stack([*words, *begins]),) if words else ()
-            return run(cast, x, reciprocal, *given)
+            drawn, flips = (others[:2], others[2:]) if words else ((), others)
+            given = (jnp.stack([*drawn, *begins]),) if words else ()
+            return run(cast, x, reciprocal, *given, *flips)
 
         return of_shard
 
-    scalars = () if words is None else words
+    scalars = (*(words or ()), *flips)
     letters = ("mk", "mk") + ("",) * len(scalars)
     return call_on_mesh(kernel, (x, reciprocal, *scalars), letters, ("mk",), TILES)
+
+
+def rotated_errors(
+    x: Float[Array, "M K"], reciprocal: Float[Array, "blocks K"], fmt: Format, size: int
+) -> Float[Array, "blocks K"]:
+    """`rotate.rotated_errors` on a mesh."""
+    kernel = functools.partial(rotate.rotated_errors, fmt=fmt, size=size)
+    return call_on_mesh(each_shard(kernel), (x, reciprocal), ("mk", "mk"), ("mk",), TILES)
+
+
+def rotated_lengths(
+    x: Float[Array, "M K"],
+    reciprocal: Float[Array, "tiles K"],
+    fmt: Format,
+    size: int,
+    signs: UInt32[Array, ""],
+) -> tuple[Shaped[Array, "M K"], Float[Array, "blocks K"], Float[Array, "blocks K"]]:
+    """`rotate.rotated_lengths` on a mesh."""
+
+    def cast(x, reciprocal, signs):
+        return rotate.rotated_lengths(x, reciprocal, fmt, size, signs)
+
+    operands = (x, reciprocal, signs)
+    return call_on_mesh(each_shard(cast), operands, ("mk", "mk", ""), ("mk",) * 3, TILES)
 
 
 def cast_produced(

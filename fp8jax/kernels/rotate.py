@@ -7,8 +7,10 @@ each of them: the loads of one block are H * H instead of H, and the program of 
 step compiles for minutes. Here a thread holds all H rows of a block in registers, of a few columns
 next to each other; no thread needs another one's numbers.
 
-    rotated_amax     the largest magnitude of each block of H transformed rows, in each column
-    rotated_codes    codes of the transformed numbers, from the reciprocal of each tile's scale
+    rotated_amax       the largest magnitude of each block of H transformed rows, in each column
+    rotated_codes      codes of the transformed numbers, from the reciprocal of each tile's scale
+    rotated_errors     the squared errors of such codes, summed over each block in each column
+    rotated_lengths    codes to nearest, and the lengths of each block that Quartet II compares
 
 In between, XLA turns amaxes into scales, as for every other cast: they are few, and may depend on
 the amax of the whole tensor. The kernels call the functions of numerics/hadamard.py and
@@ -29,8 +31,8 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 from fp8jax.kernels.hopper import BLOCK, launch, load, scoped, stored
 from fp8jax.numerics.formats import Format, drawn, rounded
-from fp8jax.numerics.hadamard import butterflies
-from fp8jax.numerics.quantization import larger
+from fp8jax.numerics.hadamard import butterflies, sign_of
+from fp8jax.numerics.quantization import larger, lengths, squared_error
 
 SIZES = (2, 4, 8, 16, 32)  # more rows than that do not fit a thread's registers
 
@@ -52,12 +54,15 @@ def _columns_each(columns: int) -> int:
     return next(n for n in (4, 2, 1) if columns % (n * BLOCK) == 0)
 
 
-def _over_blocks(x: Any, size: int, operands: tuple[Array, ...], out: list[Any], block) -> Any:
+def _over_blocks(
+    x: Any, size: int, signs: Any, operands: tuple[Array, ...], out: list[Any], block
+) -> Any:
     """Runs a kernel with one warpgroup for each block of rows and 128, 256 or 512 columns.
 
     Args:
       x: the source [M, K].
       size: rows of a block.
+      signs: the word of new signs, or None.
       operands: further operands.
       out: ShapeDtypeStructs of the results.
       block: block(i, columns, layout, parts, *references) processes block i of rows: `columns`
@@ -66,6 +71,7 @@ def _over_blocks(x: Any, size: int, operands: tuple[Array, ...], out: list[Any],
     each = _columns_each(x.shape[1])
     width = each * BLOCK
     layout = plgpu.Layout.WG_STRIDED((width,), each)
+    words = () if signs is None else (signs.reshape(1),)
 
     def body(x_g, *references):
         i, columns = lax.axis_index("m"), pl.ds(lax.axis_index("k") * width, width)
@@ -73,32 +79,89 @@ def _over_blocks(x: Any, size: int, operands: tuple[Array, ...], out: list[Any],
         for row in range(size):
             numbers = load(x_g.at[i * size + row, columns], layout, optimized=False)
             rows.append(numbers.astype(jnp.float32))
-        block(i, columns, layout, butterflies(rows), *references)
+        if words:
+            word = references[0][0]
+            rows = [numbers * sign_of(word, row) for row, numbers in enumerate(rows)]
+        block(i, columns, layout, butterflies(rows), *references[len(words) :])
 
     grid = (x.shape[0] // size, x.shape[1] // width)
-    return launch(body, x, *operands, out=tuple(out), grid=grid, grid_names=("m", "k"))
+    return launch(body, x, *words, *operands, out=tuple(out), grid=grid, grid_names=("m", "k"))
 
 
-@functools.partial(jax.jit, static_argnames="size")
-def rotated_amax(x: Float[Array, "M K"], size: int) -> Float[Array, "blocks K"]:
-    """Returns float32 max|x'| of each block of `size` rows in each column, NaN for a NaN in it.
+def _scales(i, columns, layout, reciprocal_g, tiles: int, rows: int) -> list[jax.Array]:
+    """Returns for each row of block i the reciprocal of the scale of its tile."""
+    scales = [
+        load(reciprocal_g.at[i * tiles + tile, columns], layout, optimized=False)
+        for tile in range(tiles)
+    ]
+    return [scales[n * tiles // rows] for n in range(rows)]
+
+
+def _one_by_one(
+    parts: list[jax.Array], scales: list[jax.Array], layout, of_row, carry: Any = None
+) -> Any:
+    """Runs carry = of_row(n, part n * scale n, carry) for each row, and returns the last carry.
+
+    One row at a time, by way of shared memory, where a thread finds what it has written: the
+    program of all rows would be 16 times as long, and need twice as many registers.
+    """
+
+    @scoped(scaled_s=plgpu.SMEM((len(parts), *parts[0].shape), jnp.float32))
+    def result(scaled_s):
+        for n, (part, scale) in enumerate(zip(parts, scales, strict=True)):
+            scaled_s[n, :] = part * scale
+        return lax.fori_loop(
+            0, len(parts), lambda n, carry: of_row(n, load(scaled_s.at[n], layout), carry), carry
+        )
+
+    return result
+
+
+def _zeros(like: jax.Array, layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(like.shape, jnp.float32), layout)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "tile"))
+def rotated_amax(
+    x: Float[Array, "M K"],
+    size: int,
+    tile: int | None = None,
+    signs: UInt32[Array, ""] | None = None,
+) -> Float[Array, "tiles K"]:
+    """Returns float32 max|x'| of each tile of a block in each column, NaN for a NaN in it.
 
     Args:
       x: bfloat16 or float32; M is a multiple of `size`, K of 128.
       size: how many rows the transform mixes, one of `SIZES`.
+      tile: how many of them share a scale; None for all.
+      signs: the word of new signs (`whole_hadamard`), or None.
 
     Raises:
       ValueError: the kernel does not support the array or the size.
       NotImplementedError: the kernels cannot run here.
     """
     _check(x, size)
+    tile = size if tile is None else tile
+    tiles = size // tile
 
     def block(i, columns, layout, parts, amax_g):
-        amax_g[i, columns] = functools.reduce(larger, parts)
+        for n in range(tiles):
+            amax_g[i * tiles + n, columns] = functools.reduce(
+                larger, parts[n * tile : (n + 1) * tile]
+            )
 
-    shape = jax.ShapeDtypeStruct((x.shape[0] // size, x.shape[1]), jnp.float32)
-    (amax,) = _over_blocks(x, size, (), [shape], block)
+    shape = jax.ShapeDtypeStruct((x.shape[0] // tile, x.shape[1]), jnp.float32)
+    (amax,) = _over_blocks(x, size, signs, (), [shape], block)
     return amax
+
+
+def _check_codes(x: Array, reciprocal: Array, fmt: Format, size: int, tiles: int) -> None:
+    """Raises ValueError for operands that the kernels which cast do not support."""
+    _check(x, size)
+    (m, k), expected = x.shape, (x.shape[0] // size * tiles, x.shape[1])
+    if fmt.name not in ("e2m1", "e4m3") or reciprocal.shape != expected:
+        given = f"{fmt.name}, {reciprocal.shape}"
+        raise ValueError(f"expected e2m1 or e4m3, and reciprocals of {(m, k)}, got {given}")
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "size", "columns"))
@@ -109,11 +172,12 @@ def rotated_codes(
     size: int,
     words: UInt32[Array, "4"] | None = None,
     columns: int | None = None,
+    signs: UInt32[Array, ""] | None = None,
 ) -> Shaped[Array, "M K"]:
     """Returns the codes of x' times the reciprocals.
 
     Args:
-      x, size: as in `rotated_amax`.
+      x, size, signs: as in `rotated_amax`.
       reciprocal: float32, one row for each block.
       fmt: e2m1, whose codes are stored in e4m3, or e4m3.
       words: for stochastic rounding: two words of the key (`key_words`), and where this array
@@ -124,41 +188,89 @@ def rotated_codes(
       ValueError: the kernel does not support the operands.
       NotImplementedError: the kernels cannot run here.
     """
-    _check(x, size)
-    (m, k), length = x.shape, np.uint32(x.shape[1] if columns is None else columns)
-    if fmt.name not in ("e2m1", "e4m3") or reciprocal.shape != (m // size, k):
-        given = f"{fmt.name}, {reciprocal.shape}"
-        raise ValueError(f"expected e2m1 or e4m3, and reciprocals of {x.shape}, got {given}")
+    _check_codes(x, reciprocal, fmt, size, 1)
+    length = np.uint32(x.shape[1] if columns is None else columns)
     stochastic = words is not None
 
     def block(i, columns, layout, parts, reciprocal_g, *references):
         codes_g = references[-1]
-        scale = load(reciprocal_g.at[i, columns], layout, optimized=False)
+        scales = _scales(i, columns, layout, reciprocal_g, 1, size)
         if stochastic:
             words_g = references[0]
             first, second, row, column = (words_g[n] for n in range(4))
             column = column + columns.start.astype(jnp.uint32)
-            along = lax.broadcasted_iota(jnp.uint32, scale.shape, 0)
+            along = lax.broadcasted_iota(jnp.uint32, scales[0].shape, 0)
             along = plgpu.layout_cast(along, layout) + column
 
-        # One row at a time, by way of shared memory, where a thread finds what it has written: the
-        # program of all rows would be 16 times as long, and need twice as many registers.
-        @scoped(scaled_s=plgpu.SMEM((size, *scale.shape), jnp.float32))
-        def _(scaled_s):
-            for n, part in enumerate(parts):
-                scaled_s[n, :] = part * scale
+        def cast(n, scaled, _):
+            noise = None
+            if stochastic:
+                at = (row + (i * size + n).astype(jnp.uint32)) * length + along
+                noise = drawn(first, second, at)
+            codes_g[i * size + n, columns] = rounded(scaled, fmt, noise).astype(dtype)
 
-            def cast(n, _):
-                noise = None
-                if stochastic:
-                    at = (row + (i * size + n).astype(jnp.uint32)) * length + along
-                    noise = drawn(first, second, at)
-                scaled = load(scaled_s.at[n], layout)
-                codes_g[i * size + n, columns] = rounded(scaled, fmt, noise).astype(dtype)
-
-            lax.fori_loop(0, size, cast, None)
+        _one_by_one(parts, scales, layout, cast)
 
     dtype = stored(fmt)
     operands = (reciprocal,) if words is None else (reciprocal, words)
-    (codes,) = _over_blocks(x, size, operands, [jax.ShapeDtypeStruct((m, k), dtype)], block)
+    shape = jax.ShapeDtypeStruct(x.shape, dtype)
+    (codes,) = _over_blocks(x, size, signs, operands, [shape], block)
     return codes
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "size"))
+def rotated_errors(
+    x: Float[Array, "M K"], reciprocal: Float[Array, "blocks K"], fmt: Format, size: int
+) -> Float[Array, "blocks K"]:
+    """Returns the sum of `squared_error` of x' times the reciprocals over each block in a column.
+
+    Args and errors are those of `rotated_codes`.
+    """
+    _check_codes(x, reciprocal, fmt, size, 1)
+
+    def block(i, columns, layout, parts, reciprocal_g, errors_g):
+        errors_g[i, columns] = _one_by_one(
+            parts,
+            _scales(i, columns, layout, reciprocal_g, 1, size),
+            layout,
+            lambda n, scaled, total: total + squared_error(scaled, fmt),
+            _zeros(parts[0], layout),
+        )
+
+    shape = jax.ShapeDtypeStruct(reciprocal.shape, jnp.float32)
+    (errors,) = _over_blocks(x, size, None, (reciprocal,), [shape], block)
+    return errors
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "size"))
+def rotated_lengths(
+    x: Float[Array, "M K"],
+    reciprocal: Float[Array, "tiles K"],
+    fmt: Format,
+    size: int,
+    signs: UInt32[Array, ""] | None = None,
+) -> tuple[Shaped[Array, "M K"], Float[Array, "blocks K"], Float[Array, "blocks K"]]:
+    """Returns the codes to nearest of x' times the reciprocals, and the sums of their `lengths`.
+
+    The sums are over each block in a column. `reciprocal` has one row for each of the tiles of a
+    block; other args and errors are those of `rotated_codes`.
+    """
+    tiles = reciprocal.shape[0] * size // x.shape[0] if x.ndim == 2 and x.size else 1
+    _check_codes(x, reciprocal, fmt, size, tiles)
+    dtype = stored(fmt)
+
+    def block(i, columns, layout, parts, reciprocal_g, codes_g, squares_g, products_g):
+        def cast(n, scaled, sums):
+            codes_g[i * size + n, columns] = rounded(scaled, fmt, None).astype(dtype)
+            more = lengths(scaled, fmt)
+            return tuple(total + one for total, one in zip(sums, more, strict=True))
+
+        scales = _scales(i, columns, layout, reciprocal_g, tiles, size)
+        zeros = _zeros(parts[0], layout)
+        squares, products = _one_by_one(parts, scales, layout, cast, (zeros, zeros))
+        squares_g[i, columns], products_g[i, columns] = squares, products
+
+    sums = jax.ShapeDtypeStruct((x.shape[0] // size, x.shape[1]), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype), sums, sums]
+    codes, squares, products = _over_blocks(x, size, signs, (reciprocal,), shapes, block)
+    return codes, squares, products

@@ -173,6 +173,10 @@ def _set(field: str) -> Callable[[str, Cast, Any], Cast]:
     return change
 
 
+def _set_hadamard(name: str, cast: Cast, size: int) -> Cast:
+    return dataclasses.replace(cast, hadamard=size, redrawn=cast.redrawn and size != 1)
+
+
 def _set_formats(name: str, cast: Cast, formats: dict[Format, Format]) -> Cast:
     return dataclasses.replace(cast, format=formats[cast.format])
 
@@ -288,7 +292,7 @@ OPTIONS: dict[str, Option] = {
     "hadamard": Option(
         parse=_parse_int,
         applies=_is_rotated,
-        change=_set("hadamard"),
+        change=_set_hadamard,
         help="size of the Hadamard transform, 1 for none",
     ),
     "rounding": Option(

@@ -20,8 +20,10 @@ def timing_name(cast: Any) -> str:
 
 
 def tile_name(cast: Any) -> str:
-    """Returns a cast's tile, and whether several weights share its scale: "tensor, shared"."""
-    return f"{cast.tile}, shared" if cast.shared else str(cast.tile)
+    """Returns a cast's tile, and whether several weights share its scale: "tensor, shared"; or
+    whether it tiles what the forward multiplied: "nv16, again"."""
+    how = ", shared" if cast.shared else ", again" if cast.requantizes else ""
+    return f"{cast.tile}{how}"
 
 
 def cast_words(cast: Any) -> str:
@@ -30,8 +32,13 @@ def cast_words(cast: Any) -> str:
     if cast.rounding != "nearest":
         words.append(cast.rounding)
     if cast.hadamard > 1:
-        words.append(f"Hadamard {cast.hadamard}")
+        words.append(f"H{hadamard_name(cast)}")
     return " ".join(words)
+
+
+def hadamard_name(cast: Any) -> str:
+    """Returns the size of a cast's transform, and whether it draws its signs: "32, drawn"."""
+    return f"{cast.hadamard}, drawn" if cast.redrawn else str(cast.hadamard)
 
 
 def recipe_words(casts: dict[str, Any], accumulation: Accumulation) -> str:
@@ -71,7 +78,7 @@ def recipe_rows(casts: dict[str, Any], accumulation: Accumulation) -> list[tuple
                 scale_name(cast.rule),
                 timing_name(cast),
                 cast.rounding,
-                "-" if cast.hadamard == 1 else str(cast.hadamard),
+                "-" if cast.hadamard == 1 else hadamard_name(cast),
             )
         )
     if split := split_gemms(accumulation):

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from fp8jax.lookup import brief
 from fp8jax.numerics.formats import (
+    FORMATS,
     Format,
     FormatLike,
     as_format,
@@ -36,10 +37,18 @@ from fp8jax.numerics.formats import (
     draws,
     nan_unless,
     places,
+    rounded,
 )
-from fp8jax.numerics.hadamard import hadamard_parts, joined, split
-from fp8jax.numerics.scales import ScaleRule, as_scale_rule
-from fp8jax.numerics.tiles import TileLike, as_tile, spread, tile_amax, tile_grid
+from fp8jax.numerics.hadamard import hadamard_parts, joined, split, whole_hadamard
+from fp8jax.numerics.scales import (
+    Eden,
+    FourOverSix,
+    Outer128,
+    ScaleRule,
+    as_scale_rule,
+    refuse_tile,
+)
+from fp8jax.numerics.tiles import Tile, TileLike, as_tile, spread, tile_amax, tile_grid, tile_sum
 
 
 @jax.tree_util.register_dataclass
@@ -120,6 +129,7 @@ def quantize(
     """
     check_float("x", x)
     check_rounding(as_format(fmt), rounding, key)
+    refuse_tile(as_scale_rule(scale), as_tile(tile), hadamard=1)
     if amax is not None:
         axes = as_tile(tile).per_axis(x.ndim, contract_axis)
         grid = tuple(n for n, _ in tile_grid(x.shape, axes))
@@ -155,24 +165,38 @@ def _checked_amax(amax: Any, grid: tuple[int, ...]) -> jax.Array:
 class Rotation(NamedTuple):
     """How x is transformed (hadamard.py) and cast: by XLA, or by kernels (kernels/rotate.py).
 
+    In all of them `signs` is a word of new signs or None, and `tile` how many of the elements of a
+    transform share a scale, all of them or half of them.
+
     Attributes:
-      block_amax: (x, size, axis) -> max|x'| of each block of `size` elements along the axis.
-      codes: (x, size, axis, reciprocals [..., blocks, ...], format, key or None) -> codes of x'.
+      tile_amax: (x, size, axis, tile, signs) -> max|x'| of each `tile` elements along the axis.
+      codes: (x, size, axis, reciprocals of the scales [..., tiles, ...], format, key or None,
+        signs) -> codes of x'.
+      errors: (x, size, axis, reciprocals, format, signs) -> the sum of `squared_error` over each
+        block of `size` elements, of one tile.
+      codes_and_lengths: (x, size, axis, reciprocals, format, signs) -> codes to nearest, and the
+        `lengths` summed over each block of `size` elements.
+
+    Without the last two, signs are None and a tile has all elements of a block (`_source`).
     """
 
-    block_amax: Callable[..., Float[Array, "..."]]
+    tile_amax: Callable[..., Float[Array, "..."]]
     codes: Callable[..., Shaped[Array, "..."]]
+    errors: Callable[..., Float[Array, "..."]] | None = None
+    codes_and_lengths: Callable[..., tuple[Shaped[Array, "..."], jax.Array, jax.Array]] | None = (
+        None
+    )
 
 
-def _block_amax(x: jax.Array, size: int, axis: int) -> jax.Array:
+def _tile_amax(x: jax.Array, size: int, axis: int, tile: int, signs: None) -> jax.Array:
     return functools.reduce(larger, hadamard_parts(x, size, axis=axis))
 
 
 def _rotated_codes(
-    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any
+    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any, signs: None
 ) -> jax.Array:
     # Out of a copy that only XLA takes for another array: it transforms x again, instead of writing
-    # the transformed numbers of `_block_amax` in float32 and reading them twice.
+    # the transformed numbers of `_tile_amax` in float32 and reading them twice.
     x, reciprocal = lax.optimization_barrier((x, reciprocal))
     parts = hadamard_parts(x, size, axis=axis)
     noise: Sequence[jax.Array | None] = [None] * size
@@ -187,7 +211,132 @@ def _rotated_codes(
     return joined(codes, axis)
 
 
-ROTATION = Rotation(_block_amax, _rotated_codes)
+ROTATION = Rotation(_tile_amax, _rotated_codes)
+
+
+# Sums of the errors of a tile ---------------------------------------------------------------------
+
+# All are sums of small integers in float32, and so exact: whatever the order of additions and
+# whether products are fused with them, a tile gets the same scale on every device.
+
+
+def squared_error(scaled: Float[Array, "..."], fmt: Format) -> Float[Array, "..."]:
+    """Returns the squared error of rounding to nearest, in units of 2^-16: integers up to 2^20.
+
+    Args:
+      scaled: x / scale, in float32.
+    """
+    limit = np.float32(4 * fmt.max)
+    clipped = jnp.minimum(jnp.maximum(scaled, -limit), limit)
+    clipped = jnp.where(clipped != clipped, 0.0, clipped)
+    error = lax.round((clipped - rounded(clipped, fmt, None)) * 256.0, _EVEN)
+    error = jnp.minimum(jnp.maximum(error, -1023.0), 1023.0)
+    return error * error
+
+
+def lengths(
+    scaled: Float[Array, "..."], fmt: Format
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Returns y * y and y * q of numbers y whose codes to nearest are q, in units of 2^-12.
+
+    Args:
+      scaled: y, that is x / scale in float32, which counts in units of 2^-6, up to 448 of them.
+    """
+    clipped = jnp.minimum(jnp.maximum(scaled, -7.0), 7.0)
+    clipped = jnp.where(clipped != clipped, 0.0, clipped)
+    units = lax.round(clipped * 64.0, _EVEN)
+    return units * units, units * (rounded(scaled, fmt, None) * 64.0)
+
+
+_EVEN = lax.RoundingMethod.TO_NEAREST_EVEN
+
+
+# Quantizing ---------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """An array to be quantized, its transform, and its tiles.
+
+    Attributes:
+      x: the array; transformed already, with `hadamard` 1, if tiles do not fit the transform.
+      fmt: the format of its codes.
+      axes: the size of a tile along each axis.
+      along: the contracting axis.
+      hadamard, signs: the transform, as in `quantize_unchecked`.
+      block: the size of the transform, also of one that is done.
+      in_block: how many elements of a block of the transform share a scale.
+      rotation: what transforms and casts.
+    """
+
+    x: jax.Array
+    fmt: Format
+    axes: tuple[int | None, ...]
+    along: int
+    hadamard: int
+    signs: jax.Array | None
+    block: int
+    in_block: int
+    rotation: Rotation
+
+    @property
+    def blocks(self) -> tuple[int | None, ...]:
+        """The size of a tile in arrays with one element for each `in_block` of the transform."""
+        tile, blocks = self.axes[self.along], list(self.axes)
+        blocks[self.along] = None if tile is None else tile // self.in_block
+        return tuple(blocks)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of those arrays."""
+        shape = list(self.x.shape)
+        if self.hadamard > 1:
+            blocks = -(-shape[self.along] // self.hadamard)
+            shape[self.along] = blocks * (self.hadamard // self.in_block)
+        return tuple(shape)
+
+    def amax(self) -> jax.Array:
+        """Returns the amax of each tile."""
+        magnitudes = self.x
+        if self.hadamard > 1:
+            magnitudes = self.rotation.tile_amax(
+                self.x, self.hadamard, self.along, self.in_block, self.signs
+            )
+        return tile_amax(magnitudes, self.blocks)
+
+    def reciprocals(self, scale: jax.Array, tensor_scale: jax.Array | None) -> jax.Array:
+        """Returns the reciprocal of each tile's scale, spread over `grid`."""
+        each = 1.0 / Quantized(scale, scale, tensor_scale, self.axes).float_scale()
+        return spread(each, self.blocks, self.grid)
+
+    def codes(self, reciprocal: jax.Array, key: Any) -> jax.Array:
+        if self.hadamard > 1:
+            return self.rotation.codes(
+                self.x, self.hadamard, self.along, reciprocal, self.fmt, key, self.signs
+            )
+        noise = None if key is None else draws(key, places(self.x.shape))
+        return cast_unchecked(self.x.astype(jnp.float32) * reciprocal, self.fmt, noise)
+
+    def codes_and_lengths(self, reciprocal: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the codes to nearest, and the `lengths` of each block of the transform."""
+        if self.rotation.codes_and_lengths is not None:
+            return self.rotation.codes_and_lengths(
+                self.x, self.block, self.along, reciprocal, self.fmt, self.signs
+            )
+        scaled, block = self.x.astype(jnp.float32) * reciprocal, [1] * self.x.ndim
+        block[self.along] = self.block
+        squares, products = (tile_sum(each, tuple(block)) for each in lengths(scaled, self.fmt))
+        return cast_unchecked(scaled, self.fmt), squares, products
+
+    def errors(self, reciprocal: jax.Array) -> jax.Array:
+        """Returns the `squared_error` of each tile, summed."""
+        if self.hadamard > 1:
+            assert self.rotation.errors is not None  # `_source`
+            error = self.rotation.errors(
+                self.x, self.hadamard, self.along, reciprocal, self.fmt, self.signs
+            )
+        else:
+            error = squared_error(self.x.astype(jnp.float32) * reciprocal, self.fmt)
+        return tile_sum(error, self.blocks)
 
 
 def quantize_unchecked(
@@ -200,39 +349,97 @@ def quantize_unchecked(
     amax: Float[Array, "..."] | None = None,
     key: Shaped[Array, "..."] | None = None,
     hadamard: int = 1,
+    signs: UInt32[Array, ""] | None = None,
     rotation: Rotation = ROTATION,
 ) -> Quantized:
     """`quantize` for callers whose x and amax are right: it adds no operation that checks them.
 
     With `hadamard` above 1 it transforms x before (hadamard.py), along the contracting axis, which
-    it pads with zeros to whole blocks. With a key it rounds stochastically.
+    it pads with zeros to whole blocks, with new signs if `signs` are given. With a key it rounds
+    stochastically: the codes, or the scales of the rule `Eden`.
     """
     fmt, rule = as_format(fmt), as_scale_rule(scale)
-    axes = as_tile(tile).per_axis(x.ndim, contract_axis)
-    along = contract_axis % x.ndim
-    if hadamard > 1 and (axes[along] or hadamard) % hadamard:
-        x, hadamard = joined(hadamard_parts(x, hadamard, axis=along), along), 1
-    # In arrays with one element for each block of the transform, tiles have fewer elements.
-    blocks, magnitudes = list(axes), x
-    if hadamard > 1:
-        magnitudes = rotation.block_amax(x, hadamard, along)
-        tile_along = axes[along]
-        blocks[along] = None if tile_along is None else tile_along // hadamard
-    own = tile_amax(magnitudes, tuple(blocks))
-    source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
-    clean, tensor_scale = rule(source, fmt)
+    source = _source(x, fmt, rule, as_tile(tile), contract_axis, hadamard, signs, rotation)
+    own = source.amax()
+    given = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
+    clean, tensor_scale = _scales(source, rule, given)
     # The values use the scale before x's own amax is checked: a delayed cast must not wait for the
     # reduction that computes that amax.
-    finite = jnp.isfinite(own) & jnp.isfinite(source)
-    reciprocal = 1.0 / Quantized(clean, clean, tensor_scale, axes).float_scale()
-    reciprocal = spread(reciprocal, tuple(blocks), magnitudes.shape)
-    if hadamard > 1:
-        values = rotation.codes(x, hadamard, along, reciprocal, fmt, key)
+    finite = jnp.isfinite(own) & jnp.isfinite(given)
+    reciprocal = source.reciprocals(clean, tensor_scale)
+    if isinstance(rule, Eden):
+        values, squares, products = source.codes_and_lengths(reciprocal)
+        clean = _lengthened(clean, squares, products, source.along, key)
     else:
-        noise = None if key is None else draws(key, places(x.shape))
-        values = cast_unchecked(x.astype(jnp.float32) * reciprocal, fmt, noise)
+        values = source.codes(reciprocal, key)
     checked = nan_unless(finite, clean)
-    return Quantized(values, checked, tensor_scale, axes)
+    return Quantized(values, checked, tensor_scale, source.axes)
+
+
+def _source(
+    x: jax.Array,
+    fmt: Format,
+    rule: ScaleRule,
+    tile: Tile,
+    contract_axis: int,
+    hadamard: int,
+    signs: Any,
+    rotation: Rotation,
+) -> _Source:
+    axes = tile.per_axis(x.ndim, contract_axis)
+    along = contract_axis % x.ndim
+    tile_along, block = axes[along], hadamard
+    in_block = block
+    if rotation.errors is None and (signs is not None or isinstance(rule, FourOverSix)):
+        # One array: the parts of hadamard.py, twice or 32 of them, take XLA long to compile.
+        if hadamard > 1:
+            x = lax.optimization_barrier(whole_hadamard(x, block, signs, axis=along))
+        hadamard = in_block = 1
+    elif isinstance(rule, Eden):
+        assert tile_along is not None  # `refuse_tile`
+        in_block = tile_along
+    elif hadamard > 1 and (tile_along or hadamard) % hadamard:
+        x = joined(hadamard_parts(x, hadamard, axis=along), along)
+        hadamard = in_block = 1
+    return _Source(x, fmt, axes, along, hadamard, signs, block, in_block, rotation)
+
+
+def _scales(
+    source: _Source, rule: ScaleRule, amax: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the scales of the tiles, as they are stored, and that of the tensor if there is one.
+
+    Args:
+      amax: of each tile.
+    """
+    if isinstance(rule, Outer128):
+        group = [1] * amax.ndim
+        tile = source.axes[source.along]
+        assert tile is not None  # `refuse_tile`
+        group[source.along] = rule.along // tile
+        outer = spread(tile_amax(amax, tuple(group)), tuple(group), amax.shape)
+        return rule.within(amax, outer, source.fmt), None
+    scale, tensor_scale = rule(amax, source.fmt)
+    if not isinstance(rule, FourOverSix):
+        return scale, tensor_scale
+    assert tensor_scale is not None
+    four = rule.four(amax, tensor_scale)
+    six_error, four_error = (
+        source.errors(source.reciprocals(each, tensor_scale)) * jnp.square(each.astype(jnp.float32))
+        for each in (scale, four)
+    )
+    return jnp.where(four_error < six_error, four, scale), tensor_scale
+
+
+def _lengthened(
+    scale: jax.Array, squares: jax.Array, products: jax.Array, along: int, key: Any
+) -> jax.Array:
+    """Returns the scales of `Eden`, times <y, y> / <y, q> of their block, rounded to e4m3."""
+    none = products == 0
+    factor = jnp.where(none, 1.0, squares / jnp.where(none, 1.0, products))
+    factor = jnp.repeat(factor, scale.shape[along] // factor.shape[along], axis=along)
+    noise = None if key is None else draws(key, places(scale.shape))
+    return cast_unchecked(scale.astype(jnp.float32) * factor, FORMATS["e4m3"], noise)
 
 
 def larger(one: jax.Array, other: jax.Array) -> jax.Array:

@@ -34,10 +34,20 @@ import jax.numpy as jnp
 
 from fp8jax.lookup import brief, unknown
 from fp8jax.numerics.accumulation import ACCUMULATIONS, Accumulation
-from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, table
+from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, scale_name, table
 from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
 from fp8jax.numerics.hadamard import check_hadamard
-from fp8jax.numerics.scales import SCALES, Constant, Delayed, NvFp4, ScaleRule, as_scale_rule
+from fp8jax.numerics.scales import (
+    SCALES,
+    Constant,
+    Delayed,
+    Eden,
+    NvFp4,
+    Outer128,
+    ScaleRule,
+    as_scale_rule,
+    refuse_tile,
+)
 from fp8jax.numerics.tiles import TENSOR, Tile, as_tile
 
 CASTS = ("fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g")  # fields of a Recipe
@@ -52,9 +62,14 @@ class Cast:
       tile: which elements share a scale: a `Tile`, a key of `TILES`, or (free, contract).
       scale: a value of `SCALES` or its key, or `Pow2(margin)`, of the tensor's own amax;
         `Delayed(history)` for past ones, `Constant(value)` for none.
-      rounding: "nearest" or "stochastic".
+      rounding: "nearest" or "stochastic". Of the scale rule `Eden` the scales are rounded so, and
+        codes to nearest.
       hadamard: how many elements along the contracting axis a random Hadamard transform mixes
         before the cast (hadamard.py); 1 for no transform. The two operands of a GEMM must agree.
+      redrawn: whether the transform has new signs in each call, from the key, not fixed ones. The
+        two operands of a GEMM must agree.
+      requantizes: whether the cast quantizes what the forward GEMM multiplied, and not the source
+        of that: gradients are then those of the quantized forward. Of dgrad_w and wgrad_x only.
       shared: whether weights that are multiplied with one x share this scale, as one fused weight
         would (query, key and value, for instance): it comes from their largest amax, for w, and
         from that of their results' gradients, for g. Only for one current scale per tensor.
@@ -79,6 +94,8 @@ class Cast:
     scale: ScaleRule | Delayed = SCALES["fp32"]
     rounding: str = "nearest"
     hadamard: int = 1
+    redrawn: bool = False
+    requantizes: bool = False
     shared: bool = False
 
     def __post_init__(self):
@@ -111,7 +128,26 @@ class Cast:
                 " use a rule such as Fp32, tile=TENSOR, hadamard=1"
             )
         if isinstance(self.scale, NvFp4) and self.format is not FORMATS["e2m1"]:
-            raise ValueError(f"scale rule nvfp4 needs format e2m1, got format={self.format.name}")
+            raise ValueError(
+                f"scale rule {scale_name(self.scale)} needs format e2m1, got"
+                f" format={self.format.name}"
+            )
+        refuse_tile(self.rule, self.tile, hadamard=self.hadamard)
+        if isinstance(self.scale, Eden) and not self.redrawn:
+            raise ValueError(
+                "scale rule eden contradicts redrawn=False: a sum over many calls is right"
+                " only if each has signs of its own"
+            )
+        if self.redrawn and not 1 < self.hadamard <= 32:
+            raise ValueError(
+                f"redrawn=True needs a Hadamard transform of 2 to 32 elements, got"
+                f" hadamard={self.hadamard}"
+            )
+        if self.requantizes and (self.timing != "current" or self.shared):
+            raise ValueError(
+                f"requantizes=True contradicts scale={self.scale}, shared={self.shared}: what the"
+                " forward multiplied has a current scale of its own"
+            )
 
     def __repr__(self) -> str:
         return f"Cast({cast_words(self)})"
@@ -146,6 +182,11 @@ class Cast:
         """
         return self.tile.contract is None and not isinstance(self.scale, NvFp4)
 
+    @property
+    def random(self) -> bool:
+        """Whether the cast needs a key: it rounds stochastically, or draws signs."""
+        return self.rounding == "stochastic" or self.redrawn
+
     def holds(self, dtype: Any) -> bool:
         """Whether `dtype` holds the operand's numbers exactly: codes times the scales of tiles.
 
@@ -165,8 +206,11 @@ class Cast:
             e4m3 = FORMATS["e4m3"]
             bits += e4m3.mantissa + 1
             smallest, largest = smallest * e4m3.tiny, largest * e4m3.max
-        elif not self.separable:
-            if not self.rule.power_of_two or info.minexp > jnp.finfo(jnp.float32).minexp:
+        if isinstance(self.scale, Outer128) or not (
+            self.separable or isinstance(self.scale, NvFp4)
+        ):
+            power_of_two = self.rule.power_of_two or isinstance(self.scale, Outer128)
+            if not power_of_two or info.minexp > jnp.finfo(jnp.float32).minexp:
                 return False
             smallest = largest = 1.0
         fits = info.smallest_subnormal <= smallest and largest <= info.max
@@ -175,7 +219,8 @@ class Cast:
     @property
     def any_axis(self) -> bool:
         """Whether the codes are the same, whichever axis is the contracting one."""
-        return self.tile == TENSOR and self.rounding == "nearest" and self.hadamard == 1
+        whole = self.tile == TENSOR and self.rounding == "nearest" and self.hadamard == 1
+        return whole and not self.requantizes
 
     def current(self) -> "Cast":
         """Returns the cast with the scale of the tensor itself if it is delayed, else unchanged."""
@@ -217,8 +262,9 @@ class Recipe:
     Raises:
       TypeError: for fields of another type.
       ValueError: the casts of one operand have histories of different lengths, the two casts of
-        one GEMM have different `hadamard`, a cast of x is `shared`, and for a split accumulation
-        of a GEMM that has no choice of accumulation.
+        one GEMM have different `hadamard` or `redrawn`, a cast of x is `shared`, one but dgrad_w
+        and wgrad_x requantizes, and for a split accumulation of a GEMM that has no choice of
+        accumulation.
 
     Example:
       >>> tile = fp8jax.Cast(format=fp8jax.FORMATS["e4m3"], tile=fp8jax.TILE128)
@@ -264,6 +310,17 @@ class Recipe:
                 raise ValueError(
                     f"{name} rotates its operands by hadamard={sizes[0]} and {sizes[1]}: only equal"
                     " transforms cancel in a GEMM"
+                )
+            if len({cast is not None and cast.redrawn for cast in pair}) > 1:
+                raise ValueError(
+                    f"{name} draws signs for one operand only: only equal transforms cancel in a"
+                    " GEMM"
+                )
+        for name, cast in self.by_name().items():
+            if cast is not None and cast.requantizes and name not in ("dgrad_w", "wgrad_x"):
+                raise ValueError(
+                    f"{name} requantizes: the forward multiplies x and w, so only dgrad_w and"
+                    " wgrad_x may"
                 )
         self._check_accumulation()
 
@@ -328,17 +385,18 @@ class Recipe:
 
     @property
     def stochastic(self) -> bool:
-        """Whether any cast rounds stochastically, so that a key is needed."""
-        return any(cast.rounding == "stochastic" for cast in self.casts)
+        """Whether any cast rounds stochastically or draws signs, so that a key is needed."""
+        return any(cast.random for cast in self.casts)
 
     @property
     def same_x(self) -> bool:
-        """Whether several GEMMs with the same x quantize it to the same values.
+        """Whether several GEMMs with the same x may share its quantized values.
 
-        They do unless a cast of x rounds stochastically.
+        They may unless a cast of x rounds stochastically, with draws of each GEMM. Where it draws
+        signs, one draw serves all, as it would for one fused weight.
         """
         casts = (self.fwd_x, self.wgrad_x)
-        return all(cast is None or cast.rounding == "nearest" for cast in casts)
+        return all(cast is None or cast.rounding == "nearest" or cast.redrawn for cast in casts)
 
     @property
     def shared(self) -> bool:

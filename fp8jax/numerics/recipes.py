@@ -27,6 +27,20 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 same quantized weights; a random Hadamard transform of wgrad's operands; stochastic
                 rounding of gradients. The paper leaves about 15% of the linears in BF16: that is
                 the policy nvfp4_mixed.
+                Its stochastic rounding clips the maxima of tiles (scales.py): E[q] / x of them is
+                0.989, the projection on x 0.9965.
+    nvfp4_unbiased  nvfp4 whose gradients have scales 17/16 as large, which clip nothing.
+    nvfp4_4over6    2512.02010: nvfp4_unbiased, in which the tiles of weights and activations take
+                the better of two scales, as TransformerEngine's modes `weights` and `activations`.
+                The authors also choose for gradients, between two stochastic roundings; that is
+                biased.
+    quartet2    2601.22813: forward with four-over-six in tiles of 1x16; MS-EDEN for all operands of
+                the backward, which are those of the quantized forward, rotated by H32 with new
+                signs.
+    tetrajet2   2510.27527: scales of 1x128 times those of 1x16; stochastic rounding of all operands
+                of the backward, rotated by H16 with new signs; quantized again as in quartet2. The
+                outer scale is a power of two here. Its channels of outliers in FP8 are not here;
+                its reset of oscillating weights is the optimizer's (lm/optim).
     mxfp4       The methods of nvfp4 with MX tiles, which that paper compares with.
     fp4_block   2502.11458: FP4 forward, FP8 backward. The paper does not state its block size and
                 its backward format; here they are tiles of 128 and the backward of fp8_block. Its
@@ -37,6 +51,7 @@ options of the recipe's name (cast_options.py), given in parentheses:
 """
 
 import dataclasses
+from typing import Any
 
 from fp8jax.lookup import Table
 from fp8jax.numerics.formats import FORMATS
@@ -81,11 +96,55 @@ def _fp4_training(name: str, tile: Tile, block: Tile, scale: ScaleRule) -> Recip
     return dataclasses.replace(recipe, wgrad_x=rotated[0], wgrad_g=rotated[1])
 
 
+def _of_forward(name: str, forward: Cast, w: Cast, backward: Cast) -> Recipe:
+    """Returns an FP4 recipe with one cast for all operands of the backward.
+
+    What the forward multiplied is quantized again, so that gradients are those of its result.
+    """
+    again = dataclasses.replace(backward, requantizes=True)
+    return Recipe(
+        name=name,
+        fwd_x=forward,
+        fwd_w=w,
+        dgrad_g=backward,
+        dgrad_w=again,
+        wgrad_x=again,
+        wgrad_g=backward,
+    )
+
+
+def _variants_of_nvfp4(nvfp4: Recipe) -> tuple[Recipe, ...]:
+    def unbiased(name: str, cast: Cast) -> Cast:
+        if cast.rounding == "nearest":
+            return cast
+        return dataclasses.replace(cast, scale=SCALES["unbiased"])
+
+    def better(name: str, cast: Cast) -> Cast:
+        if cast.rounding == "stochastic":
+            return cast
+        return dataclasses.replace(cast, scale=SCALES["4over6"])
+
+    first = dataclasses.replace(nvfp4.map(unbiased), name="nvfp4_unbiased")
+    four_over_six = Cast(format=E2M1, tile=NV16, scale=SCALES["4over6"])
+    outer = Cast(format=E2M1, tile=NV16, scale=SCALES["outer128"])
+    drawn: dict[str, Any] = dict(rounding="stochastic", redrawn=True)
+    eden = Cast(format=E2M1, tile=NV16, scale=SCALES["eden"], hadamard=32, **drawn)
+    unclipped = SCALES["outer128_unbiased"]
+    jet = Cast(format=E2M1, tile=NV16, scale=unclipped, hadamard=16, **drawn)
+    return (
+        first,
+        dataclasses.replace(first.map(better), name="nvfp4_4over6"),
+        _of_forward("quartet2", four_over_six, four_over_six, eden),
+        _of_forward("tetrajet2", outer, outer, jet),
+    )
+
+
 def _all_recipes() -> tuple[Recipe, ...]:
     block = _blocks("fp8_block", SCALES["fp32"])
     naive = _recipe("fp4_naive", Cast(format=E2M1, tile=TILE128))
     row = _recipe("fp8_rowwise", Cast(format=E4M3, tile=ROW))
     constant = Constant(2.0**-CSCALE_BIAS)
+    nvfp4 = _fp4_training("nvfp4", NV16, NV16x16, SCALES["nvfp4"])
     return (
         Recipe(name="bf16"),
         _per_tensor("fp8_delayed", scale=Delayed(HISTORY)),
@@ -105,7 +164,8 @@ def _all_recipes() -> tuple[Recipe, ...]:
         _recipe("mxfp8", Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"])),
         dataclasses.replace(block.with_forward(naive), name="fp4_block"),
         naive,
-        _fp4_training("nvfp4", NV16, NV16x16, SCALES["nvfp4"]),
+        nvfp4,
+        *_variants_of_nvfp4(nvfp4),
         _fp4_training("mxfp4", MX32, MX32, SCALES["e8m0"]),
     )
 
@@ -120,7 +180,7 @@ Example:
   >>> list(fp8jax.RECIPES)
   ['bf16', 'fp8_delayed', 'fp8_current', 'fp8_amax', 'fp8_cscale', 'fp8_rowwise',
    'fp8_rowwise_wgrad_bf16', 'fp8_block', 'fp8_block_ue8m0', 'mxfp8', 'fp4_block', 'fp4_naive',
-   'nvfp4', 'mxfp4']
+   'nvfp4', 'nvfp4_unbiased', 'nvfp4_4over6', 'quartet2', 'tetrajet2', 'mxfp4']
   >>> print(fp8jax.RECIPES["fp8_delayed"].table())
   cast     format  tile    scale  timing              rounding  Hadamard
   fwd_x    e4m3    tensor  fp32   delayed, max of 16  nearest   -

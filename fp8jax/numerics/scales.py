@@ -18,6 +18,13 @@ With M the largest number of the format, the rules are
     nvfp4       an e4m3 scale per tile, times a float32 scale for the tensor
     Constant    a given number
 
+Variants of nvfp4, each with its sources in its class:
+
+    unbiased    scales are 17/16 as large, so that no maximum is clipped
+    4over6      of two scales, which bring the amax to 6 or to 4, the one with the smaller error
+    outer128    the outer scale is that of 1 x 128 elements, not of the tensor; outer128_unbiased
+    eden        the scales also undo what rounding to nearest takes from the length of a vector
+
 and `Delayed` says that a rule gets past amaxes of the tensor in the place of its own.
 
 An amax of zero gives the scale 1. Powers of two are computed from the bits of the float32: log2 and
@@ -34,6 +41,7 @@ from jax import lax
 
 from fp8jax.lookup import Table, brief, unknown
 from fp8jax.numerics.formats import FORMATS, Format, cast, power_of_two_below
+from fp8jax.numerics.tiles import Tile
 
 # Scales and their reciprocals must be normal float32 numbers: XLA flushes subnormals to zero on
 # some backends, and a scale of zero would turn a tiny tensor into infinities.
@@ -135,16 +143,104 @@ class NvFp4:
 
     The tile's scale is at least the smallest e4m3 number, where rounding would give zero. The
     values of a tile far below the tensor's amax then round to zero, and nothing divides by zero.
+
+    Where e4m3 rounds a tile's scale down, by up to 1/17, its largest values lie beyond 6 and are
+    clipped, to nearest and stochastically: the mean of a rounded maximum is 0.989 of it on average
+    and 0.942 at least, that of the projection on x, <E q, x> / <x, x>, 0.9965 (normal data).
+
+    Class attributes, which the variants change:
+      headroom: the factor by which all scales are larger than the amax needs.
+      bound: the largest scale of a tile.
     """
 
     power_of_two = False
+    headroom = 1.0
+    bound = 448.0
 
-    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-        e4m3 = FORMATS["e4m3"]
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
         tensor_amax = jnp.max(amax, initial=0)
-        tensor = _nonzero(tensor_amax, _over(tensor_amax, fmt.max * e4m3.max))
-        tile = jnp.maximum(_over(amax, fmt.max) * (1.0 / tensor), e4m3.tiny)
-        return cast(jnp.where(amax == 0, 1.0, tile), e4m3), tensor
+        tensor = _nonzero(tensor_amax, _over(tensor_amax, self._largest(fmt) * self.bound))
+        return self.of_tiles(amax, tensor, self._largest(fmt)), tensor
+
+    def _largest(self, fmt: Format) -> float:
+        """The number to which scales bring an amax."""
+        return fmt.max / self.headroom
+
+    def of_tiles(self, amax: jax.Array, outer: jax.Array, largest: float) -> jax.Array:
+        """Returns the e4m3 scales that bring each amax to `largest`, beside an outer scale."""
+        e4m3 = FORMATS["e4m3"]
+        tile = jnp.maximum(_over(amax, largest) * (1.0 / outer), e4m3.tiny)
+        return cast(jnp.where(amax == 0, 1.0, tile), e4m3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbiased(NvFp4):
+    """`NvFp4` with scales 17/16 as large: stochastic rounding is unbiased, maxima included.
+
+    e4m3 rounds a scale down by at most 1/17, so that no value exceeds 6. (Only of tiles that are
+    2^-15 of the tensor, whose scales are subnormal, it may be more.) Quartet II (arXiv 2601.22813)
+    and fouroversix (`stochastic_unbiased`) use the factor.
+    """
+
+    headroom = 17 / 16
+
+
+@dataclasses.dataclass(frozen=True)
+class FourOverSix(NvFp4):
+    """Of two scales of a tile, which bring its amax to 6 and to 4, the one with the smaller error.
+
+    Between 4 and 6 e2m1 has no number, and a tile whose values lie there is off by less if its
+    amax is 4 (arXiv 2512.02010). The tile's scale reaches 256 for 6, so that it is at most 384 for
+    4. Errors are sums of squares, of integers: `scaled_error`.
+    """
+
+    bound = 256.0
+
+    def four(self, amax: jax.Array, tensor: jax.Array) -> jax.Array:
+        """Returns the scales that bring each amax to 4, beside the tensor's scale."""
+        return self.of_tiles(amax, tensor, 4.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer128(NvFp4):
+    """A power-of-two scale for each 1 x 128, times an e4m3 scale per tile (arXiv 2510.27527).
+
+    In TetraJet-v2 the outer scale is amax / (448 * max) of its elements in float32. Here it is
+    that, rounded up to a power of two: a code times both scales then has six bits, and bfloat16
+    holds it. Both scales are stored as their product, in float32.
+    """
+
+    along = 128  # elements along the contracting axis
+
+    def within(self, amax: jax.Array, outer_amax: jax.Array, fmt: Format) -> jax.Array:
+        """Returns the product of both scales of each tile, from its amax and that of its 128."""
+        largest = self._largest(fmt)
+        # Pow2 compares with the format's largest number; e4m3's is the largest of a tile's scale.
+        outer, _ = Pow2()(_over(outer_amax, largest), FORMATS["e4m3"])
+        scale = self.of_tiles(amax, outer, largest).astype(jnp.float32) * outer
+        return jnp.where(amax == 0, 1.0, jnp.maximum(scale, MIN_SCALE))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnbiasedOuter128(Outer128):
+    """`Outer128` with scales 17/16 as large, as `Unbiased` is `NvFp4`."""
+
+    headroom = 17 / 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Eden(NvFp4):
+    """The scales of MS-EDEN, for the rotated operands of Quartet II's backward (arXiv 2601.22813).
+
+    Codes are rounded to nearest, from scales with the `headroom` of the authors' code, at which
+    the error is small. Rounding takes from the length of the rotated vector y of a transform: with
+    its codes q, both in units of the scale, the scale of its tiles is multiplied by <y, y> / <y, q>
+    and rounded to e4m3 stochastically. So the mean of the projection on y is right. The bound
+    leaves room for that factor.
+    """
+
+    headroom = 17 / 16 * 0.93
+    bound = 255.99
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +278,24 @@ class Constant:
 
 
 ScaleRule = Fp32 | Pow2 | E8M0 | NvFp4 | Constant
+
+
+def refuse_tile(rule: ScaleRule, tile: Tile, *, hadamard: int) -> None:
+    """Raises ValueError for a tile, or a size of the transform, that the rule cannot have."""
+    size, along = (tile.free or 0) * (tile.contract or 0), tile.contract
+    if isinstance(rule, FourOverSix) and not 0 < size <= 256:
+        raise ValueError(f"scale rule 4over6 compares tiles of up to 256 elements, got {tile}")
+    if isinstance(rule, Outer128) and (along is None or rule.along % along):
+        raise ValueError(
+            f"scale rule outer128 needs a tile that divides {rule.along} elements, got {tile}"
+        )
+    if isinstance(rule, Eden):
+        if tile.free != 1 or along is None or hadamard % along or not along < hadamard <= 32:
+            raise ValueError(
+                "scale rule eden needs tiles of 1 x n, and a Hadamard transform of more than n,"
+                f" and at most 32, elements; got {tile} and hadamard={hadamard}"
+            )
+
 
 AMAXES = ("max", "newest")
 
@@ -236,6 +350,11 @@ _ALL: dict[str, ScaleRule] = {
     "e8m0": E8M0(),
     "e8m0_floor": E8M0(floor=True),
     "nvfp4": NvFp4(),
+    "unbiased": Unbiased(),
+    "4over6": FourOverSix(),
+    "outer128": Outer128(),
+    "outer128_unbiased": UnbiasedOuter128(),
+    "eden": Eden(),
 }
 SCALES: Table[ScaleRule] = Table("scale rule", _ALL)
 

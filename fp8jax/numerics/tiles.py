@@ -212,6 +212,14 @@ def tile_amax(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Arr
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 
+def tile_sum(x: Float[Array, "..."], tile: tuple[int | None, ...]) -> Float[Array, "..."]:
+    """Returns the sum of each tile of whole numbers, exact below 2^32, with the rank of `x`."""
+    grid = tile_grid(x.shape, tile)
+    x = jnp.pad(x, [(0, n * t - d) for d, (n, t) in zip(x.shape, grid, strict=True)])
+    tiles = x.astype(jnp.uint32).reshape([size for pair in grid for size in pair])
+    return jnp.sum(tiles, axis=tuple(range(1, 2 * x.ndim, 2)), dtype=jnp.uint32).astype(jnp.float32)
+
+
 def joint_amax(arrays: Sequence[Float[Array, "..."]]) -> Float[Array, ""]:
     """Returns float32 max|x| over several arrays; NaN if one of them contains NaN."""
     return tensor_amax(jnp.stack([tensor_amax(x) for x in arrays]))

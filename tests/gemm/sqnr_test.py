@@ -20,7 +20,7 @@ import pytest
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2
+from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2, Unbiased
 from tests.support import reference
 from tests.support.products import normal_operands, three_products
 
@@ -117,11 +117,11 @@ def scale_of(cast: Cast, amax: np.ndarray, tensor_amax: np.ndarray) -> np.ndarra
         return amax / largest * 2.0**rule.margin
     if isinstance(rule, Pow2 | E8M0) and not getattr(rule, "floor", False):
         return 2.0 ** (np.ceil(np.log2(amax / largest)) + getattr(rule, "margin", 0))
-    assert isinstance(rule, NvFp4)
+    assert type(rule) in (NvFp4, Unbiased)
     tile = amax / 6 / (tensor_amax / 6 / 448)
     table = numbers("e4m3")
     middle = (table[1:] + table[:-1]) / 2
-    return table[np.searchsorted(middle, tile)] * tensor_amax / 6 / 448
+    return table[np.searchsorted(middle, tile)] * tensor_amax / 6 / 448 * rule.headroom
 
 
 @functools.cache
@@ -184,7 +184,11 @@ def test_the_integral_is_the_textbooks_where_there_is_one():
     np.testing.assert_array_equal(numbers("bf16"), finite.astype(np.float64))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+# Their scales depend on more than amaxes: tests/numerics/fp4_recipes_test.py has their errors.
+CHOSEN = ("nvfp4_4over6", "quartet2", "tetrajet2")
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in CHOSEN])
 def test_sqnr_is_what_the_roundings_imply(name):
     """Within 0.25 dB. The energy of the noise is a sum over 10^5 elements an operand, whose squared
     errors have a kurtosis of up to 8: its deviation is about 1%, or 0.05 dB, an operand. Beside

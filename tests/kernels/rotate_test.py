@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fp8jax.numerics.formats import FORMATS, cast, key_words
-from fp8jax.numerics.hadamard import hadamard
+from fp8jax.numerics.hadamard import hadamard, whole_hadamard
+from fp8jax.numerics.quantization import lengths, squared_error
 from tests.support.interpreter import interpret, needs_pallas
 
 pytestmark = needs_pallas
@@ -77,3 +78,41 @@ def test_what_the_kernels_do_not_take(shape, size, message):
 
     with pytest.raises(ValueError, match=message):
         interpret(functools.partial(rotated_amax, size=size), jnp.ones(shape, jnp.bfloat16))
+
+
+SIGNS = jnp.uint32(0x9C3B51E7)
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_the_amax_of_tiles_with_new_signs_is_xlas(tile):
+    from fp8jax.kernels.rotate import rotated_amax
+
+    x, *_ = rotated(32)
+    y = jnp.abs(whole_hadamard(x, 32, SIGNS, axis=0))
+    got = interpret(lambda x, signs: rotated_amax(x, 32, tile, signs), x, SIGNS)
+    np.testing.assert_array_equal(got, y.reshape(-1, tile, y.shape[1]).max(1))
+
+
+def test_errors_of_codes_are_xlas():
+    from fp8jax.kernels.rotate import rotated_errors
+
+    x, y, amax = rotated(16)
+    reciprocal = 6 / (amax * 0.9)
+    got = interpret(lambda x, r: rotated_errors(x, r, FORMATS["e2m1"], 16), x, reciprocal)
+    expected = squared_error(y * jnp.repeat(reciprocal, 16, axis=0), FORMATS["e2m1"])
+    np.testing.assert_array_equal(got, expected.reshape(-1, 16, y.shape[1]).sum(1))
+
+
+def test_lengths_of_codes_are_xlas():
+    from fp8jax.kernels.rotate import rotated_lengths
+
+    x, *_ = rotated(32)
+    y = whole_hadamard(x, 32, SIGNS, axis=0)
+    reciprocal = 6.1 / jnp.abs(y).reshape(-1, 16, y.shape[1]).max(1)
+    kernel = lambda x, r, signs: rotated_lengths(x, r, FORMATS["e2m1"], 32, signs)  # noqa: E731
+    codes, *sums = interpret(kernel, x, reciprocal, SIGNS)
+    scaled = y * jnp.repeat(reciprocal, 16, axis=0)
+    expected = cast(scaled, "e2m1").astype(jnp.float32)
+    np.testing.assert_array_equal(codes.astype(jnp.float32), expected)
+    for got, each in zip(sums, lengths(scaled, FORMATS["e2m1"]), strict=True):
+        np.testing.assert_array_equal(got, each.reshape(-1, 32, y.shape[1]).sum(1))

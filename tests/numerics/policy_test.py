@@ -97,7 +97,8 @@ def test_current_of_a_policy():
 
 def test_a_policy_is_stochastic_if_one_of_its_casts_is():
     stochastic = {name for name, policy in POLICIES.items() if policy.stochastic}
-    assert stochastic == {"nvfp4", "nvfp4_mixed", "mxfp4"}
+    variants = {"nvfp4_unbiased", "nvfp4_4over6", "quartet2", "tetrajet2"}
+    assert stochastic == {"nvfp4", "nvfp4_mixed", "mxfp4", *variants}
     recipe = Recipe(wgrad_g=dataclasses.replace(CURRENT, rounding="stochastic"))
     assert Policy((("layers/*", HIGH_PRECISION), ("lm_head", recipe))).stochastic
 

@@ -11,7 +11,7 @@ import pytest
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
-from fp8jax.numerics.scales import SCALES, Constant, Fp32, Pow2
+from fp8jax.numerics.scales import SCALES, Constant, Fp32, NvFp4, Pow2
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, TOKEN, NV16x16, Tile
 from tests.support import reference
 from tests.support.arrays import normal, rotate
@@ -29,14 +29,25 @@ TILES = {
 
 
 RULES = {
-    **SCALES,
+    **{name: rule for name, rule in SCALES.items() if name != "eden"},
     "Fp32(2)": Fp32(2),
     "Pow2(3)": Pow2(3),
     "Constant(2^-3)": Constant(0.125),
 }
 
 
-STORED = {"e8m0": "e8m0", "e8m0_floor": "e8m0", "nvfp4": "e4m3"}  # rule -> format of its scales
+# rule -> the tiles that it takes, if not all
+TILES_OF = {
+    "4over6": ("TILE128", "MX32", "NV16", "NV16x16"),
+    "outer128": ("TOKEN", "TILE128", "BLOCK128", "MX32", "NV16", "NV16x16"),
+    "outer128_unbiased": ("TOKEN", "TILE128", "BLOCK128", "MX32", "NV16", "NV16x16"),
+}
+# rule -> format of its scales
+STORED = {
+    "e8m0": "e8m0",
+    "e8m0_floor": "e8m0",
+    **dict.fromkeys(["nvfp4", "unbiased", "4over6"], "e4m3"),
+}
 
 
 @functools.partial(jax.jit, static_argnames="casts")
@@ -87,7 +98,7 @@ def test_every_tile_matches_the_reference(shape, axis):
 def test_every_scale_rule_matches_the_reference():
     """Over 64 binades, more than the values and the scales of any rule here hold."""
     casts = tuple(
-        ("e2m1", "NV16", -1, rule) if rule == "nvfp4" else ("e4m3", "MX32", -1, rule)
+        ("e2m1", "NV16", -1, rule) if isinstance(RULES[rule], NvFp4) else ("e4m3", "MX32", -1, rule)
         for rule in RULES
     )
     x = normal((64, 96)) * np.exp2(np.arange(-32, 32, dtype=np.float32)).reshape(64, 1)
@@ -105,7 +116,8 @@ def test_every_tile_under_every_rule(tile):
     casts = tuple(
         (fmt, tile, -1, rule)
         for rule in RULES
-        for fmt in (("e2m1",) if rule == "nvfp4" else ("e4m3", "e2m1"))
+        if tile in TILES_OF.get(rule, TILES)
+        for fmt in (("e2m1",) if isinstance(RULES[rule], NvFp4) else ("e4m3", "e2m1"))
     )
     assert_all_same(x, casts)
 
@@ -115,6 +127,8 @@ def test_every_tile_under_every_rule(tile):
     [
         ("e5m2", "TENSOR", "fp32"),
         ("e2m1", "NV16", "nvfp4"),
+        ("e2m1", "NV16", "unbiased"),
+        ("e2m1", "NV16", "outer128_unbiased"),
         ("e2m1", "MX32", "e8m0"),
         ("e4m3", "TILE128", "e8m0_floor"),
     ],
@@ -126,7 +140,9 @@ def test_stochastic_quantizers_match_the_reference(fmt, tile, rule):
 
 def test_the_smallest_and_largest_tensors_stay_finite():
     casts = tuple(
-        ("e2m1", "NV16", -1, rule) if rule == "nvfp4" else ("e4m3", "TENSOR", -1, rule)
+        ("e2m1", "NV16", -1, rule)
+        if isinstance(RULES[rule], NvFp4)
+        else ("e4m3", "TENSOR", -1, rule)
         for rule in RULES
     )
     for amax in (1e-38, 2.0**-126, 3e38):
@@ -178,20 +194,26 @@ KINDS = ("fp32", "e8m0", "nvfp4", "Constant(2^-3)")
 
 @pytest.mark.parametrize(
     "rules",
-    [KINDS, pytest.param(tuple(r for r in RULES if r not in KINDS), marks=pytest.mark.full)],
+    [
+        KINDS,
+        pytest.param(
+            tuple(r for r in RULES if r not in (*KINDS, *TILES_OF)), marks=pytest.mark.full
+        ),
+    ],
 )
 @pytest.mark.parametrize("tile", TILES)
 def test_changing_one_element_changes_its_tile_only(tile, rules):
     """The element becomes its tile's amax, ten binades up. For all tiles but TENSOR the tensor's
     own amax, which NVFP4 reads too, lies elsewhere and stays. Exactly one scale changes, and codes
-    within that tile only; under a constant only the element's own."""
+    within that tile only; under a constant only the element's own. Not of rules that look at more
+    than the amax of a tile."""
     position = (129, 170)
     x = normal((130, 200))
     x[0, 0] = 5000.0 if tile != "TENSOR" else 1.0
     y = x.copy()
     y[position] = 2000.0
     casts = tuple(
-        ("e2m1" if rule == "nvfp4" else "e4m3", tile, axis, rule)
+        ("e2m1" if isinstance(RULES[rule], NvFp4) else "e4m3", tile, axis, rule)
         for axis in (-1, -2)
         for rule in rules
     )

@@ -177,14 +177,22 @@ def fp8(fmt=E4M3, tile=TENSOR, scale=FP32) -> Cast:
     return Cast(format=fmt, tile=tile, scale=scale)
 
 
-def fp4(tile, scale=FP32, rounding="nearest", hadamard=1) -> Cast:
-    return Cast(format=E2M1, tile=tile, scale=scale, rounding=rounding, hadamard=hadamard)
+def fp4(tile, scale=FP32, rounding="nearest", hadamard=1, **more) -> Cast:
+    return Cast(format=E2M1, tile=tile, scale=scale, rounding=rounding, hadamard=hadamard, **more)
+
+
+def backward(scale, hadamard: int) -> dict[str, Cast]:
+    """The casts of a backward with one for all operands, and new signs; x and w as multiplied."""
+    more = dict(scale=SCALES[scale], rounding="stochastic", hadamard=hadamard, redrawn=True)
+    g, again = fp4(NV16, **more), fp4(NV16, requantizes=True, **more)
+    return dict(dgrad_g=g, dgrad_w=again, wgrad_x=again, wgrad_g=g)
 
 
 _DELAYED = dict(scale=Delayed(16))
 _CONSTANT = dict(scale=Constant(2.0**-CSCALE_BIAS))
 _ROW, _BLOCK = fp8(tile=ROW), fp8(tile=TILE128)
 _NV, _MX = SCALES["nvfp4"], MX32
+_UNBIASED, _BETTER = SCALES["unbiased"], SCALES["4over6"]
 DOCUMENTED = {
     "bf16": dict.fromkeys(OPERANDS),
     "fp8_delayed": six(fp8(**_DELAYED), fp8(**_DELAYED), fp8(E5M2, **_DELAYED)),
@@ -209,6 +217,22 @@ DOCUMENTED = {
         wgrad_x=fp4(NV16, _NV, hadamard=16),
         wgrad_g=fp4(NV16, _NV, "stochastic", 16),
     ),
+    "nvfp4_unbiased": six(
+        fp4(NV16, _NV),
+        fp4(NV16x16, _NV),
+        fp4(NV16, _UNBIASED, "stochastic"),
+        wgrad_x=fp4(NV16, _NV, hadamard=16),
+        wgrad_g=fp4(NV16, _UNBIASED, "stochastic", 16),
+    ),
+    "nvfp4_4over6": six(
+        fp4(NV16, _BETTER),
+        fp4(NV16x16, _BETTER),
+        fp4(NV16, _UNBIASED, "stochastic"),
+        wgrad_x=fp4(NV16, _BETTER, hadamard=16),
+        wgrad_g=fp4(NV16, _UNBIASED, "stochastic", 16),
+    ),
+    "quartet2": six(*[fp4(NV16, _BETTER)] * 3, **backward("eden", 32)),
+    "tetrajet2": six(*[fp4(NV16, SCALES["outer128"])] * 3, **backward("outer128_unbiased", 16)),
     "mxfp4": six(
         fp4(_MX, UE8M0),
         fp4(_MX, UE8M0),

@@ -29,7 +29,16 @@ PER_TENSOR = {
 # What kernels/ have, on Hopper.
 KERNELS = PER_TENSOR - {"bf16"} | {"fp8_block", "fp8_block_ue8m0"}
 # What the backend of those kernels runs there: also FP4 in tiles of 128, and what bfloat16 holds.
-ON_HOPPER = KERNELS | {"fp4_block", "fp4_naive", "mxfp8", "mxfp4", "nvfp4"}
+IN_BF16 = {
+    "mxfp8",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4_unbiased",
+    "nvfp4_4over6",
+    "quartet2",
+    "tetrajet2",
+}
+ON_HOPPER = KERNELS | {"fp4_block", "fp4_naive"} | IN_BF16
 
 
 def normal_operands(

@@ -13,7 +13,18 @@ import ml_dtypes
 import numpy as np
 
 from fp8jax.numerics.recipe import Cast
-from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2
+from fp8jax.numerics.scales import (
+    E8M0,
+    Constant,
+    Eden,
+    FourOverSix,
+    Fp32,
+    NvFp4,
+    Outer128,
+    Pow2,
+    Unbiased,
+    UnbiasedOuter128,
+)
 from fp8jax.numerics.tiles import Tile
 
 DTYPES = {
@@ -26,6 +37,16 @@ DTYPES = {
 }
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0, "e2m1": 6.0}
 KEY_ORDER = ["fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g"]
+SIGNS = {"dgrad": 13, "wgrad": 14}
+# Rule -> how much larger than needed its scales are, and the largest scale of a tile.
+NVFP4 = {
+    NvFp4: (1, 448),
+    Unbiased: (17 / 16, 448),
+    FourOverSix: (1, 256),
+    Outer128: (1, 448),
+    UnbiasedOuter128: (17 / 16, 448),
+    Eden: (17 / 16 * 0.93, 255.99),
+}
 
 
 def tiles(shape, tile: Tile, contract_axis: int):
@@ -145,13 +166,58 @@ def scale_of(rule, amax: np.float32, fmt: str, tensor_amax: np.float32):
     if isinstance(rule, E8M0):
         scale = floor_scale(amax, fmt) if rule.floor else pow2_scale(amax, fmt)
         return scale.astype(DTYPES["e8m0"]), None
+    if isinstance(rule, Outer128):
+        outer = tensor_amax * (one / np.float32(6 / NVFP4[type(rule)][0]))
+        outer = pow2_scale(np.float32(outer), "e4m3")
+        scale = np.float32(nvfp4_tile(rule, amax, outer)) * outer
+        return one if amax == 0 else max(scale, smallest), None
     if isinstance(rule, NvFp4):
-        tensor = one if tensor_amax == 0 else tensor_amax * (one / np.float32(6 * 448))
-        tensor = max(tensor, smallest)
-        tile = amax * (one / np.float32(6)) * (one / tensor)
-        tile = one if amax == 0 else max(tile, np.float32(2.0**-9))
-        return saturating_cast(tile, "e4m3"), tensor
+        headroom, bound = NVFP4[type(rule)]
+        tensor = tensor_amax * (one / np.float32(6 / headroom * bound))
+        tensor = one if tensor_amax == 0 else max(tensor, smallest)
+        return nvfp4_tile(rule, amax, tensor), tensor
     raise AssertionError(rule)
+
+
+def nvfp4_tile(rule, amax: np.float32, outer: np.float32, largest: float = 6.0):
+    """The e4m3 scale of one tile, beside an outer scale."""
+    one = np.float32(1)
+    tile = amax * (one / np.float32(largest / NVFP4[type(rule)][0])) * (one / outer)
+    return saturating_cast(one if amax == 0 else max(tile, np.float32(2.0**-9)), "e4m3")
+
+
+def error_units(scaled: np.ndarray) -> int:
+    """The squared error of rounding numbers to e2m1, each to the nearest 2^-8 before: exact."""
+    scaled = np.clip(scaled, np.float32(-24), np.float32(24))
+    error = (scaled - saturating_cast(scaled, "e2m1").astype(np.float32)) * np.float32(256)
+    return int((np.clip(np.rint(error), -1023, 1023).astype(np.int64) ** 2).sum())
+
+
+def four_over_six(rule, x: np.ndarray, tensor: np.float32):
+    """The one of two e4m3 scales of a tile under which it has the smaller error; the larger code
+    where both have the same."""
+    amax, errors = np.float32(np.abs(x).max()), []
+    scales = [nvfp4_tile(rule, amax, tensor, largest) for largest in (6.0, 4.0)]
+    for scale in scales:
+        scaled = x * (np.float32(1) / (np.float32(scale) * tensor))
+        errors.append(np.float32(error_units(scaled)) * np.float32(scale) ** 2)
+    return scales[int(errors[1] < errors[0])]
+
+
+def lengthened(scales: np.ndarray, scaled: np.ndarray, axis: int, draws) -> np.ndarray:
+    """The scales of `Eden`, times <y, y> / <y, q> of each 32 elements along the axis, to e4m3."""
+    y = np.moveaxis(scaled, axis, 0)
+    y = y.reshape(-1, 32, *y.shape[1:])
+    q = saturating_cast(y, "e2m1").astype(np.float64)
+    units = np.rint(np.clip(y, np.float32(-7), np.float32(7)) * np.float32(64)).astype(np.float64)
+    squares = (units * units).sum(1).astype(np.float32)
+    products = (units * q * 64).sum(1).astype(np.float32)
+    factor = np.ones_like(squares)
+    np.divide(squares, products, out=factor, where=products != 0)
+    longer = scales * np.moveaxis(np.repeat(factor, 2, axis=0), 0, axis)
+    if draws is None:
+        return saturating_cast(longer, "e4m3")
+    return stochastic_cast(longer, "e4m3", draws)
 
 
 def quantize(
@@ -175,17 +241,40 @@ class Parts(NamedTuple):
 def quantize_parts(
     x: np.ndarray, fmt: str, tile: Tile, contract_axis: int, rule, amax=None, *, draws=None
 ) -> Parts:
+    """Of `Eden`, x is the transformed array, and the draws are those of the scales."""
     x = np.asarray(x, np.float32)
     of_tiles, outer, scales = np.ones(x.shape, np.float32), np.float32(1), {}
-    tensor_amax = np.abs(x).max(initial=0)
+    outermost = np.abs(x).max(initial=0)
     for index, where in tiles(x.shape, tile, contract_axis):
         own = np.float32(np.abs(x[where]).max()) if amax is None else np.float32(amax)
-        scales[index], tensor = scale_of(rule, own, fmt, tensor_amax)
+        if isinstance(rule, Outer128):
+            outermost = np.abs(x[around(where, contract_axis, 128)]).max()
+        scales[index], tensor = scale_of(rule, own, fmt, outermost)
+        if isinstance(rule, FourOverSix):
+            scales[index] = four_over_six(rule, x[where], tensor)
         of_tiles[where], outer = np.float32(scales[index]), outer if tensor is None else tensor
-    spread = of_tiles * outer
-    scaled = x * (np.float32(1) / spread)
-    values = saturating_cast(scaled, fmt) if draws is None else stochastic_cast(scaled, fmt, draws)
-    return Parts(values, spread, scales, of_tiles, outer)
+    scaled = x * (np.float32(1) / (of_tiles * outer))
+    if isinstance(rule, Eden):
+        values = saturating_cast(scaled, fmt)
+        grid = np.zeros([max(i) + 1 for i in zip(*scales, strict=True)], np.float32)
+        for index, scale in scales.items():
+            grid[index] = np.float32(scale)
+        corrected = lengthened(grid, scaled, contract_axis, draws)
+        for index, where in tiles(x.shape, tile, contract_axis):
+            scales[index], of_tiles[where] = corrected[index], np.float32(corrected[index])
+    else:
+        values = (
+            saturating_cast(scaled, fmt) if draws is None else stochastic_cast(scaled, fmt, draws)
+        )
+    return Parts(values, of_tiles * outer, scales, of_tiles, outer)
+
+
+def around(where, axis: int, size: int):
+    """The slices of the `size` elements along the axis of which these are a part."""
+    start = where[axis].start // size * size
+    parts = list(where)
+    parts[axis] = slice(start, start + size)
+    return tuple(parts)
 
 
 # The random Hadamard transform --------------------------------------------------------------------
@@ -216,15 +305,16 @@ def hadamard_matrix(size: int) -> np.ndarray:
     return signs[:, None] * h / np.sqrt(size)
 
 
-def hadamard(x: np.ndarray, size: int, axis: int = -1) -> np.ndarray:
+def hadamard(x: np.ndarray, size: int, axis: int = -1, word: int = 0) -> np.ndarray:
     """x' in float32, filled up with zeros to whole blocks: sums and differences of the elements
-    1, 2, 4, ... apart, each rounded, then one product with 1 / sqrt(size)."""
+    1, 2, 4, ... apart, each rounded, then one product with 1 / sqrt(size). The bits of the word
+    flip signs, too."""
     x = np.moveaxis(np.asarray(x, np.float32), axis, 0)
     out = np.zeros((-(-len(x) // size) * size, *x.shape[1:]), np.float32)
     out[: len(x)] = x
     signs = bits_of_pi(size)
     for i in range(len(out)):
-        if signs[i % size]:
+        if signs[i % size] != int(word) >> i % size & 1:
             out[i] = -out[i]
     half = 1
     while half < size:
@@ -239,24 +329,54 @@ def hadamard(x: np.ndarray, size: int, axis: int = -1) -> np.ndarray:
 # Operands of products -----------------------------------------------------------------------------
 
 
-def rotated(x: np.ndarray, cast: Cast | None, contract_axis: int) -> np.ndarray:
+def rotated(x: np.ndarray, cast: Cast | None, contract_axis: int, word: int = 0) -> np.ndarray:
     """x, rotated (and filled up with zeros) if the cast rotates."""
     if cast is None or cast.hadamard == 1:
         return np.asarray(x)
-    return hadamard(x, cast.hadamard, contract_axis)
+    return hadamard(x, cast.hadamard, contract_axis, word)
+
+
+def signs_of(key, name: str) -> int:
+    """The word of the signs that the cast of that name draws."""
+    return int(folded(key, SIGNS[name.partition("_")[0]])[0])
 
 
 def apply_cast(
-    x: np.ndarray, cast: Cast | None, contract_axis: int, amax=None, *, key=None, name=None
+    x: np.ndarray,
+    cast: Cast | None,
+    contract_axis: int,
+    amax=None,
+    *,
+    key=None,
+    name=None,
+    forward: Cast | None = None,
 ) -> np.ndarray:
     """x as a product sees it, exact in float64. A cast that rotates gives the rotated operand, to
-    be multiplied with another one; a stochastic one needs the product's key and its own name."""
+    be multiplied with another one; a stochastic one needs the product's key and its own name. One
+    that requantizes needs the cast of the forward, which contracts the other axis."""
     if cast is None:
         return np.asarray(x, np.float64)
-    x = rotated(x, cast, contract_axis)
-    draws = uniform(key, name, x.shape) if cast.rounding == "stochastic" else None
+    outer = np.float32(1)
+    if cast.requantizes and forward is not None:
+        axis = {"x": -1, "w": -2}[name[-1]]
+        q = quantize_parts(x, forward.format.name, forward.tile, axis, forward.rule)
+        x, outer = q.values.astype(np.float32) * q.of_tiles, q.tensor
+    # Where signs are drawn, the contracting axis comes first.
+    turned = cast.redrawn and contract_axis == -1
+    if turned:
+        x, contract_axis = np.swapaxes(x, -1, -2), -2
+    x = rotated(x, cast, contract_axis, signs_of(key, name) if cast.redrawn else 0)
+    draws = None
+    if cast.rounding == "stochastic":
+        shape = list(x.shape)
+        if isinstance(cast.rule, Eden):
+            shape[contract_axis] //= cast.tile.contract
+        draws = uniform(key, name, tuple(shape))
     q = quantize_parts(x, cast.format.name, cast.tile, contract_axis, cast.rule, amax, draws=draws)
-    return q.values.astype(np.float64) * q.of_tiles.astype(np.float64) * float(q.tensor)
+    # Two scales of tensors are one, rounded once.
+    tensor = float(np.float32(q.tensor) * np.float32(outer))
+    seen = q.values.astype(np.float64) * q.of_tiles.astype(np.float64) * tensor
+    return np.swapaxes(seen, -1, -2) if turned else seen
 
 
 # The smallest step of the numbers -3 to 3 times this, all of which the format holds.
@@ -276,9 +396,9 @@ def pinned(rng, shape, cast: Cast | None, contract_axis: int) -> np.ndarray:
     """Random numbers that `cast` represents exactly, and bfloat16 as well.
 
     Every tile's amax is that of a power-of-two scale, which varies from tile to tile; under NVFP4
-    one tile has 3.5 = 448 * 2^-7, the largest that its tensor scale of 2^-7 allows. For a cast
-    that rotates, these are the rotated numbers, and their exact inverse rotation is returned,
-    ending in zeros where a block would not be whole.
+    one tile has 448 * 2^-7 (or another bound), the largest that a tensor scale of 2^-7 allows. For
+    a cast that rotates, these are the rotated numbers, and their exact inverse rotation is
+    returned, ending in zeros where a block would not be whole.
     """
     if cast is None:
         return rng.integers(-3, 4, shape).astype(np.float32)
@@ -292,7 +412,7 @@ def pinned(rng, shape, cast: Cast | None, contract_axis: int) -> np.ndarray:
     where_all = [where for _, where in tiles(shape, cast.tile, contract_axis)]
     scales = [cast.rule.value if constant else 2.0 ** rng.integers(-1, 2) for _ in where_all]
     if isinstance(cast.rule, NvFp4):
-        scales[rng.integers(len(scales))] = 3.5
+        scales[rng.integers(len(scales))] = NVFP4[type(cast.rule)][1] * 2.0**-7
     for where, scale in zip(where_all, scales, strict=True):
         block = x[where]
         position = tuple(rng.integers(0, n) for n in block.shape)

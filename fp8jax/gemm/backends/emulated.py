@@ -69,20 +69,27 @@ def materialized(x: jax.Array, requests: tuple[CastRequest, ...]) -> jax.Array:
 def quantize_one(
     x: jax.Array, request: CastRequest, rotation: Rotation = ROTATION
 ) -> QuantizedOperand:
-    """Quantizes `x` for one request."""
-    cast = request.cast
+    """Quantizes `x` for one request.
+
+    Where signs are drawn, the contracting axis comes first: the kernels of rotate.py transform
+    rows, and a draw of stochastic rounding belongs to a place in the array that is cast.
+    """
+    cast, axis = request.cast, request.axis
+    if cast.redrawn and axis == -1:
+        x, axis = jnp.swapaxes(x, -1, -2), -2
     q = quantize_unchecked(
         x,
         cast.format,
         cast.tile,
-        contract_axis=request.axis,
+        contract_axis=axis,
         scale=cast.rule,
         amax=request.amax,
         key=request.key,
         hadamard=cast.hadamard,
+        signs=request.signs,
         rotation=rotation,
     )
-    return QuantizedOperand(q, cast, request.axis)
+    return QuantizedOperand(q, cast, axis, signs=request.signs)
 
 
 def _same_values(one: CastRequest, other: CastRequest) -> bool:

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.numerics.quantization import Quantized
+from fp8jax.numerics.quantization import Quantized, dequantize
 from fp8jax.numerics.recipe import Cast
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("q",),
+    data_fields=("q", "signs"),
     meta_fields=("cast", "axis", "rows"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,14 @@ class QuantizedOperand:
       cast: the cast that quantized it.
       axis: the contracting axis of `q.values`, -1 or -2.
       rows: unpadded length of the free axis; None if not padded.
+      signs: the word of the signs that the cast has drawn for its transform; None for fixed ones.
     """
 
     q: Quantized
     cast: Cast
     axis: int
     rows: int | None = None
+    signs: jax.Array | None = None
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("x",), meta_fields=("axis",))
@@ -51,6 +53,24 @@ class PlainOperand:
 Operand = QuantizedOperand | PlainOperand
 
 
+def inner_numbers(operand: QuantizedOperand) -> tuple[jax.Array, jax.Array | None]:
+    """Returns an operand's numbers without the scale of the tensor, and that scale or None.
+
+    In bfloat16 where it holds them exactly, in float32 elsewhere.
+    """
+    q, cast = operand.q, operand.cast
+    exact = not cast.separable and cast.holds(jnp.bfloat16)
+    inner = dataclasses.replace(q, tensor_scale=None)
+    return dequantize(inner, jnp.bfloat16 if exact else jnp.float32), q.tensor_scale
+
+
+def scaled(operand: QuantizedOperand, factor: jax.Array) -> QuantizedOperand:
+    """Returns the operand times a factor, which multiplies the scale of the tensor."""
+    outer = operand.q.tensor_scale
+    outer = factor if outer is None else outer * factor
+    return dataclasses.replace(operand, q=dataclasses.replace(operand.q, tensor_scale=outer))
+
+
 class CastRequest(NamedTuple):
     """How one GEMM needs an array [..., rows, columns] quantized.
 
@@ -59,12 +79,14 @@ class CastRequest(NamedTuple):
       axis: the contracting axis of the array, -1 or -2.
       amax: the amax to compute the scale from (delayed scaling); None for the array's own.
       key: a PRNG key for stochastic rounding, else None.
+      signs: the word of the signs of a transform that draws them, else None.
     """
 
     cast: Cast
     axis: int
     amax: jax.Array | None
     key: jax.Array | None
+    signs: jax.Array | None = None
 
 
 # (array, requests) -> one operand per request, and max|array| in float32 if a kernel computed it.

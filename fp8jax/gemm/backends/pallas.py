@@ -34,6 +34,8 @@ from fp8jax.kernels.partition import (
     quantize_tiles,
     rotated_amax,
     rotated_codes,
+    rotated_errors,
+    rotated_lengths,
     row_scaled_matmul,
     scaled_matmul,
     tiles_produced,
@@ -44,6 +46,7 @@ from fp8jax.kernels.swiglu import Producer
 from fp8jax.numerics.formats import Format, key_words, nan_unless
 from fp8jax.numerics.quantization import ROTATION, Quantized, Rotation
 from fp8jax.numerics.recipe import Cast
+from fp8jax.numerics.scales import Eden, FourOverSix
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax
 
 _KERNEL_TILES = (TENSOR, ROW, TILE128, BLOCK128)
@@ -111,25 +114,42 @@ def quantize_fused(
 def _quantize_rotated(x: jax.Array, request: CastRequest) -> QuantizedOperand:
     """Quantizes `x` for one request; with the kernels of rotate.py, where there is one for it."""
     cast = request.cast
+    # Where signs are drawn, the contracting axis comes first (`quantize_one`).
+    rows, columns = x.shape if request.axis == -2 else x.shape[::-1]
     has_kernel = (
-        request.axis == -2
+        (request.axis == -2 or cast.redrawn)
         and cast.hadamard in ROTATED_ROWS
         and cast.format.name in ("e2m1", "e4m3")
         and cast.tile.free == 1
-        and x.shape[0] % cast.hadamard == 0
-        and x.shape[1] % BLOCK == 0
+        and _fits(cast)
+        and rows % cast.hadamard == 0
+        and columns % BLOCK == 0
     )
     return quantize_one(x, request, _ROTATION if has_kernel else ROTATION)
 
 
+def _fits(cast: Cast) -> bool:
+    """Whether the kernels have the cast's tiles: whole blocks of the transform, or parts of one for
+    `Eden`. For a cast without new signs or choices of scales, XLA transforms x first, elsewhere."""
+    whole = (cast.tile.contract or cast.hadamard) % cast.hadamard == 0
+    chooses = cast.redrawn or isinstance(cast.rule, FourOverSix)
+    return whole or isinstance(cast.rule, Eden) or not chooses
+
+
 def _codes_of_rotated(
-    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any
+    x: jax.Array, size: int, axis: int, reciprocal: jax.Array, fmt: Format, key: Any, signs: Any
 ) -> jax.Array:
-    return rotated_codes(x, reciprocal, fmt, size, None if key is None else key_words(key))
+    words = None if key is None else key_words(key)
+    return rotated_codes(x, reciprocal, fmt, size, words, signs)
 
 
 # Of rows only: `_quantize_rotated` takes no other axis.
-_ROTATION = Rotation(lambda x, size, axis: rotated_amax(x, size), _codes_of_rotated)
+_ROTATION = Rotation(
+    lambda x, size, axis, tile, signs: rotated_amax(x, size, tile, signs),
+    _codes_of_rotated,
+    lambda x, size, axis, reciprocal, fmt, signs: rotated_errors(x, reciprocal, fmt, size),
+    lambda x, size, axis, reciprocal, fmt, signs: rotated_lengths(x, reciprocal, fmt, size, signs),
+)
 
 
 def _operands(

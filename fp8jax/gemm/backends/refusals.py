@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fp8jax.device.hardware import Device
 from fp8jax.kernels import requirements
 from fp8jax.numerics.recipe import Cast, GemmCasts, Recipe
-from fp8jax.numerics.scales import E8M0, Fp32, NvFp4, Pow2
+from fp8jax.numerics.scales import E8M0, Fp32, NvFp4, Outer128, Pow2
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128
 
 # The FP8 formats that matrix units multiply here. (AMD's multiply e4m3fnuz; none was ever tried.)
@@ -51,7 +51,11 @@ def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
     """Whether both operands are MXFP8 or both are NVFP4, which Blackwell multiplies natively."""
     casts = (lhs, rhs)
     mxfp8 = all(c.tile.contract == 32 and isinstance(c.rule, E8M0) for c in casts)
-    nvfp4 = all(c.tile.contract == 16 and isinstance(c.rule, NvFp4) for c in casts)
+    # Outer128 has no E4M3 scales beside one scale for the tensor.
+    nvfp4 = all(
+        c.tile.contract == 16 and isinstance(c.rule, NvFp4) and not isinstance(c.rule, Outer128)
+        for c in casts
+    )
     return nvfp4 or (mxfp8 and all(c.format.name in _NATIVE_FP8 for c in casts))
 
 
