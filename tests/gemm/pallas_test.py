@@ -111,6 +111,15 @@ def check(recipe, given: dict[str, jax.Array], got, expected):
         ("mxfp4", (128, 256, 128), jnp.bfloat16),
         ("nvfp4", (128, 256, 128), jnp.bfloat16),  # with the kernels of rotate.py and our GEMM
         ("nvfp4", (72, 136, 40), jnp.bfloat16),  # without
+        *(
+            pytest.param(name, shape, jnp.bfloat16, marks=pytest.mark.full)
+            for name, shape in (
+                ("nvfp4_4over6", (128, 128, 128)),
+                ("quartet2", (128, 128, 128)),
+                ("quartet2", (72, 136, 40)),  # without the kernels
+                ("tetrajet2", (128, 256, 128)),
+            )
+        ),
     ],
 )
 def test_products_gradients_and_histories_are_those_of_emulated(name, shape, dtype):

@@ -21,7 +21,7 @@ class OptimizerConfig:
       final_fraction: final learning rate divided by the largest one, in [0, 1].
       weight_decay: decoupled weight decay, scaled by the learning rate; applies to matrices only.
       b1, b2: Adam's decay rates of the first and second moments, in [0, 1). Lion uses both with its
-        own meaning; StoSignSGD and signum use b1 only.
+        own meaning; StoSignSGD and signum use b1 only. Beside Muon they are those of Adam.
       eps: added to the square root of Adam's second moment.
       clip_norm: the gradients are scaled down to this global norm where theirs is larger; infinity
         never scales.

@@ -5,6 +5,7 @@
     fp8           E4M3 with one power-of-two scale (one byte) for each group along the last axis
     fp8_coat      E4M3 after COAT's dynamic range expansion (arXiv 2410.19313)
     fp8_unscaled  E4M3 without a scale: the momentum in StoSignSGD's paper (arXiv 2604.15416)
+    int8          int8 with one float32 scale for each group of 2048: 8-bit Muon (arXiv 2509.23106)
 
 StoSignSGD's largest magnitudes decay by 0.005% a step, which the roundings of bf16, fp8_coat and
 fp8_unscaled would undo: beside those they stay float32 (stosign.py).
@@ -28,10 +29,14 @@ stretches (k > 1) or compresses (k < 1) the group to the range of E4M3, and y is
 are stored exactly and are ignored when m is computed. In the paper a zero makes m = 1e-30, which
 leaves the other elements no precision.
 
-Groups lie along the last axis: 128 elements of an axis that no mesh shards, and 32 (COAT: 64, since
-it stores more per group) of an axis that a mesh may shard. So no group crosses a shard, and a
-checkpoint fits every mesh. That takes 1.01 to 1.03 bytes an element, COAT 1.05 to 1.10. A last axis
-shorter than a group has one scale for all of it.
+int8. x = code * scale with scale = max|x| / 127, to nearest. Evenly spaced numbers suit the
+momentum of Muon, of which only the matrix as a whole matters. Most second moments would be zero:
+they stay float32 beside Muon, and other optimizers that have some refuse it.
+
+Groups lie along the last axis: 128 elements of an axis that no mesh shards (int8: 2048), and 32 of
+an axis that a mesh may shard (COAT and int8, which store more per group: 64). So no group crosses a
+shard, and a checkpoint fits every mesh. That takes 1.01 to 1.03 bytes an element, COAT 1.05 to
+1.10, int8 1.00 to 1.07. A last axis shorter than a group has one scale for all of it.
 """
 
 import dataclasses
@@ -45,7 +50,7 @@ from jaxtyping import Array, Float, Shaped
 
 from fp8jax.numerics.formats import FORMATS, cast
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
-from fp8jax.numerics.tiles import Tile, spread
+from fp8jax.numerics.tiles import Tile, spread, tile_amax
 
 E4M3 = FORMATS["e4m3"]
 # The largest exponent k of fp8_coat: up to here bfloat16 represents multiples of 1/16 exactly.
@@ -64,6 +69,7 @@ class MomentFormat:
       decode: the inverse; returns float32.
       group: number of elements that share a scale along an axis that no mesh shards.
       cut_group: the same for an axis that a mesh may shard.
+      second_moments: whether it holds second moments, too.
       positive: a second moment that would underflow becomes the smallest positive code instead.
       decays: a number that shrinks by far less than its rounding in each step still shrinks as
         fast in the mean: nothing is rounded, or rounding is stochastic.
@@ -74,6 +80,7 @@ class MomentFormat:
     decode: Callable[[Any], Float[Array, "..."]]
     group: int = 128
     cut_group: int = 32
+    second_moments: bool = True
     positive: bool = False
     decays: bool = False
 
@@ -86,9 +93,9 @@ class GroupedMoment:
     Boxed with logical axis names if the parameter was.
 
     Attributes:
-      values: E4M3 codes [..., K].
-      shared: arrays [..., ceil(K / group)], one entry for each group: the scale in "fp8"; scale,
-        power k and center s0 in "fp8_coat".
+      values: E4M3 codes [..., K]; of "int8" int8.
+      shared: arrays [..., ceil(K / group)], one entry for each group: the scale in "fp8" and
+        "int8"; scale, power k and center s0 in "fp8_coat".
       group: number of elements in a group.
     """
 
@@ -142,6 +149,20 @@ def _contracted(e: GroupedMoment) -> jax.Array:
     return jnp.sign(y) * (jnp.abs(y) * scale) ** (1 / k) * s0
 
 
+def _linear(x, group: int, key) -> GroupedMoment:
+    """Encodes "int8"."""
+    amax = tile_amax(x, _tile(x, group))
+    scale = jnp.where(amax == 0, 1.0, amax / 127.0)
+    codes = jnp.round(x / spread(scale, _tile(x, group), x.shape))
+    return GroupedMoment(codes.astype(jnp.int8), (scale,), group)
+
+
+def _from_linear(e: GroupedMoment) -> jax.Array:
+    """Decodes "int8"."""
+    (scale,), tile = e.shared, _tile(e.values, e.group)
+    return e.values.astype(jnp.float32) * spread(scale, tile, e.values.shape)
+
+
 def _to_float32(x: Shaped[Array, "..."]) -> Float[Array, "..."]:
     """Returns x in float32. Decodes the formats that are plain casts."""
     return x.astype(jnp.float32)
@@ -156,6 +177,14 @@ _FORMATS = (
     MomentFormat(name="fp8_coat", encode=_expanded, decode=_contracted, cut_group=64),
     MomentFormat(
         name="fp8_unscaled", encode=lambda x, group, key: cast(x, E4M3), decode=_to_float32
+    ),
+    MomentFormat(
+        name="int8",
+        encode=_linear,
+        decode=_from_linear,
+        group=2048,
+        cut_group=64,
+        second_moments=False,
     ),
 )
 MOMENTS = {fmt.name: fmt for fmt in _FORMATS}

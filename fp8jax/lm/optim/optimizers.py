@@ -12,6 +12,8 @@ MODULE:OBJECT names a function of the user's own code: it takes an `OptimizerCon
 `optax.GradientTransformation` from gradients to an update, as `optax.scale_by_adam` is one, without
 weight decay and learning rate.
 
+"muon" is Muon for the kernels of layers and AdamW for all else (muon.py).
+
 "signum" is the sign of the momentum m <- b1 m + (1 - b1) g (Bernstein et al., arXiv 1802.04434),
 the baseline of StoSignSGD's paper: Lion with the same decay rate in the sign and in the momentum.
 """
@@ -30,13 +32,15 @@ from fp8jax.lm.optim.gradients import GRADIENTS, clip_and_round, refuse_saturati
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.optim.moment_formats import MOMENTS
 from fp8jax.lm.optim.moments import stored
+from fp8jax.lm.optim.muon import scale_by_muon_and_adam
 from fp8jax.lm.optim.schedules import schedule_of
 from fp8jax.lm.optim.stosign import V2_DECAY, scale_by_sign_adam, scale_by_stosign
 from fp8jax.lookup import lookup, own_object
 
 # The transformation from gradients to an update, and the fields of its state that are stored as
-# moments. The value of a field says whether it is a second moment, which is never negative.
-Core = tuple[optax.GradientTransformation, dict[str, bool]]
+# moments. The value of a field says whether it is a second moment, which is never negative. None:
+# the transformation stores its moments itself.
+Core = tuple[optax.GradientTransformation, dict[str, bool] | None]
 
 _MOMENTUM = dict(mu=False)
 _ADAM = dict(mu=False, nu=True)
@@ -58,11 +62,16 @@ def _adafactor(c: OptimizerConfig) -> Core:
     return core, {}
 
 
+def _muon(c: OptimizerConfig) -> Core:
+    return scale_by_muon_and_adam(c.b1, c.b2, c.eps, MOMENTS[c.moments], c.seed), None
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], Core]] = {
     "adamw": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
     "adam": lambda c: (optax.scale_by_adam(c.b1, c.b2, c.eps), _ADAM),
     "sgd": lambda c: (optax.trace(c.b1), dict(trace=False)),
     "adafactor": _adafactor,
+    "muon": _muon,
     "lion": lambda c: (optax.scale_by_lion(c.b1, c.b2), _MOMENTUM),
     "signum": lambda c: (optax.scale_by_lion(c.b1, c.b1), _MOMENTUM),
     "stosignsgd": lambda c: _stosign(c, 1.0),
@@ -88,9 +97,14 @@ def _core(config: OptimizerConfig) -> Core:
         core, moments = own_object("optimizer", name)(config), {}
         if not isinstance(core, optax.GradientTransformation):
             raise TypeError(f"optimizer {name} returned no optax.GradientTransformation: {core}")
-    if not moments and config.moments != "float32":
+    if moments == {} and config.moments != "float32":
         raise ValueError(
             f"moments={config.moments}: optimizer {name} keeps its state as it is; take float32"
+        )
+    if moments and any(moments.values()) and not MOMENTS[config.moments].second_moments:
+        raise ValueError(
+            f"moments={config.moments} holds no second moments, and optimizer {name} has some: take"
+            " fp8, or muon"
         )
     return core, moments
 
@@ -186,7 +200,7 @@ def make_optimizer(
 
     # The nesting is that of optax.adamw, so that checkpoints of one load into the other.
     update = optax.chain(
-        stored(core, fmt, moments=moments, seed=config.seed),
+        core if moments is None else stored(core, fmt, moments=moments, seed=config.seed),
         optax.add_decayed_weights(config.weight_decay, is_matrix),
         _scale_by_rate(),
     )
