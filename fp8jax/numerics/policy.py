@@ -182,6 +182,19 @@ POLICIES: Table[Policy] = Table(
         "nvfp4_mixed": Policy(
             (("layers/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nvfp4_mixed"
         ),
+        # Nemotron 3 Super and Ultra (their model cards): besides the last 15%, the projections of
+        # attention stay in BF16.
+        "nemotron3": Policy(
+            (("layers/mlp/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nemotron3"
+        ),
+        # The late stage of DeepSeek-V4, whose experts are the MLPs here.
+        "deepseek_v4": Policy(
+            (
+                ("layers/mlp/*", RECIPES["fp4_weights"]),
+                ("layers/attention/*", RECIPES["fp8_block_ue8m0"]),
+            ),
+            name="deepseek_v4",
+        ),
     },
 )
 """The policies by name; one for each recipe, for all linears of all layers, and mixtures.
@@ -191,7 +204,7 @@ ValueError with similar names.
 
 Example:
   >>> [name for name in fp8jax.POLICIES if name not in fp8jax.RECIPES]
-  ['fp4_mixed', 'fp4_backward', 'nvfp4_mixed']
+  ['fp4_mixed', 'fp4_backward', 'nvfp4_mixed', 'nemotron3', 'deepseek_v4']
   >>> policy = fp8jax.POLICIES["fp4_mixed"]
   >>> policy.recipe("layers/attention/q").name, policy.recipe("layers/mlp/up").name
   ('fp8_block', 'fp4_block')

@@ -23,6 +23,10 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 wgrad_accumulation=split`; accumulation.py). So do torchao's recipes.
     mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
                 rounds scales down and saturates the largest values (`scale=e8m0_floor`).
+    fp4_weights The late stage of DeepSeek-V4 (known from secondary sources): the weights of the
+                forward in MXFP4, all else as in fp8_block_ue8m0. So gradients are straight-through,
+                and the weights end as MXFP4. DeepSeek-V4 does so to its experts: the policy
+                deepseek_v4.
     nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad use the
                 same quantized weights; a random Hadamard transform of wgrad's operands; stochastic
                 rounding of gradients. The paper leaves about 15% of the linears in BF16: that is
@@ -141,6 +145,8 @@ def _variants_of_nvfp4(nvfp4: Recipe) -> tuple[Recipe, ...]:
 
 def _all_recipes() -> tuple[Recipe, ...]:
     block = _blocks("fp8_block", SCALES["fp32"])
+    ue8m0 = _blocks("fp8_block_ue8m0", SCALES["e8m0"])
+    mx = Cast(format=E2M1, tile=MX32, scale=SCALES["e8m0"])
     naive = _recipe("fp4_naive", Cast(format=E2M1, tile=TILE128))
     row = _recipe("fp8_rowwise", Cast(format=E4M3, tile=ROW))
     constant = Constant(2.0**-CSCALE_BIAS)
@@ -160,9 +166,10 @@ def _all_recipes() -> tuple[Recipe, ...]:
             wgrad_g=None,
         ),
         block,
-        _blocks("fp8_block_ue8m0", SCALES["e8m0"]),
+        ue8m0,
         _recipe("mxfp8", Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"])),
         dataclasses.replace(block.with_forward(naive), name="fp4_block"),
+        dataclasses.replace(ue8m0, fwd_w=mx, name="fp4_weights"),
         naive,
         nvfp4,
         *_variants_of_nvfp4(nvfp4),
@@ -179,8 +186,8 @@ ValueError with similar names.
 Example:
   >>> list(fp8jax.RECIPES)
   ['bf16', 'fp8_delayed', 'fp8_current', 'fp8_amax', 'fp8_cscale', 'fp8_rowwise',
-   'fp8_rowwise_wgrad_bf16', 'fp8_block', 'fp8_block_ue8m0', 'mxfp8', 'fp4_block', 'fp4_naive',
-   'nvfp4', 'nvfp4_unbiased', 'nvfp4_4over6', 'quartet2', 'tetrajet2', 'mxfp4']
+   'fp8_rowwise_wgrad_bf16', 'fp8_block', 'fp8_block_ue8m0', 'mxfp8', 'fp4_block', 'fp4_weights',
+   'fp4_naive', 'nvfp4', 'nvfp4_unbiased', 'nvfp4_4over6', 'quartet2', 'tetrajet2', 'mxfp4']
   >>> print(fp8jax.RECIPES["fp8_delayed"].table())
   cast     format  tile    scale  timing              rounding  Hadamard
   fwd_x    e4m3    tensor  fp32   delayed, max of 16  nearest   -

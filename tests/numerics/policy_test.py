@@ -98,14 +98,21 @@ def test_current_of_a_policy():
 def test_a_policy_is_stochastic_if_one_of_its_casts_is():
     stochastic = {name for name, policy in POLICIES.items() if policy.stochastic}
     variants = {"nvfp4_unbiased", "nvfp4_4over6", "quartet2", "tetrajet2"}
-    assert stochastic == {"nvfp4", "nvfp4_mixed", "mxfp4", *variants}
+    assert stochastic == {"nvfp4", "nvfp4_mixed", "nemotron3", "mxfp4", *variants}
     recipe = Recipe(wgrad_g=dataclasses.replace(CURRENT, rounding="stochastic"))
     assert Policy((("layers/*", HIGH_PRECISION), ("lm_head", recipe))).stochastic
 
 
 def test_there_is_a_policy_for_each_recipe():
     """Every linear of every layer; the head stays as it is."""
-    assert set(POLICIES) == {*RECIPES, "fp4_mixed", "fp4_backward", "nvfp4_mixed"}
+    assert set(POLICIES) == {
+        *RECIPES,
+        "fp4_mixed",
+        "fp4_backward",
+        "nvfp4_mixed",
+        "nemotron3",
+        "deepseek_v4",
+    }
     for name, recipe in RECIPES.items():
         policy = POLICIES[name]
         assert policy.name == name and (policy.bf16_first, policy.bf16_last) == (0, 0)
@@ -143,6 +150,18 @@ def test_the_two_by_two_of_the_fp4_paper():
 def test_nvfp4_mixed_leaves_the_last_layers_in_bf16():
     policy = POLICIES["nvfp4_mixed"]
     assert policy.without_exemptions() == POLICIES["nvfp4"] and policy.exempt(62) == (0, 10)
+
+
+def test_policies_of_released_models():
+    nemotron, deepseek = POLICIES["nemotron3"], POLICIES["deepseek_v4"]
+    assert nemotron.exempt(20) == (0, 3) and deepseek.exempt(20) == (0, 0)
+    for path in MODULES:
+        mlp, head = path.startswith("layers/mlp/"), path == "lm_head"
+        assert nemotron.recipe(path) is (RECIPES["nvfp4"] if mlp else HIGH_PRECISION)
+        other = HIGH_PRECISION if head else RECIPES["fp8_block_ue8m0"]
+        assert deepseek.recipe(path) is (RECIPES["fp4_weights"] if mlp else other)
+    weights, blocks = RECIPES["fp4_weights"], RECIPES["fp8_block_ue8m0"]
+    assert weights.with_forward(blocks) == blocks and weights.fwd_x == blocks.fwd_x
 
 
 @pytest.mark.parametrize("name", POLICIES)

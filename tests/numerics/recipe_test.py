@@ -209,6 +209,12 @@ DOCUMENTED = {
     ),
     "mxfp8": six(*[fp8(tile=MX32, scale=UE8M0)] * 3),
     "fp4_block": six(_BLOCK, fp8(tile=BLOCK128), _BLOCK, fwd_x=fp4(TILE128), fwd_w=fp4(TILE128)),
+    "fp4_weights": six(
+        fp8(tile=TILE128, scale=UE8M0),
+        fp8(tile=BLOCK128, scale=UE8M0),
+        fp8(tile=TILE128, scale=UE8M0),
+        fwd_w=fp4(MX32, UE8M0),
+    ),
     "fp4_naive": six(*[fp4(TILE128)] * 3),
     "nvfp4": six(
         fp4(NV16, _NV),

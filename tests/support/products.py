@@ -38,7 +38,7 @@ IN_BF16 = {
     "quartet2",
     "tetrajet2",
 }
-ON_HOPPER = KERNELS | {"fp4_block", "fp4_naive"} | IN_BF16
+ON_HOPPER = KERNELS | {"fp4_block", "fp4_weights", "fp4_naive"} | IN_BF16
 
 
 def normal_operands(

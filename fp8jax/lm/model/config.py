@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8jax.lm.model.rope import ROPE_SCALINGS, RopeScaling
@@ -43,28 +44,41 @@ class MLP:
       activation: an elementwise function.
       smooth: before "down" quantizes its input, each channel is divided by the power of two just
         below its amax: Smooth-SwiGLU (arXiv 2409.12517).
+      limit: the gate is at most this before its activation, and up between minus and plus this, so
+        that no hidden activation is an outlier (DeepSeek-V4); None for no limit.
 
     Raises:
-      ValueError: smooth without SwiGLU.
+      ValueError: smooth without SwiGLU, a limit without a gate.
     """
 
     gated: bool
     activation: Callable[[Float[Array, "..."]], Float[Array, "..."]]
     smooth: bool = False
+    limit: float | None = None
 
     def __post_init__(self):
         if self.smooth and not (self.gated and self.activation is jax.nn.silu):
             raise ValueError(f"smooth=True needs a gated MLP with SiLU, got {self}")
+        if self.limit is not None and not self.gated:
+            raise ValueError(f"limit={self.limit} needs a gated MLP, got {self}")
+
+    def hidden(self, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns the hidden activations of a gated MLP."""
+        if self.limit is not None:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return self.activation(gate) * up
 
     @property
     def fusible(self) -> bool:
-        """Whether `fused_mlp` can compute it: it knows SwiGLU without smoothing."""
-        return self.gated and self.activation is jax.nn.silu and not self.smooth
+        """Whether `fused_mlp` can compute it: it knows SwiGLU without smoothing and limits."""
+        plain = not self.smooth and self.limit is None
+        return self.gated and self.activation is jax.nn.silu and plain
 
 
 MLPS = {
     "swiglu": MLP(gated=True, activation=jax.nn.silu),
     "smooth_swiglu": MLP(gated=True, activation=jax.nn.silu, smooth=True),
+    "clamped_swiglu": MLP(gated=True, activation=jax.nn.silu, limit=10.0),
     "geglu_tanh": MLP(gated=True, activation=functools.partial(jax.nn.gelu, approximate=True)),
     "gelu": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_tanh": MLP(gated=False, activation=functools.partial(jax.nn.gelu, approximate=True)),

@@ -260,7 +260,7 @@ class FeedForward(nn.Module):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
             gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
-            hidden_BLF = _recomputed(lambda gate, up: mlp.activation(gate) * up)(gate_BLF, up_BLF)
+            hidden_BLF = _recomputed(lambda gate, up: mlp.hidden(gate, up))(gate_BLF, up_BLF)
         else:
             (up_BLF,) = self.linears(x_BLD, up)
             hidden_BLF = _recomputed(mlp.activation)(up_BLF)

@@ -6,6 +6,7 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -239,6 +240,18 @@ def test_only_swiglu_is_smoothed(fields):
     with pytest.raises(ValueError, match=f"smooth=True needs a .*gated={fields['gated']}"):
         MLP(smooth=True, **fields)
     assert not MLP(**fields).smooth
+
+
+def test_limits_bound_the_hidden_activations():
+    """min(gate, 10) and up within 10: at most silu(10) * 10, and below both SwiGLU itself."""
+    gate, up = jnp.asarray([-30.0, 3.0, 10.0, 1e4]), jnp.asarray([1e4, -3.0, -1e4, 11.0])
+    plain, clamped = MLPS["swiglu"], MLPS["clamped_swiglu"]
+    top = jax.nn.silu(jnp.float32(10.0))
+    expected = [*plain.hidden(gate, up.at[0].set(10.0))[:2], -10 * top, 10 * top]
+    np.testing.assert_array_equal(clamped.hidden(gate, up), jnp.stack(expected))
+    assert plain.fusible and not clamped.fusible
+    with pytest.raises(ValueError, match="limit=10.0 needs a gated MLP"):
+        MLP(gated=False, activation=jax.nn.silu, limit=10.0)
 
 
 def test_smoothing_changes_neither_linears_nor_flops():

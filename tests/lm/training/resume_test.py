@@ -71,6 +71,29 @@ def test_a_resumed_run_equals_one_that_never_stopped(kind, tmp_path, data_dir): 
         assert counts == {"z": 40, "p": 30, "t": 10}
 
 
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "bf16",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("nvfp4_4over6", "quartet2", "tetrajet2")
+        ),
+    ],
+)
+def test_muon_and_what_draws_signs_resume_to_the_bit(precision, data, tmp_path):
+    """With momentum in 8 bits."""
+    changes = dict(num_steps=5, checkpoint__every=4, valid__every=5)
+    changes |= dict(optimizer__name="muon", optimizer__moments="int8")
+    config = one_layer(data, precision=precision, **changes)
+    train_and_evaluate(config, str(tmp_path))
+    whole = numbers(tmp_path)
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    shutil.rmtree(tmp_path / "checkpoints" / "5")
+    train_and_evaluate(config, str(tmp_path))
+    assert numbers(tmp_path) == whole
+
+
 def test_other_weights_on_resume_go_on_within_each_source(tmp_path):
     """From 3:1 to 1:3 and a new source: rows add up, the change is recorded."""
     parts = {}
