@@ -8,7 +8,9 @@ projections to queries, keys and values are one tensor in the paper, so they sha
 baseline is --config.precision=bf16. Options cover what is open:
 
     --config.precision=fp8_amax                             a scale for each of the three
-    --config.precision=fp8_amax:qkv=shared,margin=3         three binades left free
+    --config.precision=fp8_amax:qkv=shared,margin=3         as the authors' code: biases within 31,
+                                                            three binades left free for gradients
+    --config.precision=fp8_amax:scale=mse,margin=3          scales of least squared error
     --config.precision=fp8_amax:qkv=shared,formats=fnuz     formats with the largest number 240
 
 The paper's sizes are --config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m,

@@ -67,7 +67,7 @@ from fp8jax.gemm.sharding.manual_axes import (
 from fp8jax.gemm.weight import Observed, Weight, cotangent, observe
 from fp8jax.numerics.formats import folded, key_words
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.scales import Delayed
+from fp8jax.numerics.scales import Delayed, Mse
 from fp8jax.numerics.tiles import TENSOR, joint_amax, tensor_amax
 
 # Names for jax.checkpoint_policies.save_only_these_names.
@@ -198,6 +198,11 @@ def quantize_operand(
         forward_axes = {f"fwd_{operand}": FORWARD_AXES[operand]}
         requests |= cast_requests(context.recipe, forward_axes, histories, weight.key)
     if pooled:
+        if any(isinstance(request.cast.rule, Mse) for request in requests.values()):
+            raise NotImplementedError(
+                f"recipe {context.recipe.name!r} has scales of least squared error, of which each"
+                " device of a shard_map would find its own"
+            )
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
     if joint is not None:
         requests = {

@@ -21,8 +21,18 @@ from typing import Any
 from fp8jax.lookup import lookup, unknown
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import Cast, Recipe
-from fp8jax.numerics.scales import Constant, Delayed, Fp32, NvFp4, Pow2, ScaleRule, as_scale_rule
-from fp8jax.numerics.tiles import TILES, TOKEN, Tile
+from fp8jax.numerics.scales import (
+    Bias,
+    Constant,
+    Delayed,
+    Fp32,
+    Mse,
+    NvFp4,
+    Pow2,
+    ScaleRule,
+    as_scale_rule,
+)
+from fp8jax.numerics.tiles import TENSOR, TILES, TOKEN, Tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +123,14 @@ def _is_delayed(name: str, cast: Cast) -> bool:
     return cast.delayed
 
 
+def _is_graphcores(cast: Cast) -> bool:
+    """Whether the cast has one current power of two, or one constant, for the tensor."""
+    return cast.tile == TENSOR and not cast.delayed and isinstance(cast.rule, Pow2 | Constant)
+
+
 def _has_margin(name: str, cast: Cast) -> bool:
+    if isinstance(cast.rule, Constant):
+        return name.endswith("_g")
     return isinstance(cast.rule, Fp32 | Pow2)
 
 
@@ -182,8 +199,20 @@ def _set_formats(name: str, cast: Cast, formats: dict[Format, Format]) -> Cast:
 
 
 def _set_margin(name: str, cast: Cast, margin: int) -> Cast:
+    if _is_graphcores(cast):
+        return _set_margin_of_gradients(name, cast, margin)
     assert isinstance(cast.rule, Fp32 | Pow2)  # `_has_margin`
     return _set_rule(name, cast, dataclasses.replace(cast.rule, margin=margin))
+
+
+def _set_margin_of_gradients(name: str, cast: Cast, margin: int) -> Cast:
+    """The margin as in Graphcore's code: of gradients alone, and biases within 31."""
+    margin = margin if name.endswith("_g") else 0
+    if isinstance(cast.rule, Constant):
+        value = min(max(cast.rule.value * 2.0**margin, 2.0**-31), 2.0**31)
+        return dataclasses.replace(cast, scale=Constant(value))
+    rule = Mse(margin) if isinstance(cast.rule, Mse) else Bias(margin)
+    return dataclasses.replace(cast, scale=rule)
 
 
 def _set_rule(name: str, cast: Cast, rule: ScaleRule) -> Cast:
@@ -245,19 +274,19 @@ OPTIONS: dict[str, Option] = {
         parse=as_scale_rule,
         applies=_has_free_scale_rule,
         change=_set_rule,
-        help="`fp32`, `pow2`, `e8m0`, or `e8m0_floor` as in OCP Microscaling",
-    ),
-    "margin": Option(
-        parse=_parse_int,
-        applies=_has_margin,
-        change=_set_margin,
-        help="binades left free above the amax (scales in float32)",
+        help="`fp32`, `pow2`, `mse` (least squared error), `e8m0`, or `e8m0_floor` as in OCP",
     ),
     "bias": Option(
         parse=_parse_bias,
         applies=_is_constant,
         change=_set_bias,
         help="exponent b of a constant scale 2^-b",
+    ),
+    "margin": Option(
+        parse=_parse_int,
+        applies=_has_margin,
+        change=_set_margin,
+        help="binades left free above the amax; of gradients alone for powers of two and constants",
     ),
     "gradients": Option(
         parse=_parse_format,

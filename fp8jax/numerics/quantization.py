@@ -43,6 +43,7 @@ from fp8jax.numerics.hadamard import hadamard_parts, joined, split, whole_hadama
 from fp8jax.numerics.scales import (
     Eden,
     FourOverSix,
+    Mse,
     Outer128,
     ScaleRule,
     as_scale_rule,
@@ -419,6 +420,8 @@ def _scales(
         group[source.along] = rule.along // tile
         outer = spread(tile_amax(amax, tuple(group)), tuple(group), amax.shape)
         return rule.within(amax, outer, source.fmt), None
+    if isinstance(rule, Mse):
+        return _least_squares(source, rule, amax), None
     scale, tensor_scale = rule(amax, source.fmt)
     if not isinstance(rule, FourOverSix):
         return scale, tensor_scale
@@ -429,6 +432,21 @@ def _scales(
         for each in (scale, four)
     )
     return jnp.where(four_error < six_error, four, scale), tensor_scale
+
+
+def _least_squares(source: _Source, rule: Mse, amax: jax.Array) -> jax.Array:
+    """Returns the scale of the whole array with the least squared error, the larger of equals."""
+    x, best, least = source.x.astype(jnp.float32), None, None
+    for binades in range(rule.lower + 1):
+        scale = rule.at(amax, source.fmt, binades)
+        # In units of the amax, so that no square underflows.
+        error = x - rounded(x * (1.0 / scale), source.fmt, None) * scale
+        total = jnp.sum(jnp.square(error * (1.0 / jnp.where(amax == 0, 1.0, amax))))
+        better = True if least is None else total < least
+        best = scale if best is None else jnp.where(better, scale, best)
+        least = total if least is None else jnp.minimum(total, least)
+    assert best is not None
+    return rule.with_margin(best, amax)
 
 
 def _lengthened(

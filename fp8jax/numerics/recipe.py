@@ -42,6 +42,7 @@ from fp8jax.numerics.scales import (
     Constant,
     Delayed,
     Eden,
+    Mse,
     NvFp4,
     Outer128,
     ScaleRule,
@@ -143,6 +144,8 @@ class Cast:
                 f"redrawn=True needs a Hadamard transform of 2 to 32 elements, got"
                 f" hadamard={self.hadamard}"
             )
+        if isinstance(self.scale, Mse) and self.shared:
+            raise ValueError("scale rule mse contradicts shared=True: each tensor has its errors")
         if self.requantizes and (self.timing != "current" or self.shared):
             raise ValueError(
                 f"requantizes=True contradicts scale={self.scale}, shared={self.shared}: what the"

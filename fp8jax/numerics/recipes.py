@@ -4,12 +4,13 @@ Each follows a paper or a library. Where the source leaves a choice open, the ot
 options of the recipe's name (cast_options.py), given in parentheses:
 
     fp8_amax    Graphcore, arXiv 2309.17224: a power-of-two bias from the current amax, with margin
-                0. The paper is said to use margin 3 (`margin=3`), which a re-implementation found
-                unstable. Its queries, keys and values are one tensor, with one bias (the policy's
-                option `qkv=shared`). Formats with the largest number 240 are `formats=fnuz`.
-    fp8_cscale  The same with one constant bias. CSCALE_BIAS is the middle of the interval in which
-                small models train here (docs/results/cscale_bias.md). No constant is right for
-                every model.
+                0. In the authors' code (popxl-addons) biases are within 31, and gradients alone
+                have a margin of 3 (`margin=3`). Its other metric is `scale=mse`. Queries, keys and
+                values are one tensor there, with one bias (the policy's option `qkv=shared`).
+                Formats with the largest number 240, theirs, are `formats=fnuz`.
+    fp8_cscale  The same with one constant bias, of gradients less 3 in their code (`margin=3`).
+                CSCALE_BIAS is the middle of the interval in which small models train here
+                (docs/results/cscale_bias.md). No constant is right for every model.
     fp8_block   DeepSeek-V3 (2412.19437) and InfiR2 (2509.22536): E4M3 everywhere. InfiR2 compares
                 float32 scales with power-of-two scales. Its scripts run the latter, which is
                 fp8_block_ue8m0.

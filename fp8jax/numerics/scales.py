@@ -11,7 +11,9 @@ With M the largest number of the format, the rules are
 
     fp32        amax / M, to within one unit in the last place; Fp32(m) multiplies that by 2^m
     pow2        2^ceil(log2(amax / M)): never saturates, and dividing by it never rounds
-    Pow2(m)     2^(ceil(log2(amax / M)) + m). Graphcore's bias is b = -log2(scale), m their margin
+    Pow2(m)     2^(ceil(log2(amax / M)) + m)
+    bias        Pow2 as in Graphcore's code: the bias -log2(scale) is within 31, also less a margin
+    mse         of powers of two from Pow2's down, the one with the least squared error
     e8m0        pow2, stored in one byte as float8_e8m0fnu (UE8M0)
     e8m0_floor  2^(floor(log2(amax)) - floor(log2(M))), as in OCP Microscaling: uses one binade more
                 of the format where e8m0 rounds up, but saturates numbers above M * scale
@@ -41,7 +43,7 @@ from jax import lax
 
 from fp8jax.lookup import Table, brief, unknown
 from fp8jax.numerics.formats import FORMATS, Format, cast, power_of_two_below
-from fp8jax.numerics.tiles import Tile
+from fp8jax.numerics.tiles import TENSOR, Tile
 
 # Scales and their reciprocals must be normal float32 numbers: XLA flushes subnormals to zero on
 # some backends, and a scale of zero would turn a tiny tensor into infinities.
@@ -113,15 +115,60 @@ class Pow2:
         _check_margin("Pow2", self.margin)
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        return _nonzero(amax, _power_of_two(self._exponent(amax, fmt) + self.margin, 126)), None
+
+    def _exponent(self, amax: jax.Array, fmt: Format) -> jax.Array:
+        """Returns ceil(log2(amax / max))."""
         # As an integer, a float32 bit pattern is 2^23 * exponent + mantissa. The difference of two
         # patterns, divided by 2^23 and rounded up, is the difference of the exponents, plus one if
         # amax has the larger mantissa. That is ceil(log2(amax / max)).
         bits = lax.bitcast_convert_type(amax.astype(jnp.float32), jnp.int32)
         of_max = int(np.float32(fmt.max).view(np.int32))
-        exponent = ((bits - of_max + (1 << 23) - 1) >> 23) + self.margin
-        exponent = jnp.clip(exponent, -126, 126)  # the reciprocal must be normal, too
-        scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-        return _nonzero(amax, scale), None
+        return (bits - of_max + (1 << 23) - 1) >> 23
+
+
+def _power_of_two(exponent: jax.Array, limit: int) -> jax.Array:
+    """Returns 2^exponent, the exponent being at most `limit` in size: 126 at most, since the
+    reciprocal must be normal, too."""
+    exponent = jnp.clip(exponent, -limit, limit)
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias(Pow2):
+    """`Pow2` as in the code of Graphcore's authors (popxl-addons, `fp8_amax_scale`).
+
+    Their bias is -log2(scale): floor(log2(max / amax)), between -31 and 31; of gradients that less
+    a margin of 3, between -31 and 31 again. (Of an amax of 0 theirs is 31.)
+    """
+
+    def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
+        exponent = jnp.clip(self._exponent(amax, fmt), -31, 31)
+        return _nonzero(amax, _power_of_two(exponent + self.margin, 31)), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Mse(Bias):
+    """`Bias`, or up to three binades less: what has the least squared error over the tensor.
+
+    A smaller scale saturates the largest numbers and keeps more of the smallest. Graphcore's
+    `fp8_mse_scale` compares all biases by a histogram of binades; here a scale is only compared
+    with larger ones that it could gain from, by the errors of the casts themselves. The margin is
+    subtracted from the bias that was chosen.
+    """
+
+    lower = 3
+
+    def at(self, amax: jax.Array, fmt: Format, binades: int) -> jax.Array:
+        """Returns the scale, without the margin, that is so many binades below that of `Bias`."""
+        exponent = jnp.clip(self._exponent(amax, fmt), -31, 31)
+        return _nonzero(amax, _power_of_two(exponent - binades, 31))
+
+    def with_margin(self, scale: jax.Array, amax: jax.Array) -> jax.Array:
+        """Returns a scale of `at`, with the margin."""
+        largest, smallest = 2.0**31, 2.0**-31
+        shifted = jnp.clip(scale * np.float32(2.0**self.margin), smallest, largest)
+        return jnp.where(amax == 0, 1.0, shifted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +332,8 @@ def refuse_tile(rule: ScaleRule, tile: Tile, *, hadamard: int) -> None:
     size, along = (tile.free or 0) * (tile.contract or 0), tile.contract
     if isinstance(rule, FourOverSix) and not 0 < size <= 256:
         raise ValueError(f"scale rule 4over6 compares tiles of up to 256 elements, got {tile}")
+    if isinstance(rule, Mse) and (tile != TENSOR or hadamard > 1):
+        raise ValueError(f"scale rule mse needs tile=TENSOR and no transform, got {tile}")
     if isinstance(rule, Outer128) and (along is None or rule.along % along):
         raise ValueError(
             f"scale rule outer128 needs a tile that divides {rule.along} elements, got {tile}"
@@ -337,7 +386,7 @@ class Delayed:
             raise ValueError(f"history={self.history}: delayed scaling needs at least one amax")
         if self.amax not in AMAXES:
             raise unknown("amax of a history", self.amax, AMAXES)
-        if isinstance(self.rule, Constant | NvFp4):
+        if isinstance(self.rule, Constant | NvFp4 | Mse):
             raise ValueError(
                 f"rule={self.rule} of delayed scaling: take one of the tensor's amax alone, such as"
                 " Fp32"
@@ -347,6 +396,8 @@ class Delayed:
 _ALL: dict[str, ScaleRule] = {
     "fp32": Fp32(),
     "pow2": Pow2(),
+    "bias": Bias(),
+    "mse": Mse(),
     "e8m0": E8M0(),
     "e8m0_floor": E8M0(floor=True),
     "nvfp4": NvFp4(),

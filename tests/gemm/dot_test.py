@@ -47,6 +47,7 @@ CASES = RECIPES | {
     name: variant(name)
     for name in (
         "fp8_amax:margin=3",
+        "fp8_amax:scale=mse,margin=3",
         "fp8_delayed:history=4,margin=1,amax=newest",
         "fp8_cscale:bias=2",
         "mxfp8:scale=e8m0_floor",

@@ -3,6 +3,8 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fp8jax.numerics.cast_options import OPTIONS
@@ -12,7 +14,7 @@ from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
-from fp8jax.numerics.scales import Constant, Delayed, Fp32, Pow2
+from fp8jax.numerics.scales import SCALES, Bias, Constant, Delayed, Fp32, Mse, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
 from fp8jax.numerics.tiles import BLOCK128, MX32, ROW, TOKEN
 
@@ -169,6 +171,18 @@ def test_every_policy_fits_the_model(name):
     POLICIES[name].check(MODULES, 1)
 
 
+def test_the_margin_of_graphcore_is_that_of_gradients():
+    """Biases within 31, as in popxl-addons; of other recipes the margin shifts all casts."""
+    for scale, rule in (("pow2", Bias), ("mse", Mse)):
+        casts = casts_of(f"fp8_amax:scale={scale},margin=3")
+        for name, cast in casts.items():
+            assert cast.rule == rule(3 if name.endswith("_g") else 0), name
+    small, large = np.float32([2.0**-60, 2.0**60])
+    e5m2 = FORMATS["e5m2"]
+    for amax, bias in ((small, 28), (large, -31), (np.float32(57344.0), -3), (np.float32(1), 12)):
+        assert Bias(3)(jnp.asarray(amax), e5m2)[0] == 2.0**-bias
+
+
 def test_names_and_objects_resolve_alike():
     assert as_policy("fp4_mixed") == POLICIES["fp4_mixed"] is as_policy(POLICIES["fp4_mixed"])
     with pytest.raises(ValueError, match="unknown policy 'fp4_mix'.*'fp4_mixed'"):
@@ -190,7 +204,8 @@ def casts_of(spec: str, module: str = "layers/mlp/up") -> dict[str, Cast]:
         ("fp8_delayed:history=1024", "scale", Delayed(1024), "all"),
         ("fp8_delayed:amax=newest", "scale", Delayed(16, "newest"), "all"),
         ("fp8_delayed:margin=1", "scale", Delayed(16, rule=Fp32(1)), "all"),
-        ("fp8_amax:margin=3", "scale", Pow2(3), "all"),
+        ("fp8_cscale:margin=3", "scale", Constant(0.125), "dgrad_g wgrad_g"),
+        ("fp8_amax:scale=mse", "scale", SCALES["mse"], "all"),
         ("fp8_cscale:bias=-2", "scale", Constant(4.0), "all"),
         ("fp8_rowwise:scale=pow2", "scale", Pow2(), "all"),
         ("fp8_block:gradients=e5m2", "format", FORMATS["e5m2"], "dgrad_g wgrad_g"),

@@ -38,6 +38,7 @@ RULES = {
 
 # rule -> the tiles that it takes, if not all
 TILES_OF = {
+    "mse": ("TENSOR",),
     "4over6": ("TILE128", "MX32", "NV16", "NV16x16"),
     "outer128": ("TOKEN", "TILE128", "BLOCK128", "MX32", "NV16", "NV16x16"),
     "outer128_unbiased": ("TOKEN", "TILE128", "BLOCK128", "MX32", "NV16", "NV16x16"),
@@ -98,7 +99,9 @@ def test_every_tile_matches_the_reference(shape, axis):
 def test_every_scale_rule_matches_the_reference():
     """Over 64 binades, more than the values and the scales of any rule here hold."""
     casts = tuple(
-        ("e2m1", "NV16", -1, rule) if isinstance(RULES[rule], NvFp4) else ("e4m3", "MX32", -1, rule)
+        ("e2m1", "NV16", -1, rule)
+        if isinstance(RULES[rule], NvFp4)
+        else ("e4m3", "TENSOR" if rule == "mse" else "MX32", -1, rule)
         for rule in RULES
     )
     x = normal((64, 96)) * np.exp2(np.arange(-32, 32, dtype=np.float32)).reshape(64, 1)

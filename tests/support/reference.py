@@ -15,10 +15,12 @@ import numpy as np
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.scales import (
     E8M0,
+    Bias,
     Constant,
     Eden,
     FourOverSix,
     Fp32,
+    Mse,
     NvFp4,
     Outer128,
     Pow2,
@@ -161,6 +163,10 @@ def scale_of(rule, amax: np.float32, fmt: str, tensor_amax: np.float32):
     if isinstance(rule, Fp32):
         scale = amax * (one / np.float32(MAX[fmt])) * np.float32(2.0**rule.margin)
         return one if amax == 0 else max(scale, smallest), None
+    if isinstance(rule, Bias):
+        bias = min(31, max(-31, -int(np.log2(pow2_scale(amax, fmt)))))
+        bias = min(31, max(-31, bias - rule.margin))
+        return one if amax == 0 else np.float32(2.0**-bias), None
     if isinstance(rule, Pow2):
         return one if amax == 0 else pow2_scale(amax, fmt, rule.margin), None
     if isinstance(rule, E8M0):
@@ -202,6 +208,19 @@ def four_over_six(rule, x: np.ndarray, tensor: np.float32):
         scaled = x * (np.float32(1) / (np.float32(scale) * tensor))
         errors.append(np.float32(error_units(scaled)) * np.float32(scale) ** 2)
     return scales[int(errors[1] < errors[0])]
+
+
+def least_squares(x: np.ndarray, amax: np.float32, fmt: str, margin: int) -> np.float32:
+    """Of the power of two of the amax and the three below, that of the least squared error."""
+    if amax == 0:
+        return np.float32(1)
+    bias, found = -int(np.log2(pow2_scale(amax, fmt))), []
+    for each in range(bias, bias + 4):
+        scale = np.float32(2.0 ** -min(31, max(-31, each)))
+        again = saturating_cast(x / scale, fmt).astype(np.float64) * scale
+        found.append((np.square(again - x).sum(), float(scale)))
+    scale = min(found, key=lambda pair: pair[0])[1]
+    return np.float32(min(2.0**31, max(2.0**-31, scale * 2.0**margin)))
 
 
 def lengthened(scales: np.ndarray, scaled: np.ndarray, axis: int, draws) -> np.ndarray:
@@ -250,6 +269,8 @@ def quantize_parts(
         if isinstance(rule, Outer128):
             outermost = np.abs(x[around(where, contract_axis, 128)]).max()
         scales[index], tensor = scale_of(rule, own, fmt, outermost)
+        if isinstance(rule, Mse):
+            scales[index] = least_squares(x, own, fmt, rule.margin)
         if isinstance(rule, FourOverSix):
             scales[index] = four_over_six(rule, x[where], tensor)
         of_tiles[where], outer = np.float32(scales[index]), outer if tensor is None else tensor

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from fp8jax.device.hardware import Device
 from fp8jax.kernels import requirements
 from fp8jax.numerics.recipe import Cast, GemmCasts, Recipe
-from fp8jax.numerics.scales import E8M0, Fp32, NvFp4, Outer128, Pow2
+from fp8jax.numerics.scales import E8M0, Fp32, Mse, NvFp4, Outer128, Pow2
 from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128
 
 # The FP8 formats that matrix units multiply here. (AMD's multiply e4m3fnuz; none was ever tried.)
@@ -133,6 +133,8 @@ def kernels_refuse(lhs: Cast, rhs: Cast, accumulation: str) -> str | None:
     formats = f"{lhs.format.name} by {rhs.format.name}"
     if any(c.format.name not in _KERNEL_FORMATS for c in both):
         return f"multiplies {formats}: the kernels take {_FP8_NAMES}"
+    if any(isinstance(c.rule, Mse) for c in both):
+        return "has scales of least squared error: the kernels take scales of amaxes"
     if any(c.rounding != "nearest" or c.hadamard > 1 for c in both):
         return "rounds stochastically or has a Hadamard transform: the kernels do neither"
     if {lhs.tile, rhs.tile} <= {TENSOR, ROW}:
