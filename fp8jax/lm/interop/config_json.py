@@ -148,6 +148,10 @@ _QWEN = _LLAMA | dict(
 _NO_BIAS = dict(attention_bias=(False,), mlp_bias=(False,))
 _OLMO = _LLAMA | dict(rms_norm_eps=1e-5)
 _OLMO_FIELDS = dict(norm_at="after", qk_norm=True, qk_norm_joint=True)
+_PHI_3_CODE = {
+    "AutoConfig": "configuration_phi3.Phi3Config",
+    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
 _GEMMA = {key: value for key, value in _LLAMA.items() if key != "hidden_act"} | dict(
     num_key_value_heads=4,
     head_dim=256,
@@ -222,7 +226,8 @@ _ALL = (
         model_type="phi3",
         sizes=_SIZES,
         defaults=_LLAMA | dict(rms_norm_eps=1e-5, sliding_window=None),
-        only=_NO_BIAS,
+        # Folders that are older than the class in transformers name the same code as their own.
+        only=_NO_BIAS | dict(auto_map=(None, _PHI_3_CODE)),
         without_effect=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
         fields=dict(joined_projections=True),
         layers=ONE_WINDOW,

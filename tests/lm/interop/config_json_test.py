@@ -187,6 +187,10 @@ GEMMA_3 = dict(
 PHI_3 = LLAMA_2 | dict(
     architectures=["Phi3ForCausalLM"],
     attention_bias=False,
+    auto_map={
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
     embd_pdrop=0.0,
     hidden_size=3072,
     intermediate_size=8192,
@@ -390,6 +394,11 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not"),
         ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=true is"),
         ("gemma3", dict(hidden_activation="silu"), "hidden_activation='silu' is not supported"),
+        (
+            "phi3",
+            dict(auto_map={"AutoModel": "modeling_x.Y"}),
+            "auto_map=.*modeling_x.* is not sup",
+        ),
         ("phi3", dict(rope_parameters=YARN), "Phi3ForCausalLM has no scaled RoPE, got Yarn"),
         (
             "phi3",
