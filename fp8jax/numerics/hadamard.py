@@ -60,7 +60,7 @@ def whole_hadamard(
     y = y * sign.reshape(*[1] * (len(before) + 1), size, *[1] * len(after))
     half = 1
     while half < size:
-        pairs = y.reshape(*before, -1, 2, half, *after)
+        pairs = y.reshape(*before, blocks * size // (2 * half), 2, half, *after)
         a, b = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
         y = jnp.stack([a + b, a - b], axis + 1)
         half *= 2

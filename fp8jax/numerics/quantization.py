@@ -370,7 +370,7 @@ def quantize_unchecked(
     reciprocal = source.reciprocals(clean, tensor_scale)
     if isinstance(rule, Eden):
         values, squares, products = source.codes_and_lengths(reciprocal)
-        clean = _lengthened(clean, squares, products, source.along, key)
+        clean = _lengthened(source, clean, squares, products, key)
     else:
         values = source.codes(reciprocal, key)
     checked = nan_unless(finite, clean)
@@ -450,12 +450,14 @@ def _least_squares(source: _Source, rule: Mse, amax: jax.Array) -> jax.Array:
 
 
 def _lengthened(
-    scale: jax.Array, squares: jax.Array, products: jax.Array, along: int, key: Any
+    source: _Source, scale: jax.Array, squares: jax.Array, products: jax.Array, key: Any
 ) -> jax.Array:
     """Returns the scales of `Eden`, times <y, y> / <y, q> of their block, rounded to e4m3."""
     none = products == 0
     factor = jnp.where(none, 1.0, squares / jnp.where(none, 1.0, products))
-    factor = jnp.repeat(factor, scale.shape[along] // factor.shape[along], axis=along)
+    tile = source.axes[source.along]
+    assert tile is not None  # `refuse_tile`
+    factor = jnp.repeat(factor, source.block // tile, axis=source.along)
     noise = None if key is None else draws(key, places(scale.shape))
     return cast_unchecked(scale.astype(jnp.float32) * factor, FORMATS["e4m3"], noise)
 

@@ -130,7 +130,7 @@ def test_nvfp4_clips_maxima():
     assert abs((mean * x).sum() / (x * x).sum() - 0.9965) <= 0.0005
 
 
-@pytest.mark.parametrize("tile", ["nv16", "nv16x16"])
+@pytest.mark.parametrize("tile", ["nv16", pytest.param("nv16x16", marks=pytest.mark.full)])
 def test_four_over_six_has_a_smaller_error(tile):
     """At most 0.85 of the squared error of tiles of 16, as in the paper; blocks of 256 have an amax
     further out, and gain less."""
@@ -167,7 +167,7 @@ def test_eden_keeps_the_projection():
 # Recipes ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["quartet2", "tetrajet2"])
+@pytest.mark.parametrize("name", ["tetrajet2", pytest.param("quartet2", marks=pytest.mark.full)])
 def test_weights_that_share_x_share_its_signs(name):
     """Each gradient is that of its weight, to the noise of 4 bits: with signs of their own, x and g
     would be transformed differently, and the product of both would be noise."""

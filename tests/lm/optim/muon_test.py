@@ -197,7 +197,7 @@ def test_momentum_takes_a_byte_an_element_and_adams_moments_stay_float32():
     assert len(scales) == 1
 
 
-@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize("moments", [pytest.param("float32", marks=pytest.mark.full), "int8"])
 def test_eight_devices_take_the_steps_of_one(moments):
     """Momentum is cut as its kernel is. The products of NS add in another order there: the bound
     is that of the steps by hand."""
