@@ -1,6 +1,6 @@
 """What the console says of an event; events.jsonl has its fields."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fp8jax.lm.records.events import Cause, Event
@@ -33,6 +33,10 @@ def _growing(fields: _Fields) -> str:
     return f"SwiGLU outputs keep growing in layers {', '.join(map(str, fields['amaxes']))}"
 
 
+def _ranges(steps: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in steps)
+
+
 def _rejected(remedy: str) -> Callable[[_Fields], str]:
     def say(fields: _Fields) -> str:
         why = "a spike" if fields["cause"] == Cause.SPIKE else "not finite"
@@ -48,7 +52,14 @@ _WORDS: dict[Event, Callable[[_Fields], str]] = {
         f"num_steps={fields['num_steps']} leaves nothing to train"
     ),
     Event.STOPPED: lambda fields: f"stopped by {fields['signal']}, with its state saved",
+    Event.FAILED: lambda fields: f"all processes leave: {fields['reason']}",
     Event.DATA_FAILED: lambda fields: f"no batch came: {fields['reason']}",
+    Event.DAMAGED_LINES: lambda fields: (
+        f"{fields['file']} had damaged lines, which are left out: {', '.join(fields['lines'])}"
+    ),
+    Event.MISSING_STEPS: lambda fields: (
+        f"metrics.jsonl has no lines of steps {_ranges(fields['steps'])}; the checkpoint is sound"
+    ),
     Event.DAMAGED_CHECKPOINT: lambda fields: (
         f"this checkpoint is damaged, an older one is read instead: {fields['reason']}"
     ),

@@ -18,7 +18,10 @@ class Event(enum.StrEnum):
     RESUME = "resume"  # seeding, changes: the run goes on from a checkpoint
     ALREADY_FINISHED = "already_finished"  # num_steps: nothing was left to train
     STOPPED = "stopped"  # signal: SIGTERM or Ctrl-C; the state was saved
+    FAILED = "failed"  # reason: another process of the run has failed, and all have left
     DATA_FAILED = "data_failed"  # reason: no batch came, or the source raised
+    DAMAGED_LINES = "damaged_lines"  # file, lines: left out of the file; a few of them as text
+    MISSING_STEPS = "missing_steps"  # steps: [first, last] of each gap in metrics.jsonl
     DAMAGED_CHECKPOINT = "damaged_checkpoint"  # reason: an older checkpoint was read instead
     BEST_CHECKPOINT = "best_checkpoint"  # valid_loss: the best checkpoint among those on disk
     PRECISION_SWITCH = "precision_switch"  # from, to, seeding: the next policy of the schedule

@@ -8,7 +8,7 @@ bit. JSON has no non-finite numbers: they are written as the strings "NaN", "Inf
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,21 +26,25 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       ValueError: a complete line is not a JSON object. The message names the file and the line.
     """
-    return [parsed for _, parsed in whole_lines(Path(path))]
+    return list(each_line(path))
 
 
-def whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns (the bytes, the parsed object) of each line that ends with a newline.
+def each_line(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yields what `read_jsonl` returns, and holds one line at a time.
 
     Raises:
-      ValueError: as `read_jsonl`.
+      ValueError: as `read_jsonl`, when it comes to that line.
     """
-    lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
-        lines.append((line, _parse(line, f"{path}:{number}")))
-    return lines
+    for number, line in _whole_lines(Path(path)):
+        yield _parse(line, f"{path}:{number}")
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, bytes) of each line that ends with a newline."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line
 
 
 def readable_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -53,9 +57,7 @@ def readable_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
       has none: a run may be writing it.
     """
     lines, problems = [], []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            break
+    for number, line in _whole_lines(path):
         try:
             lines.append(_parse(line, f"{path.name}:{number}"))
         except ValueError as error:
@@ -76,28 +78,39 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return parsed
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Atomically drops the lines of a file for which `keep` is false, and an incomplete last line.
+def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+    """Atomically drops the lines of a file for which `keep` is false.
 
-    The other lines stay the same byte for byte. Does nothing if the file does not exist.
+    Drops damaged lines, too: what is not a JSON object, or lacks a key that `keep` reads; and an
+    incomplete last line. The other lines stay the same byte for byte. Does nothing if the file does
+    not exist. Reads the file line by line: that of a long run has gigabytes.
 
-    Raises:
-      ValueError: as `read_jsonl`, or a line lacks a key that `keep` reads.
+    Returns:
+      What was wrong with each damaged line but an incomplete last one, with its number.
     """
     if not path.exists():
-        return
-    try:
-        remaining = b"".join(line for line, parsed in whole_lines(path) if keep(parsed))
-    except KeyError as error:
-        raise ValueError(f"{path}: a line has no {error}") from error
-    if len(remaining) == path.stat().st_size:
-        return
+        return []
+    damaged, kept, size = [], bytearray(), 0
+    for number, line in _whole_lines(path):
+        try:
+            keeps = keep(_parse(line, f"line {number}"))
+        except (ValueError, KeyError, TypeError) as error:
+            keeps = False
+            missing = f"line {number}: no {error}"
+            damaged.append(missing if isinstance(error, KeyError) else str(error))
+        kept.append(keeps)
+        size += len(line) * keeps
+    if size == path.stat().st_size:
+        return damaged
     copy = path.with_name(path.name + ".tmp")
     with open(copy, "wb") as file:
-        file.write(remaining)
+        for (_, line), wanted in zip(_whole_lines(path), kept, strict=True):
+            if wanted:
+                file.write(line)
         file.flush()
         os.fsync(file.fileno())
     os.replace(copy, path)
+    return damaged
 
 
 def _finite(value: Any) -> Any:

@@ -32,7 +32,14 @@ class Metrics:
     """Writes a run's scalars, samples and events; a context manager.
 
     In a multi-host run only the first process writes. On the others all methods do nothing.
+
+    Attributes:
+      damaged: file name -> what was wrong with lines of it that were dropped.
+      missing: (first, last) step of each gap in the metrics of the steps up to `start_step`.
     """
+
+    damaged: dict[str, list[str]]
+    missing: list[tuple[int, int]]
 
     def __init__(
         self,
@@ -49,24 +56,28 @@ class Metrics:
           num_steps: the step at which the run ends.
           start_step: the step that the run resumes from, in [0, num_steps]; 0 for a fresh run.
             Metrics and samples of later steps are dropped: a killed run wrote them after its last
-            checkpoint, or this run before a rollback. A fresh run drops all. An incomplete last
-            line is dropped too.
+            checkpoint, or this run before a rollback. A fresh run drops all. Damaged lines and an
+            incomplete last one are dropped too.
           sink: takes the scalars as well (sinks.py), None for none; closed with the files.
 
         Raises:
-          ValueError: start_step is out of range, or a file holds a line that is not JSON.
+          ValueError: start_step is out of range.
         """
         if not 0 <= start_step <= num_steps:
             raise ValueError(f"{start_step=} must lie between 0 and {num_steps=}")
+        self.damaged, self.missing = {}, []
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
         directory = Path(workdir)
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.jsonl" for name in ("metrics", "samples", "events")]
-        for path in paths[:2]:
-            keep_lines(path, lambda line: 0 < start_step and line["step"] <= start_step)
-        keep_lines(paths[2], lambda line: True)
+        if start_step:
+            self._keep_until(start_step, *paths[:2])
+        else:
+            for path in paths[:2]:
+                path.unlink(missing_ok=True)
+        self._note_damage(paths[2], keep_lines(paths[2], lambda line: True))
         self._metrics_file, self._events_file = _opened(paths[0]), _opened(paths[2])
         # Most runs draw no samples, and have no file of them.
         self._samples = paths[1]
@@ -76,6 +87,29 @@ class Metrics:
         )
         self._sink = sink
         self._display = Display(num_steps)
+
+    def _keep_until(self, start_step: int, metrics: Path, samples: Path) -> None:
+        """Drops the lines of later steps, and notes what is damaged or missing."""
+        newest = 0
+
+        def keep(line: dict[str, Any]) -> bool:
+            nonlocal newest
+            step = line["step"]
+            if step > start_step:
+                return False
+            if step > newest + 1:
+                self.missing.append((newest + 1, step - 1))
+            newest = max(newest, step)
+            return True
+
+        self._note_damage(metrics, keep_lines(metrics, keep))
+        if newest < start_step:
+            self.missing.append((newest + 1, start_step))
+        self._note_damage(samples, keep_lines(samples, lambda line: line["step"] <= start_step))
+
+    def _note_damage(self, path: Path, problems: list[str]) -> None:
+        if problems:
+            self.damaged[path.name] = problems
 
     def __enter__(self) -> "Metrics":
         return self

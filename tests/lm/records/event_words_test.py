@@ -19,6 +19,18 @@ _FIELDS = {
     Event.ALREADY_FINISHED: ({"num_steps": 7}, "num_steps=7 leaves nothing to train"),
     Event.STOPPED: ({"signal": "SIGTERM"}, "stopped by SIGTERM, with its state saved"),
     Event.DATA_FAILED: ({"reason": "a.txt is gone"}, "no batch came: a.txt is gone"),
+    Event.FAILED: (
+        {"reason": "process 1 of 2 on n1 failed"},
+        "all processes leave: process 1 of 2 on n1 failed",
+    ),
+    Event.DAMAGED_LINES: (
+        {"file": "metrics.jsonl", "lines": ["line 2: not JSON", "…"]},
+        "metrics.jsonl had damaged lines, which are left out: line 2: not JSON, …",
+    ),
+    Event.MISSING_STEPS: (
+        {"steps": [(3, 7), (9, 9)]},
+        "metrics.jsonl has no lines of steps 3 to 7, 9; the checkpoint is sound",
+    ),
     Event.DAMAGED_CHECKPOINT: (
         {"reason": "x"},
         "this checkpoint is damaged, an older one is read instead: x",

@@ -11,6 +11,7 @@ import re
 import struct
 import subprocess
 import sys
+import tracemalloc
 from unittest import mock
 
 import jax
@@ -109,11 +110,63 @@ def test_a_spoilt_line_is_named(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
         read_jsonl(path)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not JSON"):
-        Metrics(tmp_path, num_steps=5, start_step=1)
     path.write_bytes(b"3\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:1: not a JSON object: 3"):
         read_jsonl(path)
+
+
+def test_damaged_lines_and_gaps_are_noted_and_the_run_goes_on(tmp_path):
+    good = [b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 13)]
+    damaged = [
+        b'{"step": 4, "lo{"step": 5}\n',
+        b"\0\0\n",
+        b"[6]\n",
+        b'{"loss": 1}\n',
+        b'{"step": "8"}\n',
+    ]
+    cut = b'{"step": 13, "lo'
+    lines = [*good[:3], *damaged, *good[8:], cut]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    (tmp_path / "samples.jsonl").write_bytes(
+        b'{"step": 5, "text": "a"}\n{"step": 12, "text": "b"}\n{\n'
+    )
+    (tmp_path / "events.jsonl").write_bytes(b'{"kind": "start"}\nno\n')
+    with Metrics(tmp_path, num_steps=30, start_step=11) as out:
+        assert out.missing == [(4, 8)]
+        assert {name: len(found) for name, found in out.damaged.items()} == {
+            "metrics.jsonl": 5,
+            "samples.jsonl": 1,
+            "events.jsonl": 1,
+        }
+        starts = [
+            "line 4: not JSON",
+            "line 5: not JSON",
+            "line 6: not a JSON object",
+            "line 7: no 'step'",
+        ]
+        found = out.damaged["metrics.jsonl"]
+        assert [text[: len(start)] for text, start in zip(found, starts, strict=False)] == starts
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join([*good[:3], *good[8:11]])
+    assert (tmp_path / "samples.jsonl").read_bytes() == b'{"step": 5, "text": "a"}\n'
+    assert (tmp_path / "events.jsonl").read_bytes() == b'{"kind": "start"}\n'
+    with Metrics(tmp_path, num_steps=30, start_step=20) as out:
+        assert out.missing == [(4, 8), (12, 20)] and not out.damaged
+    with Metrics(tmp_path, num_steps=30) as out:  # a fresh run
+        assert not out.missing and not out.damaged
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_long_file_is_read_line_by_line(tmp_path, monkeypatch):
+    """Half a million lines took 800 MB at a resume."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 20_001)))
+    tracemalloc.start()
+    try:
+        with Metrics(tmp_path, num_steps=30_000, start_step=19_990):
+            assert tracemalloc.get_traced_memory()[1] < path.stat().st_size
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in jsonl.each_line(path)) == 19_990
 
 
 def test_steps_out_of_range_are_refused(tmp_path):
