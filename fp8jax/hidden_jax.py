@@ -6,6 +6,7 @@ JAX.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -46,10 +47,27 @@ def processes() -> Any:
 
     `multihost_utils` has barriers and collectives, but not the coordinator's store of texts, which
     works without a device. And `jax.process_index` starts the backends, which must not happen
-    before all processes have joined. Of the result, `process_id`, `num_processes` and `client` are
-    used.
+    before all processes have joined. Of the result, `process_id`, `num_processes`, `client`
+    and `coordinator_address` are used.
     """
     return distributed.global_state
+
+
+@contextlib.contextmanager
+def without_dumps() -> Iterator[None]:
+    """`jax.distributed.initialize` inside leaves out a dump of the stack once the coordinator goes.
+
+    JAX's client then calls back, by default a function of C++ that dumps the stack and aborts, and
+    `initialize` has no argument for another. jaxlib fails to call one of Python's, which aborts in
+    two lines; device/aborts.py holds the abort.
+    """
+    make = distributed._jax.get_distributed_runtime_client
+    quiet = functools.partial(make, missed_heartbeat_callback=lambda *_: None)
+    distributed._jax.get_distributed_runtime_client = quiet
+    try:
+        yield
+    finally:
+        distributed._jax.get_distributed_runtime_client = make
 
 
 def detect_cluster(method: str | None) -> tuple[str | None, int | None, int | None]:

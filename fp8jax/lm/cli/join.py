@@ -52,6 +52,7 @@ def join(*, several: bool) -> bool:
         )
     import jax
 
+    from fp8jax import hidden_jax
     from fp8jax.device import processes
 
     me = Guest(index=place.index, count=place.count, host=processes.host())
@@ -61,14 +62,17 @@ def join(*, several: bool) -> bool:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if me.index > 0:
         time.sleep(0.2)  # until JAX's coordinator has the port: a refused client waits a second
-    jax.distributed.initialize(
-        place.coordinator,
-        place.count,
-        place.index,
-        local_device_ids=place.device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=_JAX_TIMEOUT_S,
-    )
+    # It would take SIGTERM from lm/training/channel.py.
+    jax.config.update("jax_enable_preemption_service", False)
+    with hidden_jax.without_dumps():
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            local_device_ids=place.device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=_JAX_TIMEOUT_S,
+        )
     processes.put(f"hosts/{me.index}", me.host)
     if me.index > 0 and not given["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
