@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import compilation_cache, compiler, xla_bridge
+from jax._src import compilation_cache, compiler, distributed, xla_bridge
 from jax.experimental import custom_partitioning
 from jax.experimental.mosaic.gpu import core as mosaic
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,6 +20,16 @@ def test_whether_backends_have_started(monkeypatch):
     assert hidden_jax.backends_are_initialized()
     monkeypatch.setattr(xla_bridge, "_backends", {})
     assert not hidden_jax.backends_are_initialized()
+
+
+def test_jax_has_a_callback_for_a_coordinator_that_has_gone():
+    """What it does then is tried by tests/experiments/process_faults_test.py."""
+    make = distributed._jax.get_distributed_runtime_client
+    with hidden_jax.without_dumps():
+        quiet = distributed._jax.get_distributed_runtime_client
+        assert quiet is not make
+        assert quiet("localhost:1", 0, init_timeout=1)  # it takes the argument, and connects later
+    assert distributed._jax.get_distributed_runtime_client is make
 
 
 # Traces -------------------------------------------------------------------------------------------

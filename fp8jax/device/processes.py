@@ -35,6 +35,12 @@ def host() -> str:
     return socket.gethostname()
 
 
+def coordinator() -> tuple[str, int]:
+    """Returns host and port of process 0's coordinator."""
+    host, _, port = hidden_jax.processes().coordinator_address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def detect(method: str | None) -> tuple[str, int, int]:
     """Returns coordinator, number of processes and index, as JAX finds them in its cluster.
 

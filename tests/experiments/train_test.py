@@ -16,6 +16,7 @@ import pytest
 from fp8jax.lm import mesh
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training import build
+from fp8jax.lm.training.channel import RUN_AGAIN
 from fp8jax.lm.training.faults import OF_STEPS
 from tests.support import ROOT
 from tests.support.commands import run_here, tiny_run, train_alone
@@ -98,8 +99,11 @@ def test_killed_stopped_and_resumed_equals_never_stopped(two_sources, tmp_path):
     assert numbers(broken) == numbers(whole) and len(numbers(whole)) == 12
 
 
-def together(given, *inject):
-    """Runs the command in two processes with a device each; what each of them said."""
+def together(given, *inject, code=0):
+    """Runs the command in two processes with a device each; what each of them said.
+
+    The second has the faults. Both end with `code`.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -112,7 +116,7 @@ def together(given, *inject):
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
+    assert [process.returncode for process in processes] == [code, code], said
     return said
 
 
@@ -143,18 +147,20 @@ def test_two_processes_train_as_one(precision, finish, data, monkeypatch, tmp_pa
     whole = numbers(workdir)
     for step in (8, 12):
         shutil.rmtree(workdir / "checkpoints" / str(step))
-    said = together(run, "--inject=sigterm@5")  # process 0 learns of it
+    said = together(run, "--inject=sigterm@5", code=RUN_AGAIN)  # process 0 learns of it
     events = read_jsonl(workdir / "events.jsonl")
-    assert (events[-1]["kind"], events[-1]["reason"], events[-1]["step"]) == ("end", "SIGTERM", 8)
+    assert (events[-1]["kind"], events[-1]["reason"], events[-1]["step"]) == ("end", "SIGTERM", 7)
     assert [e["processes"] for e in events if e["kind"] == "start"] == [1, 2]
-    assert "step 8" in said[0] and "step " not in said[1]  # process 0 alone speaks
-    assert numbers(workdir) == whole[:8]
+    assert "step 7" in said[0] and "step 5" not in said[1]  # process 0 alone speaks
+    asked = "SIGTERM in process 1 of 2 on .*: all stop after step 7"
+    assert all(re.search(asked, each) for each in said)
+    assert numbers(workdir) == whole[:7]
     if finish == "one process":
         train(run)
     else:
         together(run)
     resumed = [e["step"] for e in read_jsonl(workdir / "events.jsonl") if e["kind"] == "resume"]
-    assert resumed == [4, 8] and numbers(workdir) == whole and len(whole) == 12
+    assert resumed == [4, 7] and numbers(workdir) == whole and len(whole) == 12
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.records.workdir_lock import lock_workdir
 from fp8jax.lm.training import dry_run, parameter_table, programs
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.channel import STEP_TIMEOUT_S, Channel
 from fp8jax.lm.training.config import base_config
 from fp8jax.lm.training.epochs import with_steps
 from fp8jax.lm.training.faults import Faults
@@ -46,6 +47,12 @@ _PROFILE = flags.DEFINE_string(
 )
 _INJECT = flags.DEFINE_string(
     "inject", "", "Faults to inject, KIND@STEP[xCOUNT],…: see fp8jax/lm/training/faults.py."
+)
+_STEP_TIMEOUT = flags.DEFINE_float(
+    "step_timeout",
+    STEP_TIMEOUT_S,
+    "Seconds for a step of several processes, with all that belongs to it, or the run ends.",
+    1,
 )
 flags.mark_flag_as_required("config")
 
@@ -81,7 +88,7 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
                 print(f"This dry run itself used at most {used / 2**20:,.1f} MiB of a device.")
 
 
-def _run() -> None:
+def _run(channel: Channel | None) -> None:
     profile = None if _PROFILE.value is None else parse_profile(_PROFILE.value)
     faults = Faults.parse(_INJECT.value)
     workdir = _WORKDIR.value or ""
@@ -97,10 +104,19 @@ def _run() -> None:
         _inspect(_CONFIG.value, workdir)
     if not _DRY_RUN.value:
         train_and_evaluate(
-            _CONFIG.value, workdir, profile=profile, faults=faults, defaults=base_config()
+            _CONFIG.value,
+            workdir,
+            profile=profile,
+            faults=faults,
+            defaults=base_config(),
+            channel=channel,
         )
 
 
 def main(arguments: Sequence[str]) -> None:
     command.refuse_arguments(arguments)
-    _run()
+    if processes.count() == 1:
+        _run(None)
+        return
+    with Channel(step_timeout=_STEP_TIMEOUT.value) as channel:
+        _run(channel)

@@ -74,9 +74,12 @@ class Checkpointer:
 
     Attributes:
       rejected: (step, reason) of each step found damaged so far, in the order of detection.
+      failure: why a save has failed in the background, None as long as none has. `wait` raises it,
+        too, but of several processes only when all others have waited ten minutes.
     """
 
     rejected: list[tuple[int, str]]
+    failure: BaseException | None
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int, keep_best: int):
         """Stores the settings; changes nothing on disk.
@@ -100,7 +103,7 @@ class Checkpointer:
             raise ValueError(
                 f"{directory} is a URL: checkpoints need a directory in a mounted file system"
             )
-        self.rejected = []
+        self.rejected, self.failure = [], None
         self._directory = Path(os.path.abspath(directory))
         if self._directory.exists() and not self._directory.is_dir():
             raise NotADirectoryError(f"{self._directory} is a file: checkpoints need a directory")
@@ -113,6 +116,7 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._metrics: dict[int, float | None] = {}  # of all steps saved or checked so far
         python_logging.getLogger("absl").addFilter(_is_no_orbax_info)
+        python_logging.getLogger("absl").addFilter(self._note_failure)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -266,6 +270,13 @@ class Checkpointer:
             if self._manager is not None:
                 self._manager.close()
                 self._manager = None
+            python_logging.getLogger("absl").removeFilter(self._note_failure)
+
+    def _note_failure(self, record: python_logging.LogRecord) -> bool:
+        """A log filter, since what Orbax logs of a failure is the first that it lets be known."""
+        if record.levelno >= python_logging.ERROR and "/orbax/" in record.pathname:
+            self.failure = self.failure or (record.exc_info or (None, None))[1]
+        return True
 
     def _steps(self, at_most: int | None) -> list[int]:
         """Returns the committed steps, newest first.

@@ -121,7 +121,7 @@ def closing_line(
       reason: "finished", the name of a signal, or that of an error.
       step: finished steps.
       seconds: since the program started to train.
-      lines: all lines of metrics.jsonl.
+      lines: those of metrics.jsonl with a validation loss; others are left aside.
     """
     validated = [line for line in lines if "valid_loss" in line]
     parts = [f"{reason} at step {step:,} after {_duration(seconds)}"]

@@ -29,6 +29,7 @@ Rows = dict[str, np.ndarray]
 INJECTED = "injected"
 
 _STALL = 3600.0  # seconds; the loop's own time limit should end the run earlier
+_NOBODY = 65534  # the user without rights
 _NO_SPACE = 4096  # the largest size of a file on the simulated full disk, in bytes
 
 
@@ -58,6 +59,18 @@ def _kill(checkpoints: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop(checkpoints: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise(checkpoints: Path) -> None:
+    raise LookupError("a hook failed because of --inject=hook_raises")
+
+
+def _hang(checkpoints: Path) -> None:
+    time.sleep(_STALL)
+
+
 def _terminate(checkpoints: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -69,6 +82,15 @@ def _flip_byte(checkpoints: Path) -> None:
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
+
+
+def _make_read_only(checkpoints: Path) -> None:
+    """Lets this process write to the run no longer. The superuser, who may, becomes another."""
+    if os.geteuid() == 0:
+        os.seteuid(_NOBODY)
+    else:
+        for folder in (checkpoints, checkpoints.parent):
+            folder.chmod(0o500)
 
 
 def _fill_disk(checkpoints: Path) -> None:
@@ -92,6 +114,10 @@ OF_ROWS: dict[str, Callable[[Rows], Rows]] = {
 # its save has started too, and may still be running in the background.
 OF_STEPS: dict[str, Callable[[Path], None]] = {
     "kill": _kill,
+    "stop": _stop,
+    "hook_raises": _raise,
+    "hangs": _hang,
+    "read_only": _make_read_only,
     "sigterm": _terminate,
     "corrupt_checkpoint": _flip_byte,
     "full_disk": _fill_disk,

@@ -22,6 +22,7 @@ from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.lm.training.channel import Channel
 from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.new_programs import NewPrograms
 from fp8jax.lm.training.policy_switch import enter_policy
@@ -59,7 +60,7 @@ class Tools:
     recovery: Recovery
     watch: LayerWatch
     profile: Profile
-    stop: StopRequest
+    stop: StopRequest | Channel
     faults: Faults
 
 
@@ -121,10 +122,16 @@ class Now:
 
 
 def next_batch(tools: Tools, now: Now) -> Batch:
-    """The batch of the step on the devices. If the data fails, the step before is saved."""
+    """The batch of the step on the devices.
+
+    If the data fails, the step before is saved. One of several processes does not save alone: the
+    others have begun the step, and wait.
+    """
     try:
         return to_devices(next(tools.rows), now.run.batch_sharding)
     except Exception as error:
+        if jax.process_count() > 1:
+            raise
         write_step_before(tools, now)
         tools.metrics.event(now.step - 1, Event.DATA_FAILED, reason=str(error))
         if now.step - 1 > tools.start:
@@ -190,19 +197,13 @@ def write_step_before(tools: Tools, now: Now) -> None:
 
 
 def decide(tools: Tools, now: Now) -> None:
-    """Decides what is due after the step, and whether the loop stops there.
-
-    Several processes agree on a signal only where the loop waits anyway.
-    """
-    settings, several = now.run.settings, jax.process_count() > 1
+    """Decides what is due after the step, and whether the loop stops there."""
+    settings = now.run.settings
     last = now.step == settings.num_steps
     now.validates = now.step % settings.valid_every == 0 or last
     now.samples = settings.sample_every is not None and now.step % settings.sample_every == 0
     now.saves = tools.checkpointer.should_save(now.step) or last
-    if several and (now.validates or now.saves):
-        tools.stop.agree()
-    if not several or now.validates or now.saves:
-        now.stopping = tools.stop.signal is not None
+    now.stopping = tools.stop.reached(now.step)
     now.saves |= now.stopping
     waits = now.run.ladder.waits or now.dispatched.seeded
     now.waits = now.validates or now.samples or now.saves or waits

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +33,13 @@ from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
 from fp8jax.lm.records.events import Event
-from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.records.jsonl import each_line
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.sinks import open_sink
 from fp8jax.lm.training import hooks
 from fp8jax.lm.training.agree import config_facts, data_facts, lock_together, run_facts, together
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.channel import SAVING_S, Channel
 from fp8jax.lm.training.console import best_of, closing_line, labeled, start_lines
 from fp8jax.lm.training.epochs import read_corpus, with_steps
 from fp8jax.lm.training.faults import Faults
@@ -59,6 +61,7 @@ from fp8jax.lm.training.token_rows import TokenData
 from fp8jax.lm.training.watch import LayerWatch
 
 NO_FAULTS = Faults()
+_MOST_LINES = 5  # of damaged lines, and of gaps, that are said
 
 # What happens besides, in this order. A hook that is not due does nothing.
 BEFORE_A_STEP = (
@@ -91,6 +94,7 @@ def train_and_evaluate(
     profile: tuple[int, int] | None = None,
     faults: Faults = NO_FAULTS,
     defaults: ConfigDict | None = None,
+    channel: Channel | None = None,
 ) -> Scalars:
     """Trains as `config` says; resumes by itself from what `workdir` holds.
 
@@ -105,6 +109,8 @@ def train_and_evaluate(
       profile: first and last step of a trace for xprof, None for none.
       faults: faults to inject (lm/training/faults.py).
       defaults: the console shows which keys of the config differ from these; None for no keys.
+      channel: that the processes of the run have opened since they joined. None opens one, if there
+        are several.
 
     Returns:
       The scalars of the last step written, validation included.
@@ -113,6 +119,8 @@ def train_and_evaluate(
       ValueError, NotImplementedError: a config that cannot be honored; before anything is trained.
       OSError: the workdir cannot be written, or another program trains in it (BlockingIOError).
       KeyboardInterrupt: after Ctrl-C, once the state is saved. SIGTERM saves and returns.
+      SystemExit: in a run of several processes, with the status `channel.RUN_AGAIN`, after either.
+        Any other exception ends such a process soon, as it ends the others.
       StoppedError: a step was rejected and no rung of the ladder was left: NonFiniteError for a
         loss or gradient that is not finite, else for a spike.
 
@@ -144,13 +152,15 @@ def train_and_evaluate(
             initial_state = InitialState.parse(settings.initial_state)
             initial_state.check(run)
     with contextlib.ExitStack() as stack:
+        if channel is None and jax.process_count() > 1:
+            channel = stack.enter_context(Channel())
         lock_together(stack, workdir)  # before anything is written there
         model_changes = _model_changes(run, workdir)
         corpus = together(
             "data", lambda: corpus or read_corpus(settings, run.tokenizer), data_facts
         )
         stack.enter_context(jax.set_mesh(run.mesh))
-        stop = stack.enter_context(StopRequest())
+        stop = channel or stack.enter_context(StopRequest())
         checkpointer = stack.enter_context(
             Checkpointer(
                 checkpoints,
@@ -202,6 +212,14 @@ def train_and_evaluate(
             tools, now, workdir, changes, None if defaults is None else defaults.to_dict()
         )
         stack.push(functools.partial(_report_end, tools, now, workdir, began))
+        if channel is not None:
+            channel.trains(
+                workdir,
+                lambda: now.step,
+                lambda: checkpointer.failure,
+                functools.partial(_leave, tools, now),
+            )
+            stack.push(channel.fail)  # before anything is closed
         _train(tools, now)
         return now.scalars
 
@@ -309,12 +327,33 @@ def _report_start(
         parameters=count_params(run.stages[0].model.config),
         policies=run.policies,
     )
+    for file, lines in metrics.damaged.items():
+        shown = [*lines[:_MOST_LINES], *(["…"] if len(lines) > _MOST_LINES else [])]
+        metrics.event(start, Event.DAMAGED_LINES, file=file, lines=shown)
+    if metrics.missing:
+        metrics.event(start, Event.MISSING_STEPS, steps=metrics.missing[:_MOST_LINES])
     for step, reason in tools.checkpointer.rejected:
         metrics.event(step, Event.DAMAGED_CHECKPOINT, reason=reason)
     if changes is not None:
         metrics.event(start, Event.RESUME, seeding=now.position.seeding, changes=changes)
     if start >= run.settings.num_steps:
         metrics.event(start, Event.ALREADY_FINISHED, num_steps=run.settings.num_steps)
+
+
+def _leave(tools: Tools, now: Now, failures: list[str]) -> None:
+    """Records the failures of other processes; waits a while for a save that has begun."""
+
+    def wait() -> None:
+        with contextlib.suppress(Exception):  # which another process has, too
+            tools.checkpointer.wait()
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(SAVING_S)
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or closed by the loop meanwhile
+        for failure in failures:
+            tools.metrics.event(now.finished, Event.FAILED, reason=failure)
+        tools.metrics.close()
 
 
 def _report_end(
@@ -330,15 +369,18 @@ def _report_end(
     seconds = time.perf_counter() - began
     if jax.process_index() != 0:
         return
-    lines = read_jsonl(os.path.join(workdir, "metrics.jsonl"))
-    best = best_of(lines)
+    last, validated = None, []
+    for last in each_line(os.path.join(workdir, "metrics.jsonl")):
+        if "valid_loss" in last:
+            validated.append(last)
+    best = best_of(validated)
     tools.metrics.event(
         now.finished,
         Event.END,
         reason=reason,
         seconds=round(seconds, 1),
-        loss=lines[-1]["loss"] if lines else None,
+        loss=None if last is None else last["loss"],
         best_valid_loss=None if best is None else best["valid_loss"],
         best_step=None if best is None else best["step"],
     )
-    tools.metrics.say_last(closing_line(reason, now.finished, seconds, lines, workdir))
+    tools.metrics.say_last(closing_line(reason, now.finished, seconds, validated, workdir))

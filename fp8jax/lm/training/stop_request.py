@@ -8,9 +8,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-import numpy as np
-from jax.experimental import multihost_utils
-
 
 class StopRequest(contextlib.AbstractContextManager):
     """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts.
@@ -22,8 +19,10 @@ class StopRequest(contextlib.AbstractContextManager):
     another exception: whoever calls learns that the user wants to stop, and trains nothing else.
     """
 
-    def __init__(self):
+    def __init__(self, asked: threading.Event | None = None):
+        """`asked` is set as soon as a signal has come."""
         self.signal: str | None = None
+        self._asked = asked
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -53,23 +52,20 @@ class StopRequest(contextlib.AbstractContextManager):
         if self.signal == signal.SIGINT.name and error is None:
             raise KeyboardInterrupt
 
-    def agree(self) -> None:
-        """Lets all processes of a run have the signal of any; each must call this at the same step.
-
-        A scheduler may send a signal to one process alone. If that one stopped, the others would
-        wait for it for ever.
-        """
-        number = 0 if self.signal is None else signal.Signals[self.signal].value
-        largest = int(multihost_utils.process_allgather(np.int32(number)).max())
-        self.signal = signal.Signals(largest).name if largest else None
+    def reached(self, step: int) -> bool:
+        """Whether the run stops after this step."""
+        return self.signal is not None
 
     def _answer(self) -> None:
-        """Says that the first signal has come."""
+        """Says that the first signal has come, and notes it."""
         while received := self._received.recv(1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 name = signal.Signals(received[0]).name
                 text = f"{name}: the run saves its state and stops; Ctrl-C now stops it at once"
                 print(text, file=sys.stderr, flush=True)
+                self.signal = name
+                if self._asked is not None:
+                    self._asked.set()
                 return
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

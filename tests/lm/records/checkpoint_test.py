@@ -583,9 +583,10 @@ def test_a_full_disk_is_said_and_costs_that_save_only(tmp_path, small_files_only
         {"wait": out.wait, "save": lambda: out.save(3, small, {}, None), "close": out.close}[
             said_by
         ]()
+    assert "File too large" in str(out.failure)  # said before, where `wait` waits for others
     small_files_only()
     with _open(tmp_path) as read:
-        assert read.restore(small).step == 1 and read.rejected == []
+        assert read.failure is None and read.restore(small).step == 1 and read.rejected == []
     if said_by == "wait":  # with room again the run may go on
         out.save(3, small, {}, None)
     out.close()
