@@ -27,8 +27,8 @@ from experiments.subcommands import Command, check_flags, choose
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.config_flag import read_mesh
 from fp8jax.lm.cli.main import SEVERAL
+from fp8jax.lm.training.channel import RUN_AGAIN
 
-RUN_AGAIN = 75  # the status of a run that was asked to stop, and may go on
 LEAVE_S = 60.0  # for the other processes, once one has failed
 
 _PROCESSES = flags.DEFINE_integer("processes", 2, "local: how many processes.", 1)
