@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,10 +79,7 @@ def _read(path: str) -> dict[str, Any]:
 def _keep(kept: Path, found: dict[str, dict[str, Any]]) -> None:
     """Writes the entries of settled files, in one step; a cache that cannot be written is none."""
     entries = {path: each for path, each in found.items() if each["settled"]}
+    new = kept.with_name(f".writing-{socket.gethostname()}-{os.getpid()}")
     with contextlib.suppress(OSError):
-        file = tempfile.NamedTemporaryFile(
-            "w", dir=kept.parent, prefix=".writing-", delete=False, encoding="utf-8"
-        )
-        with file:
-            json.dump(entries, file)
-        os.replace(file.name, kept)
+        new.write_text(json.dumps(entries), encoding="utf-8")
+        os.replace(new, kept)

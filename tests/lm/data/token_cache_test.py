@@ -361,6 +361,9 @@ def test_a_later_start_reads_no_text(tmp_path, reads, monkeypatch):
     again = build(spec, tmp_path)
     assert again.fingerprint == first.fingerprint and len(reads) == 3
     assert opened and not any(name.endswith(".txt") for name in opened)
+    (kept,) = (tmp_path / "cache" / digests.FOLDER).glob("*.json")
+    mode = (tmp_path / "a.txt").stat().st_mode
+    assert kept.stat().st_mode == mode  # other users of the cache may read it
 
 
 @pytest.mark.parametrize(
