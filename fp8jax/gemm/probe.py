@@ -190,10 +190,11 @@ def _what_if(
             continue
         cast = dataclasses.replace(cast.current(), shared=False, requantizes=False)
         cast_key = signs = None
+        own = len(CASTS) + CASTS.index(name)
         if cast.rounding == "stochastic":
-            cast_key = folded(key, len(CASTS) + CASTS.index(name))
+            cast_key = folded(key, own)
         if cast.redrawn:
-            signs = key_words(folded(key, len(CASTS) + CASTS.index(name)))[0]
+            signs = key_words(folded(key, own))[0]
         requests[f"what_if.{name}"] = CastRequest(cast, axis, None, cast_key, signs)
     quantized, _ = quantize_each(x, tuple(requests.values()))
     return operands | dict(zip(requests, quantized, strict=True))

@@ -360,21 +360,21 @@ def quantize_unchecked(
     stochastically: the codes, or the scales of the rule `Eden`.
     """
     fmt, rule = as_format(fmt), as_scale_rule(scale)
-    source = _source(x, fmt, rule, as_tile(tile), contract_axis, hadamard, signs, rotation)
-    own = source.amax()
-    given = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
-    clean, tensor_scale = _scales(source, rule, given)
+    array = _source(x, fmt, rule, as_tile(tile), contract_axis, hadamard, signs, rotation)
+    own = array.amax()
+    source = own if amax is None else jnp.broadcast_to(amax.astype(jnp.float32), own.shape)
+    clean, tensor_scale = _scales(array, rule, source)
     # The values use the scale before x's own amax is checked: a delayed cast must not wait for the
     # reduction that computes that amax.
-    finite = jnp.isfinite(own) & jnp.isfinite(given)
-    reciprocal = source.reciprocals(clean, tensor_scale)
+    finite = jnp.isfinite(own) & jnp.isfinite(source)
+    reciprocal = array.reciprocals(clean, tensor_scale)
     if isinstance(rule, Eden):
-        values, squares, products = source.codes_and_lengths(reciprocal)
-        clean = _lengthened(source, clean, squares, products, key)
+        values, squares, products = array.codes_and_lengths(reciprocal)
+        clean = _lengthened(array, clean, squares, products, key)
     else:
-        values = source.codes(reciprocal, key)
+        values = array.codes(reciprocal, key)
     checked = nan_unless(finite, clean)
-    return Quantized(values, checked, tensor_scale, source.axes)
+    return Quantized(values, checked, tensor_scale, array.axes)
 
 
 def _source(

@@ -21,7 +21,6 @@ import jax
 import optax
 from flax.linen import Partitioned
 
-from fp8jax.device.hardware import platform
 from fp8jax.lm.optim.moment_formats import MomentFormat
 from fp8jax.lm.optim.moments import stored
 
@@ -66,7 +65,7 @@ def _scale_by_muon() -> optax.GradientTransformation:
     inner = optax.contrib.scale_by_muon(beta=DECAY, weight_dimension_numbers=_dimensions)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if platform() != "gpu":
+        if jax.default_backend() != "gpu":
             return inner.update(updates, state, params)
         with jax.default_matmul_precision("BF16_BF16_F32"):
             return inner.update(updates, state, params)

@@ -15,7 +15,7 @@ from fp8jax.lm.mesh import MeshAxes, make_mesh, tree_shardings
 from fp8jax.lm.optim.moment_formats import MOMENTS
 from fp8jax.lm.optim.muon import labels
 from fp8jax.lm.optim.optimizers import make_optimizer, schedule_steps
-from tests.lm.optim.optimizers_test import configured, nested
+from tests.support.optimizers import configured, nested
 
 # The leaves of a model: two layers of kernels, in, out and their norms, and what is no layer's.
 SHAPES = {

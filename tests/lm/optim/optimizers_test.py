@@ -1,6 +1,5 @@
 """Optimizers against a recursion written by hand, schedules at points computed by hand."""
 
-import dataclasses
 import math
 import sys
 
@@ -23,31 +22,9 @@ from fp8jax.lm.optim.optimizers import (
 from fp8jax.lm.optim.schedules import SCHEDULES
 from fp8jax.lm.optim.stosign import V2_DECAY
 from fp8jax.numerics.formats import FORMATS, cast
+from tests.support.optimizers import CONFIG, configured, nested
 
 WARMING = sorted(SCHEDULES.keys() - {"decay"})  # schedules with a warm-up
-
-CONFIG = OptimizerConfig(
-    name="adamw",
-    learning_rate=0.02,
-    schedule="cosine",
-    warmup_steps=2,
-    num_steps=10,
-    decay_fraction=0.3,
-    final_fraction=0.1,
-    weight_decay=0.3,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-    clip_norm=1.5,
-    gradients="float32",
-    moments="float32",
-    seed=0,
-    warmup_fraction=None,
-)
-
-
-def configured(**changes) -> OptimizerConfig:
-    return dataclasses.replace(CONFIG, **changes)
 
 
 def named(name: str, **changes) -> OptimizerConfig:
@@ -84,17 +61,6 @@ PLAIN = ("final_norm/scale", "layers/mlp_norm/scale", "lm_head/bias")
 LEAF_SHAPES = dict(
     zip((*DECAYED, *PLAIN), [(5, 3), (2, 3, 4), (3, 5), (3,), (2, 3), (5,)], strict=True)
 )
-
-
-def nested(flat: dict) -> dict:
-    tree: dict = {}
-    for path, leaf in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree
 
 
 def random_leaves(seed: int, size=1.0) -> dict[str, np.ndarray]:
