@@ -88,10 +88,15 @@ def _over_blocks(
     return launch(body, x, *words, *operands, out=tuple(out), grid=grid, grid_names=("m", "k"))
 
 
+def _of_block(i: Any, tiles: int, tile: int) -> Any:
+    """Returns the row of that tile of block i, in arrays with a row for each tile."""
+    return i if tiles == 1 else i * tiles + tile
+
+
 def _scales(i, columns, layout, reciprocal_g, tiles: int, rows: int) -> list[jax.Array]:
     """Returns for each row of block i the reciprocal of the scale of its tile."""
     scales = [
-        load(reciprocal_g.at[i * tiles + tile, columns], layout, optimized=False)
+        load(reciprocal_g.at[_of_block(i, tiles, tile), columns], layout, optimized=False)
         for tile in range(tiles)
     ]
     return [scales[n * tiles // rows] for n in range(rows)]
@@ -100,19 +105,22 @@ def _scales(i, columns, layout, reciprocal_g, tiles: int, rows: int) -> list[jax
 def _one_by_one(
     parts: list[jax.Array], scales: list[jax.Array], layout, of_row, carry: Any = None
 ) -> Any:
-    """Runs carry = of_row(n, part n * scale n, carry) for each row, and returns the last carry.
+    """Runs carry = of_row(n, read, carry) for each row, and returns the last carry.
 
-    One row at a time, by way of shared memory, where a thread finds what it has written: the
-    program of all rows would be 16 times as long, and need twice as many registers.
+    read() is part n * scale n. One row at a time, by way of shared memory, where a thread finds
+    what it has written: the program of all rows would be 16 times as long, and need twice as many
+    registers.
     """
 
     @scoped(scaled_s=plgpu.SMEM((len(parts), *parts[0].shape), jnp.float32))
     def result(scaled_s):
         for n, (part, scale) in enumerate(zip(parts, scales, strict=True)):
             scaled_s[n, :] = part * scale
-        return lax.fori_loop(
-            0, len(parts), lambda n, carry: of_row(n, load(scaled_s.at[n], layout), carry), carry
-        )
+
+        def step(n, carry):
+            return of_row(n, lambda: load(scaled_s.at[n], layout), carry)
+
+        return lax.fori_loop(0, len(parts), step, carry)
 
     return result
 
@@ -146,7 +154,7 @@ def rotated_amax(
 
     def block(i, columns, layout, parts, amax_g):
         for n in range(tiles):
-            amax_g[i * tiles + n, columns] = functools.reduce(
+            amax_g[_of_block(i, tiles, n), columns] = functools.reduce(
                 larger, parts[n * tile : (n + 1) * tile]
             )
 
@@ -202,12 +210,12 @@ def rotated_codes(
             along = lax.broadcasted_iota(jnp.uint32, scales[0].shape, 0)
             along = plgpu.layout_cast(along, layout) + column
 
-        def cast(n, scaled, _):
+        def cast(n, read, _):
             noise = None
             if stochastic:
                 at = (row + (i * size + n).astype(jnp.uint32)) * length + along
                 noise = drawn(first, second, at)
-            codes_g[i * size + n, columns] = rounded(scaled, fmt, noise).astype(dtype)
+            codes_g[i * size + n, columns] = rounded(read(), fmt, noise).astype(dtype)
 
         _one_by_one(parts, scales, layout, cast)
 
@@ -233,7 +241,7 @@ def rotated_errors(
             parts,
             _scales(i, columns, layout, reciprocal_g, 1, size),
             layout,
-            lambda n, scaled, total: total + squared_error(scaled, fmt),
+            lambda n, read, total: total + squared_error(read(), fmt),
             _zeros(parts[0], layout),
         )
 
@@ -260,7 +268,8 @@ def rotated_lengths(
     dtype = stored(fmt)
 
     def block(i, columns, layout, parts, reciprocal_g, codes_g, squares_g, products_g):
-        def cast(n, scaled, sums):
+        def cast(n, read, sums):
+            scaled = read()
             codes_g[i * size + n, columns] = rounded(scaled, fmt, None).astype(dtype)
             more = lengths(scaled, fmt)
             return tuple(total + one for total, one in zip(sums, more, strict=True))
