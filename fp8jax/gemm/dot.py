@@ -29,8 +29,8 @@ from fp8jax.gemm.histories.amax_history import SEED_ENTRIES, Histories
 from fp8jax.gemm.probe import Probe
 from fp8jax.gemm.sharding.explicit_axes import with_automatic_axes
 from fp8jax.gemm.sharding.manual_axes import is_untracked, pooled_axes, varying
-from fp8jax.gemm.vjp import VjpContext, quantized_matmuls
-from fp8jax.gemm.weight import Weight, combining
+from fp8jax.gemm.vjp import GemmSettings, quantized_matmuls
+from fp8jax.gemm.weight import Weight, for_several_uses
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.scales import Delayed
@@ -170,11 +170,11 @@ def dot_general_shared(
         return _multiply(context, lhs, weights, dimension_numbers)
 
     multiply = with_automatic_axes(multiply, lhs, values, dimension_numbers, out_sharding)
-    return multiply(lhs, tuple(combining(lhs, weight) for weight in weights))
+    return multiply(lhs, tuple(for_several_uses(lhs, weight) for weight in weights))
 
 
 def _multiply(
-    context: VjpContext, lhs, weights: tuple[Weight, ...], dimension_numbers
+    context: GemmSettings, lhs, weights: tuple[Weight, ...], dimension_numbers
 ) -> tuple[jax.Array, ...]:
     """Merges the operands' axes, multiplies, and splits the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -201,7 +201,7 @@ def make_context(
     whole: bool,
     preferred_element_type=None,
     seeded: bool = True,
-) -> VjpContext:
+) -> GemmSettings:
     """Returns the settings of GEMMs that share one x, after checking histories and keys.
 
     Raises as `dot_general` does.
@@ -219,7 +219,7 @@ def make_context(
                 f" got {lengths}: fp8jax.init_state(recipe), or a module's init, creates them"
             )
         check_rounding_key(recipe, weight.key)
-    return VjpContext(recipe, chosen, dtype, out_dtype, seeded)
+    return GemmSettings(recipe, chosen, dtype, out_dtype, seeded)
 
 
 def _with_seed_entries(recipe: Recipe) -> Recipe:

@@ -34,10 +34,10 @@ from fp8jax.gemm.backends.weights_only import (
     weights_only_matmul,
 )
 from fp8jax.gemm.dot import make_context
-from fp8jax.gemm.probe import as_cotangent, combining, deposit
+from fp8jax.gemm.probe import as_cotangent, deposit, peaks_by_max
 from fp8jax.gemm.sharding.explicit_axes import is_explicit
 from fp8jax.gemm.sharding.manual_axes import pooled_axes
-from fp8jax.gemm.vjp import VjpContext, forward, quantize_operand, shared_amax
+from fp8jax.gemm.vjp import GemmSettings, forward, quantize_operand, shared_amax
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.quantization import dequantize
 from fp8jax.numerics.recipe import Recipe
@@ -161,7 +161,7 @@ def freeze_kernels(
         )
     chosen = choose_backend(backend, recipe)
     dtype = jnp.dtype(jnp.float32)  # of x, which is not there
-    context = VjpContext(recipe, chosen, dtype, dtype, seeded)
+    context = GemmSettings(recipe, chosen, dtype, dtype, seeded)
     joint = shared_amax(context, ("fwd_w",), [weight.value for weight in weights])
     frozen = []
     for weight in weights:
@@ -179,21 +179,23 @@ def freeze_kernels(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _frozen_matmuls(context: VjpContext, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
+def _frozen_matmuls(context: GemmSettings, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
     """Multiplies x [M, K] by each frozen weight [K, N]; quantizes x once for all."""
     return forward(context, x, weights, {"fwd_x": -1})[0]
 
 
-def _measured_matmuls(context: VjpContext, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
+def _measured_matmuls(
+    context: GemmSettings, x, weights: tuple[Weight, ...]
+) -> tuple[jax.Array, ...]:
     """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
-    probes = tuple(combining(weight.probe) for weight in weights)
+    probes = tuple(peaks_by_max(weight.probe) for weight in weights)
     ys, _, observed = forward(context, *lax.stop_gradient((x, weights)), {"fwd_x": -1})
     rows = [each.rows for each in observed]
     return deposit(x, ys, probes, tuple(map(as_cotangent, probes, rows)))
 
 
 @_frozen_matmuls.defjvp
-def _refuse_derivative(context: VjpContext, primals, tangents):
+def _refuse_derivative(context: GemmSettings, primals, tangents):
     raise NotImplementedError(
         "frozen kernels have a forward only: differentiate a model with its float32 kernels"
     )
@@ -251,7 +253,7 @@ def frozen_dot(
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
-def _check_kernel(kernel: Any, context: VjpContext) -> None:
+def _check_kernel(kernel: Any, context: GemmSettings) -> None:
     """Raises ValueError unless the kernel was frozen for the context's recipe and backend."""
     if not isinstance(kernel, FrozenKernel):
         raise ValueError("some of the kernels that share one input are frozen: freeze all or none")

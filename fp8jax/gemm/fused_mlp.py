@@ -33,7 +33,7 @@ from fp8jax.gemm.vjp import (
     G_CASTS,
     QUANTIZED_INPUT,
     X_CASTS,
-    VjpContext,
+    GemmSettings,
     cast_requests,
     differentiable_once,
     forward,
@@ -58,7 +58,7 @@ class _Residuals(NamedTuple):
 
 
 def _quantize_results(
-    context: VjpContext, producer: Producer, sources, casts
+    context: GemmSettings, producer: Producer, sources, casts
 ) -> list[tuple[dict[str, Operand], jax.Array | None]]:
     """Quantizes each result of the producer, without storing it.
 
@@ -80,7 +80,7 @@ def _quantize_results(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(contexts: tuple[VjpContext, VjpContext], x, weights: tuple[Weight, ...]) -> jax.Array:
+def _mlp(contexts: tuple[GemmSettings, GemmSettings], x, weights: tuple[Weight, ...]) -> jax.Array:
     """Computes y [M, N] from x [M, K] and weights [K, F], [K, F], [F, N].
 
     `contexts` are those of gate and up, and of down.
@@ -88,15 +88,15 @@ def _mlp(contexts: tuple[VjpContext, VjpContext], x, weights: tuple[Weight, ...]
     return _run(contexts, x, weights, {"fwd_x": -1})[0]
 
 
-def _run(contexts: tuple[VjpContext, VjpContext], x, weights, x_casts: dict[str, int]):
+def _run(contexts: tuple[GemmSettings, GemmSettings], x, weights, x_casts: dict[str, int]):
     """Returns y, the operands of `x_casts`, the factors of h, and what casts but g's observe."""
     (first, second), (*gate_up, down) = contexts, weights
     factors, qx, observed = forward(first, x, gate_up, x_casts)
     ((qh, amax),) = _quantize_results(
-        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, down.history_of("x"), down.key)]
+        second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, down.histories_of("x"), down.key)]
     )
     y, of_w = forward_matmul(second, qh["fwd_x"], down, x.dtype)
-    of_h = Observed(record(down.history_of("x"), "x", factors[0], amax), {})
+    of_h = Observed(record(down.histories_of("x"), "x", factors[0], amax), {})
     return y, qx, factors, (*observed, of_h.also(of_w))
 
 
@@ -113,9 +113,9 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
     dy = dy.astype(second.dtype)
     qdy, amax_dy = quantize_operand(second, dy, G_CASTS, down)
     dh, _ = input_gradient(second, down, qdy)
-    casts = [(first.recipe, G_CASTS, each.history_of("g"), each.key) for each in (gate, up)]
+    casts = [(first.recipe, G_CASTS, each.histories_of("g"), each.key) for each in (gate, up)]
     # h, as in the forward
-    casts.append((second.recipe, {"wgrad_x": -2}, down.history_of("x"), down.key))
+    casts.append((second.recipe, {"wgrad_x": -2}, down.histories_of("x"), down.key))
     of_gate, of_up, (qh, _) = _quantize_results(first, SWIGLU_GRAD, (dh, *saved.factors), casts)
     dw_down = weight_gradient(second, qh["wgrad_x"], down, qdy)
     dx_up, dw_up = _gradients(first, saved.x, up, of_up[0])
@@ -123,13 +123,15 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
     found = ((dw_gate, of_gate[1]), (dw_up, of_up[1]), (dw_down, amax_dy))
     cotangents = []
     for weight, observed, (dw, amax) in zip(saved.weights, saved.observed, found, strict=True):
-        of_g = Observed(record(weight.history_of("g"), "g", dy, amax), {})
+        of_g = Observed(record(weight.histories_of("g"), "g", dy, amax), {})
         cotangents.append(cotangent(weight, dw, observed.also(of_g), first.recipe))
     dx = sum_cotangents([dx_gate, dx_up])
     return differentiable_once(dx, cotangents, first.recipe, second.recipe)
 
 
-def _gradients(context: VjpContext, x: Operand, weight: Weight, qg) -> tuple[jax.Array, jax.Array]:
+def _gradients(
+    context: GemmSettings, x: Operand, weight: Weight, qg
+) -> tuple[jax.Array, jax.Array]:
     """Returns dx and dw of one weight from the quantized gradient of its result."""
     return input_gradient(context, weight, qg)[0], weight_gradient(context, x, weight, qg)
 
@@ -147,7 +149,7 @@ def can_fuse_mlp(gate_up: Recipe, down: Recipe, backend: str | None, dtype) -> b
     automatic = all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
     if dtype != jnp.bfloat16 or not (automatic or mesh.size == 1):
         return False
-    if not gate_up.same_x or not can_fuse_swiglu(gate_up, down):
+    if not gate_up.quantizes_x_once or not can_fuse_swiglu(gate_up, down):
         return False
     return all(
         choose_backend(backend, recipe).quantize_swiglu is not None for recipe in (gate_up, down)

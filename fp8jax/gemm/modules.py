@@ -279,7 +279,7 @@ def together(
         for layer, key in zip(layers, keys, strict=True)
     ]
     same_settings = all(_settings(layer) == _settings(layers[0]) for layer in layers)
-    if same_settings and as_recipe(layers[0].recipe).same_x:
+    if same_settings and as_recipe(layers[0].recipe).quantizes_x_once:
         return apply_together(layers, scopes, x, keys, input_scale)
     if any(as_recipe(layer.recipe).shared for layer in layers):
         raise ValueError(

@@ -93,7 +93,7 @@ class Probe:
 
 # The statistics of casts, by the names of `row_names`: uint32 [PEAKS, COUNTS, ENERGIES], of float32
 # their bits. One array each, since a loop over layers stores every array in a kernel of its own.
-Rows = dict[str, jax.Array]
+Statistics = dict[str, jax.Array]
 
 
 def row_names(what_if: Recipe | None) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def module_probe(module: nn.Module) -> Probe | None:
     return probe
 
 
-def combining(probe: Probe | None) -> Probe | None:
+def peaks_by_max(probe: Probe | None) -> Probe | None:
     """Returns a probe whose cotangents combine as the module's docstring says."""
     return probe and dataclasses.replace(probe, peaks=combining_by_max(probe.peaks))
 
@@ -133,7 +133,7 @@ def measure(
     operands: Mapping[str, Operand],
     cast_axes: dict[str, int],
     key: Any,
-) -> Rows:
+) -> Statistics:
     """Returns the rows of the named casts of one array; {} without a probe.
 
     Args:
@@ -305,7 +305,7 @@ def _totals(
     return [_from_bits(bits) for bits in totals[:peaks]], totals[peaks:counts], totals[counts:]
 
 
-def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
+def repeated(recipe: Recipe, what_if: Recipe | None, rows: Statistics) -> Statistics:
     """Returns the rows of fwd_w that are those of dgrad_w: where both casts give the same codes.
 
     Not the other way round: kernels write the codes of fwd_w transposed.
@@ -322,7 +322,7 @@ def repeated(recipe: Recipe, what_if: Recipe | None, rows: Rows) -> Rows:
 # Returned -----------------------------------------------------------------------------------------
 
 
-def as_cotangent(probe: Probe | None, rows: Rows) -> Probe | None:
+def as_cotangent(probe: Probe | None, rows: Statistics) -> Probe | None:
     """Returns the cotangent of a probe: its rows, zeros where a cast was not measured."""
     if probe is None:
         return None

@@ -26,8 +26,8 @@ from fp8jax.gemm.dot import make_context
 from fp8jax.gemm.probe import measure
 from fp8jax.gemm.vjp import (
     X_CASTS,
+    GemmSettings,
     JointAmax,
-    VjpContext,
     backward,
     differentiable_once,
     forward,
@@ -36,7 +36,7 @@ from fp8jax.gemm.vjp import (
 from fp8jax.gemm.weight import Observed, Weight
 from fp8jax.numerics.recipe import Recipe
 
-Pair = tuple[VjpContext, VjpContext]  # of the low recipe and of the high one
+Pair = tuple[GemmSettings, GemmSettings]  # of the low recipe and of the high one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -47,7 +47,7 @@ def _promotable(pair: Pair, promoted, x, weight: Weight) -> jax.Array:
 def _forward(pair: Pair, promoted, x, weight: Weight) -> tuple[jax.Array, Observed]:
     """Returns y, and what the casts of x and w have observed."""
 
-    def with_recipe(context: VjpContext):
+    def with_recipe(context: GemmSettings):
         def branch(x, weight: Weight):
             (y,), _, (observed,) = forward(context, x, (weight,), {"fwd_x": -1})
             return y, observed
@@ -66,7 +66,7 @@ def _fwd(pair: Pair, promoted, x, weight: Weight):
 
 
 def _bwd(pair: Pair, saved: Any, g: jax.Array):
-    def with_recipe(context: VjpContext):
+    def with_recipe(context: GemmSettings):
         def branch(x, weight: Weight, observed: Observed, g):
             casts = {"wgrad_x": X_CASTS["wgrad_x"]}
             qx, _ = quantize_operand(context, x, casts, weight)

@@ -56,7 +56,7 @@ from fp8jax.gemm.histories.amax_history import (
     self_seeded,
     stored_amax,
 )
-from fp8jax.gemm.probe import Rows, measure
+from fp8jax.gemm.probe import Statistics, measure
 from fp8jax.gemm.sharding.manual_axes import (
     Axes,
     PooledAxes,
@@ -88,7 +88,7 @@ SIGNS = {"fwd": 12, "dgrad": 13, "wgrad": 14}
 
 
 @dataclasses.dataclass(frozen=True)
-class VjpContext:
+class GemmSettings:
     """The static settings of GEMMs that share one x.
 
     Attributes:
@@ -167,7 +167,7 @@ def cast_requests(
 
 
 def quantize_operand(
-    context: VjpContext,
+    context: GemmSettings,
     x: jax.Array,
     cast_axes: dict[str, int],
     weight: Weight,
@@ -189,7 +189,7 @@ def quantize_operand(
     """
     (operand,) = {name[-1] for name in cast_axes}
     pooled = getattr(context.pooled, operand) & varying(x)
-    histories = weight.history_of(operand)
+    histories = weight.histories_of(operand)
     if histories and not context.seeded:
         histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
     requests = cast_requests(context.recipe, cast_axes, histories, weight.key, wgrad_signs)
@@ -232,7 +232,7 @@ def _without_requantized(
 
 
 def _requantized(
-    context: VjpContext,
+    context: GemmSettings,
     multiplied: QuantizedOperand,
     operand: str,
     shape: tuple[int, ...],
@@ -269,7 +269,7 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
 
 
 def shared_amax(
-    context: VjpContext, casts: Sequence[str], arrays: Sequence[jax.Array]
+    context: GemmSettings, casts: Sequence[str], arrays: Sequence[jax.Array]
 ) -> jax.Array | None:
     """Returns max|x| over the arrays if one of the named casts is shared, else None."""
     recipe_casts = context.recipe.by_name()
@@ -282,7 +282,7 @@ def shared_amax(
 
 
 def named_matmul(
-    context: VjpContext, name: str, scope: str, a: Operand, b: Operand, dtype
+    context: GemmSettings, name: str, scope: str, a: Operand, b: Operand, dtype
 ) -> jax.Array:
     """Computes GEMM `name` of the recipe under scopes that stay in the compiled program.
 
@@ -308,7 +308,7 @@ def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_matmuls(
-    context: VjpContext, x: jax.Array, weights: tuple[Weight, ...]
+    context: GemmSettings, x: jax.Array, weights: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
     """Multiplies x [..., M, K] by each weight [..., K, N] to [..., M, N]; quantizes x once for all.
 
@@ -319,7 +319,7 @@ def quantized_matmuls(
 
 
 def forward(
-    context: VjpContext, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
+    context: GemmSettings, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
 ) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Observed, ...]]:
     """Computes the forward GEMMs of one x.
 
@@ -336,14 +336,16 @@ def forward(
         context, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
     )
     ys, observed = [], []
-    rows_x: dict[Any, Rows] = {}  # of one x: measured once for all probes with one what-if recipe
+    rows_x: dict[
+        Any, Statistics
+    ] = {}  # of one x: measured once for all probes with one what-if recipe
     for weight in weights:
         y, of_w = forward_matmul(context, qx["fwd_x"], weight, x.dtype, joint)
         # A probe may have no what-if recipe, and a weight no probe.
         like = None if weight.probe is None else (weight.probe.what_if,)
         if like not in rows_x:
             rows_x[like] = measure(weight.probe, x, qx, x_casts, weight.key)
-        of_x = Observed(record(weight.history_of("x"), "x", x, amax), rows_x[like])
+        of_x = Observed(record(weight.histories_of("x"), "x", x, amax), rows_x[like])
         ys.append(y)
         observed.append(of_x.also(of_w))
     return tuple(ys), qx, tuple(observed)
@@ -351,12 +353,12 @@ def forward(
 
 def _sharing(weights: Sequence[Weight]) -> Weight:
     """Returns the weight whose key and history of x quantize an x that all of these share."""
-    largest = largest_of(tuple(weight.history_of("x") for weight in weights))
+    largest = largest_of(tuple(weight.histories_of("x") for weight in weights))
     return dataclasses.replace(weights[0], histories=largest)
 
 
 def forward_matmul(
-    context: VjpContext, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
+    context: GemmSettings, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
 ) -> tuple[jax.Array, Observed]:
     """Computes one forward GEMM; returns y, and what the cast of w has observed.
 
@@ -410,7 +412,7 @@ def _with_value(weight: Weight, value: Any) -> Weight:
     return dataclasses.replace(weight, value=value)
 
 
-def _matmuls_fwd(context: VjpContext, x, weights: tuple[Weight, ...]):
+def _matmuls_fwd(context: GemmSettings, x, weights: tuple[Weight, ...]):
     # What is saved is what was given: a loop over layers stacks anything else a second time.
     requantizes = _requantizes(context, weights)
     casts = {"fwd_x": -1} if requantizes else X_CASTS
@@ -423,12 +425,12 @@ def _matmuls_fwd(context: VjpContext, x, weights: tuple[Weight, ...]):
     return ys, _Residuals(kept, weights, observed)
 
 
-def _requantizes(context: VjpContext, weights: Sequence[Weight]) -> bool:
+def _requantizes(context: GemmSettings, weights: Sequence[Weight]) -> bool:
     """Whether the backward quantizes x. Not with probes: they measure both casts in the forward."""
     return context.requantize and all(weight.probe is None for weight in weights)
 
 
-def _wgrad_x(context: VjpContext, saved: _Residuals) -> Operand:
+def _wgrad_x(context: GemmSettings, saved: _Residuals) -> Operand:
     """Returns the operand x of wgrad, quantized now if the forward has saved x itself."""
     if not _requantizes(context, saved.weights):
         return saved.x
@@ -437,7 +439,7 @@ def _wgrad_x(context: VjpContext, saved: _Residuals) -> Operand:
     return quantize_operand(context, saved.x.x, casts, _sharing(saved.weights))[0]["wgrad_x"]
 
 
-def _matmuls_bwd(context: VjpContext, saved: _Residuals, gs: tuple[jax.Array, ...]):
+def _matmuls_bwd(context: GemmSettings, saved: _Residuals, gs: tuple[jax.Array, ...]):
     x = _wgrad_x(context, saved)
     joint = JointAmax(
         w=shared_amax(context, ("dgrad_w",), [weight.value for weight in saved.weights]),
@@ -456,7 +458,7 @@ quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
 
 
 def backward(
-    context: VjpContext,
+    context: GemmSettings,
     x: Operand,
     weight: Weight,
     observed: Observed,
@@ -487,7 +489,7 @@ def backward(
 
 
 def input_gradient(
-    context: VjpContext, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
+    context: GemmSettings, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, Operand]]:
     """Computes the dgrad GEMM, dx = Q(g) Q(w)^T; also returns the operand Q(w)."""
     w = in_compute_dtype(weight.value, context.dtype, context.recipe.dgrad_w)
@@ -497,7 +499,7 @@ def input_gradient(
 
 
 def weight_gradient(
-    context: VjpContext, x: Operand, weight: Weight, qg: dict[str, Operand]
+    context: GemmSettings, x: Operand, weight: Weight, qg: dict[str, Operand]
 ) -> jax.Array:
     """Computes the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
     return named_matmul(context, "wgrad", weight.scope, x, qg["wgrad_g"], weight.value.dtype)

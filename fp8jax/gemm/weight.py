@@ -23,9 +23,8 @@ from fp8jax.gemm.backends.operands import Operand
 from fp8jax.gemm.histories import amax_history
 from fp8jax.gemm.histories.amax_history import Histories, record, to_float32
 from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
-from fp8jax.gemm.probe import Rows, measure, repeated
+from fp8jax.gemm.probe import Statistics, measure, peaks_by_max, repeated
 from fp8jax.gemm.probe import as_cotangent as probe_cotangent
-from fp8jax.gemm.probe import combining as combining_probe
 from fp8jax.gemm.sharding.manual_axes import largest_like, summed_like, varying
 from fp8jax.numerics.recipe import Recipe
 
@@ -54,7 +53,7 @@ class Weight:
     probe: Any = None
     scope: str = ""
 
-    def history_of(self, operand: str) -> Histories:
+    def histories_of(self, operand: str) -> Histories:
         """Returns {operand: its history in float32}, {} if it has none."""
         return to_float32({k: v for k, v in self.histories.items() if k == operand})
 
@@ -68,7 +67,7 @@ class Observed(NamedTuple):
     """
 
     histories: Histories
-    rows: Rows
+    rows: Statistics
 
     def also(self, other: "Observed") -> "Observed":
         """Returns both."""
@@ -91,7 +90,7 @@ def observe(
       casts: name of the cast -> contracting axis, all of one operand.
     """
     (operand,) = {name[-1] for name in casts}
-    following = record(weight.history_of(operand), operand, x, amax)
+    following = record(weight.histories_of(operand), operand, x, amax)
     return Observed(following, measure(weight.probe, x, operands, casts, weight.key))
 
 
@@ -113,7 +112,7 @@ def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe)
     )
 
 
-def combining(x: jax.Array, weight: Weight) -> Weight:
+def for_several_uses(x: jax.Array, weight: Weight) -> Weight:
     """Returns a weight whose cotangents combine over several uses: maxima of histories and peaks.
 
     All else is added.
@@ -123,4 +122,4 @@ def combining(x: jax.Array, weight: Weight) -> Weight:
     for leaf in jax.tree.leaves((weight.histories, weight.probe)):
         check_vmap(x, leaf)
     histories = {k: combining_by_max(v) for k, v in weight.histories.items()}
-    return dataclasses.replace(weight, histories=histories, probe=combining_probe(weight.probe))
+    return dataclasses.replace(weight, histories=histories, probe=peaks_by_max(weight.probe))

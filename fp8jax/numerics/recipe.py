@@ -190,7 +190,7 @@ class Cast:
         """Whether the cast needs a key: it rounds stochastically, or draws signs."""
         return self.rounding == "stochastic" or self.redrawn
 
-    def holds(self, dtype: Any) -> bool:
+    def exact_in(self, dtype: Any) -> bool:
         """Whether `dtype` holds the operand's numbers exactly: codes times the scales of tiles.
 
         Scales that are constant along the contracting axis multiply the result instead, and are no
@@ -392,7 +392,7 @@ class Recipe:
         return any(cast.random for cast in self.casts)
 
     @property
-    def same_x(self) -> bool:
+    def quantizes_x_once(self) -> bool:
         """Whether several GEMMs with the same x may share its quantized values.
 
         They may unless a cast of x rounds stochastically, with draws of each GEMM. Where it draws

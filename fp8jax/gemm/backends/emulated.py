@@ -7,10 +7,10 @@ the backend `xla`.
 
 What is constant along the contracting axis multiplies the result: the scales of rows and of whole
 tensors, and nvfp4's tensor scale. What is left of an operand, its numbers, has few significant
-bits: where bfloat16 holds them (`Cast.holds`), the matrix unit multiplies them exactly and as fast
-as any bfloat16. A float32 scale for each tile does not fit: those numbers are rounded to float32,
-once, and multiplied in float32, which takes ten times as long. The float32 result is rounded once,
-after its scale.
+bits: where bfloat16 holds them (`Cast.exact_in`), the matrix unit multiplies them exactly and as
+fast as any bfloat16. A float32 scale for each tile does not fit: those numbers are rounded to
+float32, once, and multiplied in float32, which takes ten times as long. The float32 result is
+rounded once, after its scale.
 
 Sums are in float32, whatever a recipe's accumulation is (numerics/accumulation.py): the backend
 emulates formats, not the accumulators of a matrix unit. That loses less than `fast` may, and is
@@ -122,7 +122,7 @@ def gemm_dtype(a: Operand, b: Operand) -> jnp.dtype:
     plain = [each.x.dtype for each in (a, b) if isinstance(each, PlainOperand)]
     wide = jnp.dtype(plain[0] if plain else jnp.bfloat16)
     quantized = [each.cast for each in (a, b) if isinstance(each, QuantizedOperand)]
-    return wide if all(cast.holds(wide) for cast in quantized) else jnp.dtype(jnp.float32)
+    return wide if all(cast.exact_in(wide) for cast in quantized) else jnp.dtype(jnp.float32)
 
 
 def numbers_of(operand: Operand, dtype: jnp.dtype) -> jax.Array:

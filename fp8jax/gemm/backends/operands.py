@@ -59,7 +59,7 @@ def inner_numbers(operand: QuantizedOperand) -> tuple[jax.Array, jax.Array | Non
     In bfloat16 where it holds them exactly, in float32 elsewhere.
     """
     q, cast = operand.q, operand.cast
-    exact = not cast.separable and cast.holds(jnp.bfloat16)
+    exact = not cast.separable and cast.exact_in(jnp.bfloat16)
     inner = dataclasses.replace(q, tensor_scale=None)
     return dequantize(inner, jnp.bfloat16 if exact else jnp.float32), q.tensor_scale
 

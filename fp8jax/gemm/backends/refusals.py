@@ -62,7 +62,7 @@ def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
 def exact_in_bf16(lhs: Cast, rhs: Cast) -> bool:
     """Whether the scales of both operands change along the contracting axis and bfloat16 holds
     their numbers: then a BF16 GEMM is exact, and Hopper has none that is faster."""
-    return all(not c.separable and c.holds(jnp.bfloat16) for c in (lhs, rhs))
+    return all(not c.separable and c.exact_in(jnp.bfloat16) for c in (lhs, rhs))
 
 
 def emulated_refuses(recipe: Recipe, device: Device) -> str | None:

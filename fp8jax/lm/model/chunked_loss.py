@@ -1,9 +1,10 @@
 """The LM head and its cross-entropy, some positions at a time.
 
 The float32 logits of a batch are often the largest arrays of a training step: 9.3 GiB for 16,384
-tokens and 151,936 words, and the cross-entropy and its gradient need several such arrays at once.
-`chunked_loss` never has more than one chunk of them. It computes the gradients of x and of the
-head's weight in the forward, while a chunk's logits exist, and saves only these for the backward:
+tokens and a vocabulary of 151,936, and the cross-entropy and its gradient need several such arrays
+at once. `chunked_loss` never has more than one chunk of them. It computes the gradients of x and of
+the head's weight in the forward, while a chunk's logits exist, and saves only these for the
+backward:
 
     for each chunk of positions:                          (a loop; all rows of the batch)
         logits = x w                                      (fwd)
@@ -37,7 +38,7 @@ from jaxtyping import Array, Float, Int
 
 from fp8jax.gemm.backends.operands import PlainOperand
 from fp8jax.gemm.dot import make_context
-from fp8jax.gemm.vjp import VjpContext, named_matmul
+from fp8jax.gemm.vjp import GemmSettings, named_matmul
 from fp8jax.lm.mesh import batch_axes, constrain, local_shape
 from fp8jax.numerics.recipe import Recipe
 
@@ -158,7 +159,7 @@ chunked_loss.defvjp(_forward, _backward)
 # The three GEMMs; C counts the positions of a chunk -----------------------------------------------
 
 
-def _context(recipe: Recipe, dtype: Any) -> VjpContext:
+def _context(recipe: Recipe, dtype: Any) -> GemmSettings:
     if recipe.casts:
         raise ValueError(f"chunked_loss quantizes nothing, and recipe {recipe.name!r} does")
     return make_context(recipe, (), dtype, backend=None, whole=True)
