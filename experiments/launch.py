@@ -195,21 +195,7 @@ exit "$status"
 """
 
 
-def _jobset(machine: Mapping[str, Any], about: str, line: str, name: str, image: str) -> str:
-    nodes, each = machine["nodes"], machine["devices_per_node"]
-    flags_of_pod = (
-        f"--coordinator={name}-workers-0-0.{name}:8476 --num_processes={nodes} "
-        '--process_id="$JOB_COMPLETION_INDEX"'
-    )
-    resource = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}[machine["device"]]
-    selector = ""
-    if machine["device"] == "tpu":
-        kind = machine["accelerator"].partition("-")[0]
-        selector = f"""
-            nodeSelector:
-              cloud.google.com/gke-tpu-accelerator: tpu-{kind}-slice
-              cloud.google.com/gke-tpu-topology: {machine["topology"]}"""
-    return f"""# {about}
+_JOBSET = """# {about}
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -237,7 +223,7 @@ spec:
             onExitCodes:
               containerName: fp8jax
               operator: In
-              values: [{RUN_AGAIN}]
+              values: [{run_again}]
           - action: FailJob
             onPodConditions:
             - type: DisruptionTarget
@@ -251,7 +237,7 @@ spec:
               image: {image}
               command: [bash, -c]
               args:
-              - {json.dumps(f"exec {line} {flags_of_pod}")}
+              - {command}
               ports:
               - containerPort: 8476
               resources:
@@ -271,6 +257,33 @@ spec:
               emptyDir:
                 medium: Memory
 """
+
+
+def _jobset(machine: Mapping[str, Any], about: str, line: str, name: str, image: str) -> str:
+    nodes, each = machine["nodes"], machine["devices_per_node"]
+    flags_of_pod = (
+        f"--coordinator={name}-workers-0-0.{name}:8476 --num_processes={nodes} "
+        '--process_id="$JOB_COMPLETION_INDEX"'
+    )
+    resource = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu"}[machine["device"]]
+    selector = ""
+    if machine["device"] == "tpu":
+        kind = machine["accelerator"].partition("-")[0]
+        selector = f"""
+            nodeSelector:
+              cloud.google.com/gke-tpu-accelerator: tpu-{kind}-slice
+              cloud.google.com/gke-tpu-topology: {machine["topology"]}"""
+    return _JOBSET.format(
+        about=about,
+        name=name,
+        nodes=nodes,
+        run_again=RUN_AGAIN,
+        selector=selector,
+        image=image,
+        command=json.dumps(f"exec {line} {flags_of_pod}"),
+        resource=resource,
+        each=each,
+    )
 
 
 def _tpu_vm(machine: Mapping[str, Any], about: str, line: str, name: str, image: str) -> str:
