@@ -126,7 +126,7 @@ class _Training:
         self.first: Run = next(iter(self.runs.values()))
         self.model = self.first.stages[0].model.config
         self._count = count
-        self._state: TrainState | None = None
+        self._states: dict[Any, TrainState] = {}  # by the tree of the optimizer's state
         self._histories: dict[str, Any] = {}
 
     def batch(self, case: _Case) -> dict[str, np.ndarray]:
@@ -141,18 +141,21 @@ class _Training:
         """
         if case.policy not in self._histories:
             self._seed(case)
-        return self._shared(self._histories.pop(case.policy))
+        return self._shared(case, self._histories.pop(case.policy))
 
-    def _shared(self, histories: Any) -> TrainState:
-        state, self._state = self._state, None
-        if state is None:
-            state = self.first.stages[0].programs.initialize()
-        return dataclasses.replace(state, histories=histories)
+    def _shared(self, case: _Case, histories: Any) -> TrainState:
+        """The state that all cases of one optimizer share, with the histories of one policy."""
+        tree = jax.tree.structure(self.runs[case].stages[0].state.opt_state)
+        if tree in self._states:
+            return dataclasses.replace(self._states.pop(tree), histories=histories)
+        alike = tree == jax.tree.structure(self.first.stages[0].state.opt_state)
+        run = self.first if alike else self.runs[case]
+        return dataclasses.replace(run.stages[0].programs.initialize(), histories=histories)
 
     def _seed(self, case: _Case) -> None:
         run = self.runs[case]
         (stage,) = run.stages
-        state = enter_policy(self._shared({}), stage.state, frozenset())
+        state = enter_policy(self._shared(case, {}), stage.state, frozenset())
         if stage.seeds:
             batch = to_devices(self.batch(case), run.batch_sharding)
             state, _ = stage.programs.seed_step(state, batch, stage.programs.numbers(state))
@@ -161,7 +164,8 @@ class _Training:
     def keep(self, policy: str, state: TrainState) -> None:
         """Stores the state that a call has returned."""
         self._histories[policy] = state.histories
-        self._state = dataclasses.replace(state, histories={})
+        tree = jax.tree.structure(state.opt_state)
+        self._states[tree] = dataclasses.replace(state, histories={})
 
     def prepare(self, case: _Case, inner: Callable[["_Training", _Case], Program]) -> Program:
         """Returns the program of `inner`, prepared and called on the run's mesh, after seeding."""

@@ -550,11 +550,12 @@ def one_layer_of_width_32():
 
 
 def test_settings_are_values_of_the_config(monkeypatch, hasty):
-    """Each policy runs with each of them: with twice the rows a step holds more."""
+    """Each policy runs with each of them: with more rows a step holds more. Another optimizer has
+    another state."""
     config = one_layer_of_width_32()
     no_limits = dict.fromkeys([False, True], {})
     monkeypatch.setattr(training_steps, "step_floor", lambda *_, **__: no_limits)
-    settings = ["defaults", "batch_size=8,remat=full"]
+    settings = ["defaults", "batch_size=8,remat=full,optimizer.name=muon"]
     policies = ["bf16", "fp8_current"]
     made = training_steps.measure_training(config, policies, QUICK, LIMITS, settings=settings)
     names = [f"{policy}, {setting}" for policy in ("bf16", "fp8_current") for setting in settings]
