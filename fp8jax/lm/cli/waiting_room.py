@@ -9,6 +9,7 @@ before, or does not fit, ends the run, with the same line for all.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import selectors
@@ -23,6 +24,7 @@ SAY_EVERY_S = 15.0
 _MOST = 16  # processes that a message names
 _LONGEST = 2**20  # bytes of a line
 _RETRY_S = 0.3
+_TELL_EVERY_S = 2.0  # all, of all: their messages grow as the square of the processes
 
 
 class JoinError(ConnectionError):
@@ -110,18 +112,25 @@ def _send(connection: socket.socket, said: Mapping[str, Any]) -> None:
         connection.sendall(json.dumps(said).encode() + b"\n")
 
 
+def _listen(port: int) -> socket.socket:
+    """Returns a socket that listens at that port of all addresses, of IPv6, too, if there are."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return socket.create_server(("", port), backlog=1024)
+
+
 class _Room:
     """The port of process 0, and those who are connected to it."""
 
     def __init__(self, port: int, me: Guest):
-        dual = socket.has_dualstack_ipv6()
         try:
-            self._door = socket.create_server(
-                ("", port),
-                family=socket.AF_INET6 if dual else socket.AF_INET,
-                backlog=1024,
-                dualstack_ipv6=dual,
-            )
+            self._door = _listen(port)
         except OSError as error:
             why = os.strerror(error.errno or 0)
             raise JoinError(f"{me} cannot listen at port {port}: {why}") from error
@@ -129,6 +138,7 @@ class _Room:
         self._hosts = {me.index: me.host}
         self._text: dict[socket.socket, bytes] = {}  # what connections have said so far
         self._guests: dict[socket.socket, Guest] = {}
+        self._told, self._told_at = 1, -_TELL_EVERY_S  # of how many all were told, and when
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
 
@@ -143,6 +153,7 @@ class _Room:
             while len(self._hosts) < self._me.count:
                 for key, _ in self._selector.select(timeout=0.2):
                     self._answer(key.fileobj)
+                self._tell_joined()
                 wait.tell(_missing(self._hosts, self._me.count))
                 if wait.over():
                     raise JoinError(_missing(self._hosts, self._me.count, wait.within()))
@@ -151,6 +162,12 @@ class _Room:
             raise
         self._tell({"go": self._hosts})
         return self._hosts
+
+    def _tell_joined(self) -> None:
+        now = time.monotonic()
+        if len(self._hosts) > self._told and now - self._told_at >= _TELL_EVERY_S:
+            self._told, self._told_at = len(self._hosts), now
+            self._tell({"joined": self._hosts})
 
     def _tell(self, said: Mapping[str, Any]) -> None:
         for connection in self._guests:
@@ -194,7 +211,6 @@ class _Room:
             first = self._hosts[guest.index] if guest.index in self._hosts else "nowhere"
             raise JoinError(f"{guest} has a number that another one on {first} has, too")
         self._hosts[guest.index] = guest.host
-        self._tell({"joined": self._hosts})
 
 
 def _visit(address: tuple[str, int], me: Guest, wait: _Wait) -> dict[int, str]:
@@ -217,7 +233,7 @@ def _visit(address: tuple[str, int], me: Guest, wait: _Wait) -> dict[int, str]:
     with connection:
         connection.settimeout(0.5)
         _send(connection, dataclasses.asdict(me))
-        text, hosts = b"", {me.index: me.host}
+        text, hosts = b"", {0: address[0], me.index: me.host}
         while True:
             try:
                 said = connection.recv(_LONGEST)

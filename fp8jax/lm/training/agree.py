@@ -204,6 +204,7 @@ def _absent(stated: Mapping[int, dict]) -> list[int]:
 def _all_stated(key: str) -> dict[int, dict]:
     """Returns what all have stated, or some, if one of them has failed."""
     began = said = time.monotonic()
+    pause = 0.02
     while True:
         stated = _stated(key)
         absent = _absent(stated)
@@ -212,7 +213,8 @@ def _all_stated(key: str) -> dict[int, dict]:
         if time.monotonic() - said >= SAY_EVERY_S:
             said = time.monotonic()
             _say(key, began, absent)
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)  # each look reads what all have stated
 
 
 def _say(key: str, began: float, absent: list[int]) -> None:
