@@ -84,8 +84,8 @@ FAULTS = (
         "step hangs in the last",
         "hangs",
         True,
-        "has not finished in 10 s",
-        flags=("--step_timeout=10",),
+        "has not finished in 60 s",
+        flags=("--step_timeout=60",),  # which the compilation must not take
     ),
     Fault("kill -9 in the last", "kill", True, _SILENT, dies=True),
     Fault("kill -9 in the first", "kill", False, "has gone", dies=True),
@@ -132,7 +132,7 @@ class Processes:
                 return False
         return True
 
-    def wait(self, says: str, faulty: int = -1) -> dict[str, float]:
+    def wait(self, says: str, faulty: int = -1, limit_s: float = _LIMIT_S) -> dict[str, float]:
         """Waits until all have ended, and kills them at a limit.
 
         Returns when a process has ended or stopped ("gone"), when each but a faulty one that is
@@ -140,7 +140,7 @@ class Processes:
         """
         times: dict[str, float] = {}
         began = time.monotonic()
-        while len(times) < 3 and time.monotonic() - began < _LIMIT_S:
+        while len(times) < 3 and time.monotonic() - began < limit_s:
             time.sleep(0.1)
             states = [_state(process) for process in self.running]
             now = time.monotonic()
@@ -208,7 +208,7 @@ def _print_row(*cells: object) -> None:
 def _finish(folder: Path, steps: int, every: int) -> None:
     """Ends the run, and says whether its numbers are those of a run without faults."""
     for path in (folder / "run", folder / "whole"):
-        Processes(path, _given(folder, steps, every)).wait("")
+        Processes(path, _given(folder, steps, every)).wait("", limit_s=10 * _LIMIT_S)
     resumed = [
         e["step"] for e in each_line(folder / "run/events.jsonl") if e["kind"] == Event.RESUME
     ]
@@ -256,16 +256,21 @@ def _inject_all(folder: Path) -> None:
 
 
 def _stop_at_moments(folder: Path) -> None:
-    steps, every = 1500 * max(1, _MOMENTS.value // 4), 1000
+    steps, every = 100 * (_MOMENTS.value + 1), 1000
     given, rng = _given(folder, steps, every), random.Random(0)
-    _print_row("moment", "process", "s after the join", "all gone after, s", "status", "kept")
+    _print_row("moment", "process", "seconds after", "all gone after, s", "status", "kept")
     _print_row(*["---"] * 6)
     for moment in range(_MOMENTS.value):
         before = _newest(folder / "run")
         run = Processes(folder / "run", given)
         while not run.catches(signal.SIGTERM):
             time.sleep(0.05)
-        index, delay = rng.randrange(_PROCESSES.value), rng.choice([2.0, 10.0, 40.0]) * rng.random()
+        # Half of them after the first step; the others from the join on.
+        began, index, delay = "the join", rng.randrange(_PROCESSES.value), 15 * rng.random() ** 2
+        if moment % 2:
+            began, delay = "the first step", 1.5 * rng.random()
+            while "\nstep 1/" not in run.said(0) and f"\nstep {before + 1}/" not in run.said(0):
+                time.sleep(0.05)
         time.sleep(delay)
         asked = time.monotonic()
         run.running[index].send_signal(signal.SIGTERM)
@@ -277,7 +282,7 @@ def _stop_at_moments(folder: Path) -> None:
         _print_row(
             moment + 1,
             index,
-            f"{delay:.1f}",
+            f"{began} {delay:.1f}",
             ended,
             f"{codes}{'' if set(codes) == {RUN_AGAIN} else ' WRONG'}",
             f"{kept} of {taken}{', as before' if kept == before else ''}",

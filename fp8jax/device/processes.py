@@ -5,6 +5,7 @@ it works before the first compilation, and while another process hangs in a coll
 itself has a store of its own, so callers need not ask whether there are others.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -121,8 +122,9 @@ def leave(status: int, wait_s: float = 10) -> NoReturn:
     Process 0 waits up to `wait_s` seconds until the others have left, too: it runs the coordinator,
     and without that JAX aborts them with dumps of their stacks.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # it may lie on a disk that is full
+            stream.flush()
     try:
         if index() > 0:
             put(f"left/{index()}", "")

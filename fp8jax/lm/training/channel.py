@@ -195,7 +195,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         if isinstance(error, DisagreeError | FailedElsewhereError):
             return  # all say it themselves
         line = f"{self._me} failed{self._where()}: {what}"
-        print(line, file=sys.stderr, flush=True)
+        _say(line)
         with contextlib.suppress(ConnectionError):
             self._tell(f"failed/{self._index}", line)
         self._record([line, "".join(traceback.format_exception(kind, error, trace))])
@@ -269,7 +269,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             line = f"{told['stop']}: no step is complete and nothing is to be saved; all leave"
             self._leave({"stop": line}, RUN_AGAIN)
         self._last = max(map(int, at)) + 1
-        print(f"{told['stop']}: all stop after step {self._last}", file=sys.stderr, flush=True)
+        _say(f"{told['stop']}: all stop after step {self._last}")
         self._agreed.set()
 
     # Fail -----------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             _wait_for_the_end()  # which the other thread brings
         _end_in(_BEAT_S if "silent/0" in lines else SAVING_S + _LEAVING_S, status)
         for line in lines.values():
-            print(f"error: {line}" if status == 1 else line, file=sys.stderr, flush=True)
+            _say(f"error: {line}" if status == 1 else line)
         if status == 1:
             self._record([*lines.values(), f"{self._me} left{self._where()}. Its threads:"])
         for silent in [int(key.split("/")[1]) for key in lines if key.startswith("silent/")]:
@@ -366,6 +366,11 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
     def _keys(self, folder: str) -> dict[str, str]:
         found: dict[str, str] = self._store.keys(f"{self._folder}/{folder}")
         return found
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        print(line, file=sys.stderr, flush=True)
 
 
 def _in_a_line(error: BaseException) -> str:
