@@ -111,7 +111,9 @@ def test_no_cast_and_no_scale_has_a_constant_nan():
     for name in FORMATS:
         assert not traced(fp8jax.cast, x, fmt=name)
     for rule in SCALES:
-        assert not traced(fp8jax.quantize, x, fmt="e2m1", tile="row", scale=rule)
+        if rule != "eden":  # which transforms x; recipes have it
+            tile = "tensor" if rule == "mse" else "nv16"
+            assert not traced(fp8jax.quantize, x, fmt="e2m1", tile=tile, scale=rule)
     assert not traced(lambda amax: fp8jax.quantize(x, "e4m3", "tensor", amax=amax), 1.0)
     assert not traced(power_of_two_below, x)
     assert not traced(fp8jax.dequantize, fp8jax.quantize(x, "e4m3", "tensor"))

@@ -46,11 +46,10 @@ from fp8jax.lm.inference.perplexity import joined, read_texts, score_texts
 from fp8jax.lm.inference.problems import Problem, read_problems, shuffled
 from fp8jax.lm.inference.scorer import require_room
 from fp8jax.lm.inference.yardsticks import Yardsticks, yardsticks
-from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.interop.trained import TrainedModel, check_precisions, load_model
 from fp8jax.lm.model.telemetry import measure_forward
 from fp8jax.lm.records.checkpoint import DamagedError
 from fp8jax.lm.sources import chat_readers, parse_sources
-from fp8jax.numerics.names import as_policy
 from fp8jax.telemetry.files import write_rows
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory, or hf:DIR.", required=True)
@@ -130,8 +129,7 @@ def main(arguments: Sequence[str]) -> None:
     if _LIMIT.value is not None and not tasks and not problems:
         raise ValueError("--limit is for tasks from files, and --tasks names none")
     precisions: list[Any] = command.split_specs(_PRECISION.value) if _PRECISION.value else []
-    for name in precisions:
-        as_policy(name)
+    check_precisions(precisions)
     xla.set_compilation_cache()
     asked = Asked(perplexity=PERPLEXITY in specs, tasks=tasks, problems=problems)
     texts = Texts()

@@ -1,7 +1,7 @@
 """A model with its weights and its tokenizer, from a run's workdir or a Hugging Face folder."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,12 @@ def shape_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> ModelCo
         return shape_of_model(f"hf:{kept}", {})
     name = f"hf:{kept}" if names_folder(record["model"]) else record["model"]
     return shape_of_model(name, record["model_overrides"])
+
+
+def check_precisions(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that means no policy, before anything is loaded."""
+    for name in names:
+        as_policy(name)
 
 
 def tokenizer_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> Tokenizer | None:
