@@ -83,11 +83,6 @@ class Format:
         return 2.0 ** -(self.mantissa + 1)
 
     @property
-    def significant_bits(self) -> int:
-        """The largest number of significant bits of a code, with the implicit one."""
-        return self.mantissa + 1
-
-    @property
     def tiny(self) -> float:
         """The smallest positive number (subnormal where the format has subnormals)."""
         return 2.0 ** (self.min_exponent - self.mantissa)
