@@ -283,7 +283,7 @@ INTEROP = (
         "self._refuse_other_shapes(theirs)\n            _ = self._files",
         "_ = self._files",
     ),
-    M("_ranges", "comparison", "number == runs[-1][1] + 1", "number >= runs[-1][1] + 1"),
+    M("read:_ranges", "comparison", "number == runs[-1][1] + 1", "number >= runs[-1][1] + 1"),
     M("_export_cast", "comparison", "return cast, cast == own", "return cast, follows"),
     M("export:_quantized", "dtype", "np.dtype(ml_dtypes.bfloat16)", "np.dtype(np.float32)"),
     M("write_tensors", "dtype", "sum(array.nbytes for", "sum(array.size for"),
