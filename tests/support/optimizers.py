@@ -19,6 +19,8 @@ CONFIG = OptimizerConfig(
     clip_norm=1.5,
     gradients="float32",
     moments="float32",
+    reset="",
+    reset_from=0.6,
     seed=0,
     warmup_fraction=None,
 )

@@ -27,6 +27,8 @@ class OptimizerConfig:
         never scales.
       gradients: a key of `GRADIENTS`, the format to which clipped gradients are rounded.
       moments: a key of `MOMENTS`, the format in which moments are stored between steps.
+      reset: a recipe by whose cast kernels are reset that oscillate (oscillation.py); "" for none.
+      reset_from: the share of the run, in [0, 1), from which on they are.
       seed: seeds the noise of stochastic signs and of stochastic rounding.
 
     Raises:
@@ -54,6 +56,8 @@ class OptimizerConfig:
     clip_norm: float
     gradients: str
     moments: str
+    reset: str
+    reset_from: float
     seed: int
 
     def __post_init__(self):
@@ -69,6 +73,8 @@ class OptimizerConfig:
                 f"{self.asked_warmup} steps: set warmup_steps=0 and no warmup_fraction"
             )
         # Each comparison is false for NaN.
+        if not 0 <= self.reset_from < 1:
+            raise ValueError(f"reset_from={self.reset_from} does not lie in [0, 1)")
         for name in ("decay_fraction", "final_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")

@@ -33,6 +33,7 @@ from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.optim.moment_formats import MOMENTS
 from fp8jax.lm.optim.moments import stored
 from fp8jax.lm.optim.muon import scale_by_muon_and_adam
+from fp8jax.lm.optim.oscillation import reset_oscillating
 from fp8jax.lm.optim.schedules import schedule_of
 from fp8jax.lm.optim.stosign import V2_DECAY, scale_by_sign_adam, scale_by_stosign
 from fp8jax.lookup import lookup, own_object
@@ -169,6 +170,13 @@ def _scale_by_rate() -> optax.GradientTransformationExtraArgs:
     )
 
 
+def _reset(config: OptimizerConfig) -> list[optax.GradientTransformation]:
+    """The reset of weights, if a config asks for it."""
+    if not config.reset:
+        return []
+    return [reset_oscillating(config.reset, round(config.reset_from * config.num_steps))]
+
+
 def make_optimizer(
     config: OptimizerConfig,
 ) -> tuple[optax.GradientTransformationExtraArgs, optax.Schedule]:
@@ -203,6 +211,7 @@ def make_optimizer(
         core if moments is None else stored(core, fmt, moments=moments, seed=config.seed),
         optax.add_decayed_weights(config.weight_decay, is_matrix),
         _scale_by_rate(),
+        *_reset(config),
     )
     chain = optax.chain(clip_and_round(gradients), update)
 

@@ -103,6 +103,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.optimizer.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
     config.optimizer.gradients = "float32"  # format, once clipped: float32 or e5m2, unscaled
     config.optimizer.moments = "float32"  # how they are stored: a key of MOMENTS (lm/optim)
+    config.optimizer.reset = ""  # recipe by whose cast oscillating kernels are reset; "": none are
+    config.optimizer.reset_from = 0.6  # share of the run from which on they are
     config.optimizer.master_weights = "float32"  # how parameters are stored: float32 or bfloat16
 
     # Bad steps (non-finite values, and loss spikes if a detector is on) never change the state
