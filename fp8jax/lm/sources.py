@@ -22,8 +22,12 @@ zstd, bzip2 or xz, and have a byte order mark (data/files.py). The text after th
 if it looks like a name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any
 text without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
 
+GLOB is a pattern of paths, where ** crosses folders; or hf:ORG/NAME[@REVISION]/GLOB for files of a
+data set of Hugging Face's hub (data/hub.py).
+
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
-the config is parsed, so it may look for files but must not read them.
+the config is parsed, so it may look for files, and download
+them, but must not read them.
 """
 
 import glob
@@ -38,6 +42,7 @@ from fp8jax.lm.chat.conversation import ChatFiles
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
 from fp8jax.lm.data.documents import log_skipped, read_documents, require_fraction
 from fp8jax.lm.data.files import COMPRESSIONS, Tally
+from fp8jax.lm.data.hub import data_folder, names_folder
 from fp8jax.lm.data.readers import (
     JsonLines,
     ParquetFiles,
@@ -52,8 +57,16 @@ _FIELD = re.compile(r"(?P<rest>.*)#(?P<field>[A-Za-z_][\w.-]*)", re.DOTALL)
 
 
 def _found(pattern: str) -> tuple[Path, ...]:
-    """Returns the files that a glob pattern (** allowed) matches, sorted by name."""
-    matches = {Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True)}
+    """Returns the files that a glob pattern (** allowed) matches, sorted by name.
+
+    `hf:ORG/NAME[@REVISION]/GLOB` are files of a data set of the hub, which are downloaded.
+    """
+    if names_folder(pattern):
+        folder, inside = data_folder(pattern)
+        names = glob.glob(glob.escape(str(folder)) + "/" + inside, recursive=True)
+    else:
+        names = glob.glob(os.path.expanduser(pattern), recursive=True)
+    matches = set(map(Path, names))
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
         hint = ""

@@ -17,9 +17,9 @@ from pathlib import Path
 from absl import flags, logging
 
 from fp8jax.lm.cli import command
+from fp8jax.lm.data.hub import names_folder
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.export import EXPORTS
-from fp8jax.lm.interop.folders import names_folder
 from fp8jax.lm.interop.fp8_format import SCALE_RULES
 from fp8jax.lm.interop.write import MAX_SHARD_BYTES
 from fp8jax.lm.model.transformer import count_params

@@ -1,4 +1,4 @@
-"""Tokenizers by name: `tokenizer` turns a spec, `bytes` or `bpe:PATH`, into a `Tokenizer`.
+"""Tokenizers by name: `tokenizer` turns a spec, such as `bytes`, into a `Tokenizer`.
 
 `TOKENIZERS` holds the kinds. Encoding never adds special tokens: token_cache.py marks where a
 document begins and ends, not the tokenizer. Text that spells a special token, such as
@@ -11,6 +11,7 @@ every fork (TOKENIZERS_PARALLELISM).
 from collections.abc import Callable
 
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer, Tokenizer
+from fp8jax.lm.data.hub import tokenizer_json
 from fp8jax.lookup import lookup
 
 
@@ -28,15 +29,22 @@ def _bpe(argument: str) -> Tokenizer:
     return load_bpe(argument)
 
 
+def _hf(argument: str) -> Tokenizer:
+    from fp8jax.lm.data.bpe import load_bpe
+
+    return load_bpe(tokenizer_json(argument))
+
+
 # Kind -> a function from the ARGUMENT of a spec ("" if there is none) to a tokenizer.
-TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {"bytes": _bytes, "bpe": _bpe}
+TOKENIZERS: dict[str, Callable[[str], Tokenizer]] = {"bytes": _bytes, "bpe": _bpe, "hf": _hf}
 
 
 def tokenizer(spec: str) -> Tokenizer:
     """Returns the tokenizer of a spec.
 
     Args:
-      spec: KIND[:ARGUMENT], `bytes`, or `bpe:PATH` of a tokenizer.json.
+      spec: KIND[:ARGUMENT]: `bytes`; `bpe:PATH` of a tokenizer.json; `hf:DIR` of a folder with one,
+        or `hf:ORG/NAME[@REVISION]` of the hub.
 
     Returns:
       A `Tokenizer`.

@@ -24,8 +24,9 @@ from typing import Any
 
 import jax
 
+from fp8jax.lm.data.hub import as_folder
 from fp8jax.lm.interop.export import export_model
-from fp8jax.lm.interop.folders import HUGGING_FACE, as_folder, copy_small_files
+from fp8jax.lm.interop.folders import HUGGING_FACE, copy_small_files
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.interop.write import MAX_SHARD_BYTES, new_folder, refuse_existing, write_json
 from fp8jax.lm.mesh import MeshAxes, make_mesh

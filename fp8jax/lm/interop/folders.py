@@ -1,7 +1,6 @@
-"""The small files of a Hugging Face folder, and models that are named by such a folder: hf:DIR."""
+"""The small files of a Hugging Face folder, and models that are named by one, `hf:DIR`."""
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,13 @@ from typing import Any
 
 from absl import logging
 
+from fp8jax.lm.data.hub import (
+    BESIDE_TOKENIZER,
+    SHAPE_FILES,
+    TOKENIZER_FILES,
+    as_folder,
+    tokenizer_json,
+)
 from fp8jax.lm.interop.config_json import load_json, to_model_config, unknown_keys
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.models import model_config, with_overrides
@@ -16,39 +22,6 @@ from fp8jax.lm.records.differences import config_difference
 from fp8jax.lookup import brief
 
 HUGGING_FACE = "hugging_face"  # the folder of a workdir that keeps the small files
-
-_SHAPE = ("config.json", "generation_config.json")
-_BESIDE_TOKENIZER = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", *_BESIDE_TOKENIZER)
-
-
-def names_folder(spec: str) -> bool:
-    """Whether a spec is `hf:DIR`, be there such a folder or not."""
-    return spec.startswith("hf:")
-
-
-def as_folder(spec: str) -> Path | None:
-    """Returns the folder that `hf:DIR` names, and None for every other spec.
-
-    Raises:
-      ValueError: DIR is empty, missing, or not a folder.
-    """
-    if not names_folder(spec):
-        return None
-    path = spec.removeprefix("hf:")
-    folder = Path(os.path.expanduser(path))
-    if not path:
-        raise ValueError("hf: needs a folder: give hf:DIR")
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise ValueError(f"{spec}: {folder} {what}")
-    return folder
 
 
 def shape_of_model(name: str, overrides: Mapping[str, Any]) -> ModelConfig:
@@ -85,7 +58,7 @@ def small_file(folder: Path, name: str) -> Path | None:
 def copy_small_files(source: Path, target: Path, *, with_tokenizer: bool) -> None:
     """Copies config.json and generation_config.json, and the tokenizer's files if asked for."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in (*_SHAPE, *(_TOKENIZER if with_tokenizer else ())):
+    for name in (*SHAPE_FILES, *(TOKENIZER_FILES if with_tokenizer else ())):
         if (found := small_file(source, name)) is not None:
             shutil.copyfile(found, target / name)
 
@@ -110,7 +83,8 @@ def end_ids(folder: Path, vocab_size: int) -> list[int]:
 def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     """Copies what a run's config names by path into the workdir, so that it needs nothing else.
 
-    These are the config.json of a model `hf:DIR`, and the files of a tokenizer `bpe:PATH`.
+    These are the config.json of a model `hf:DIR`, and the files of a tokenizer `bpe:PATH` or
+    `hf:DIR`.
 
     Args:
       record: the config as JSON has it.
@@ -119,9 +93,11 @@ def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     folder = as_folder(record["model"])
     if folder is not None and not _same(folder, kept):
         copy_small_files(folder, kept, with_tokenizer=False)
-    kind, _, path = record["tokenizer"].partition(":")
-    if kind == "bpe" and not _same(Path(path).expanduser().parent, kept):
-        _copy_tokenizer(Path(path).expanduser(), kept)
+    kind, _, argument = record["tokenizer"].partition(":")
+    if kind in ("bpe", "hf"):
+        path = tokenizer_json(argument) if kind == "hf" else Path(argument).expanduser()
+        if not _same(path.parent, kept):
+            _copy_tokenizer(path, kept)
 
 
 def kept_differences(record: Mapping[str, Any], workdir: Path) -> list[str]:
@@ -142,7 +118,7 @@ def _same(folder: Path, other: Path) -> bool:
 def _copy_tokenizer(path: Path, target: Path) -> None:
     """Copies a tokenizer.json of any name, and the files beside it that belong to it."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in _BESIDE_TOKENIZER:
+    for name in BESIDE_TOKENIZER:
         if (found := small_file(path.parent, name)) is not None:
             shutil.copyfile(found, target / name)
     shutil.copyfile(path, target / "tokenizer.json")

@@ -9,8 +9,15 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from fp8jax.lm.interop.folders import as_folder, shape_of_model
-from fp8jax.lm.interop.read import TensorReader, check_tensors, open_tensors, read_tree
+from fp8jax.lm.data.hub import as_folder
+from fp8jax.lm.interop.folders import shape_of_model
+from fp8jax.lm.interop.read import (
+    TensorReader,
+    check_tensors,
+    folder_with_weights,
+    open_tensors,
+    read_tree,
+)
 from fp8jax.lm.interop.tensor_names import parameter_shapes
 from fp8jax.lm.interop.trained import read_record, refuse_not_finite, shape_of_workdir
 from fp8jax.lm.model.config import ModelConfig
@@ -96,7 +103,7 @@ class InitialWeights:
     def _files(self) -> tuple[TensorReader, str, ModelConfig]:
         """The folder's tensors, what their names begin with, and its own model, which decides the
         names: they may join linears that this model's do not."""
-        folder = as_folder(self.source)
+        folder = folder_with_weights(self.source)
         assert folder is not None
         files, theirs = open_tensors(folder), shape_of_model(self.source, {})
         return files, check_tensors(files, theirs), theirs

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from fp8jax.lm.data.hub import INDEX, add_files, as_folder
 from fp8jax.lm.interop.config_json import load_json
 from fp8jax.lm.interop.fp8_read import CODE_DTYPES, DequantizedFiles, read_codes, read_layout
 from fp8jax.lm.interop.tensor_names import (
@@ -34,7 +35,6 @@ from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.records.checkpoint_files import HASHES, find_damage
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 READABLE = ("F32", "F16", "BF16")  # dtypes of parameters, as safetensors calls them
 
 
@@ -108,6 +108,19 @@ class TensorFiles:
         return part[index if len(index) > 1 else index[0]]
 
 
+def folder_with_weights(spec: str) -> Path | None:
+    """Returns the folder that `hf:…` names, with its weights; None for every other spec.
+
+    Raises:
+      ValueError: there is no such folder, or its index is damaged.
+    """
+    folder = as_folder(spec)
+    if folder is not None:
+        is_one = (folder / SINGLE).exists() or not (folder / INDEX).exists()
+        add_files(spec, {SINGLE} if is_one else {*_weight_map(folder).values()})
+    return folder
+
+
 def open_tensors(folder: Path) -> TensorReader:
     """Returns the tensors of a folder; those of an FP8 checkpoint dequantized to float32.
 
@@ -134,6 +147,15 @@ def _listed(folder: Path) -> dict[str, str]:
         elif pickled:
             why = f"; {', '.join(pickled[:3])} would have to be unpickled, which may run any code"
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}{why}")
+    listed = _weight_map(folder)
+    missing = sorted({file for file in listed.values() if not (folder / file).is_file()})
+    if missing:
+        raise ValueError(f"{folder / INDEX} names files that are missing: {', '.join(missing)}")
+    return listed
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Returns tensor -> file of the index of a folder; ValueError unless it is one."""
     index = load_json(folder / INDEX)
     listed = index["weight_map"] if "weight_map" in index else None
     if (
@@ -142,9 +164,6 @@ def _listed(folder: Path) -> dict[str, str]:
         or not all(isinstance(file, str) and Path(file).name == file for file in listed.values())
     ):
         raise ValueError(f"{folder / INDEX}: weight_map must map tensors to files of the folder")
-    missing = sorted({file for file in listed.values() if not (folder / file).is_file()})
-    if missing:
-        raise ValueError(f"{folder / INDEX} names files that are missing: {', '.join(missing)}")
     return listed
 
 

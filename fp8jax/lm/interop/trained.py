@@ -13,11 +13,10 @@ from absl import logging
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.hub import names_folder
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.interop.folders import (
     HUGGING_FACE,
-    as_folder,
-    names_folder,
     shape_of_model,
     small_file,
     warn_of_unknown_keys,
@@ -25,6 +24,7 @@ from fp8jax.lm.interop.folders import (
 from fp8jax.lm.interop.read import (
     check_tensors,
     dropped_tensors,
+    folder_with_weights,
     grouped,
     not_finite,
     open_tensors,
@@ -96,7 +96,8 @@ def load_model(
     The optimizer's state is not read.
 
     Args:
-      source: a workdir of a run or of a conversion, or `hf:DIR`.
+      source: a workdir of a run or of a conversion, `hf:DIR`, or `hf:ORG/NAME[@REVISION]` of the
+        hub.
       precision: a policy; None for the one that trained the weights, bf16 for a folder.
       step: which checkpoint of a workdir; None for the newest sound one.
       mesh: shards the variables as training does; None puts them on the first device.
@@ -122,7 +123,7 @@ def load_model(
       >>> trained.step, trained.model.policy.name, trained.tokenizer.name
       (1, 'fp8_rowwise', 'bytes')
     """
-    folder = as_folder(source)
+    folder = folder_with_weights(source)
     if folder is not None:
         if step is not None:
             raise ValueError(f"step={step} is for workdirs: {source} has no checkpoints")

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from fp8jax.lm.interop.read import INDEX, SINGLE
+from fp8jax.lm.data.hub import INDEX
+from fp8jax.lm.interop.read import SINGLE
 from fp8jax.lm.records.checkpoint_files import HASHES, hash_files
 
 MAX_SHARD_BYTES = 5_000_000_000  # of a file, as in transformers

@@ -70,7 +70,7 @@ def base_config() -> ml_collections.ConfigDict:
 
     # Data
     config.data = "python_stdlib"  # [NAME=][WEIGHT*]KIND[:ARGUMENT],…: see lm/sources.py
-    config.tokenizer = "bytes"  # bytes, or bpe:PATH of a tokenizer.json
+    config.tokenizer = "bytes"  # bytes, bpe:PATH of a tokenizer.json, or hf:DIR
     config.seq_len = 256  # tokens in a row
     config.document_masking = True  # False: documents of a training row see those before them
     config.long_examples = "error"  # conversations longer than a row: error, skip or cut
