@@ -23,7 +23,8 @@ if it looks like a name: letters, digits, _, - and ., starting with a letter or 
 text without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
 
 GLOB is a pattern of paths, where ** crosses folders; or hf:ORG/NAME[@REVISION]/GLOB for files of a
-data set of Hugging Face's hub (data/hub.py).
+data set of Hugging Face's hub (data/hub.py); or s3://BUCKET/GLOB or gs://BUCKET/GLOB for objects of
+a store (data/urls.py).
 
 Each kind is one function from the ARGUMENT ("" if there is none) to a `Reader`. It is called when
 the config is parsed, so it may look for files, and download
@@ -51,6 +52,7 @@ from fp8jax.lm.data.readers import (
     TensorFlowDataset,
     TextFiles,
 )
+from fp8jax.lm.data.urls import find_urls, is_url
 from fp8jax.lookup import lookup
 
 _FIELD = re.compile(r"(?P<rest>.*)#(?P<field>[A-Za-z_][\w.-]*)", re.DOTALL)
@@ -59,8 +61,13 @@ _FIELD = re.compile(r"(?P<rest>.*)#(?P<field>[A-Za-z_][\w.-]*)", re.DOTALL)
 def _found(pattern: str) -> tuple[Path, ...]:
     """Returns the files that a glob pattern (** allowed) matches, sorted by name.
 
-    `hf:ORG/NAME[@REVISION]/GLOB` are files of a data set of the hub, which are downloaded.
+    `hf:ORG/NAME[@REVISION]/GLOB` are files of a data set of the hub, which are downloaded;
+    `gs://BUCKET/GLOB` and `s3://BUCKET/GLOB` are objects, which are not.
     """
+    if is_url(pattern):
+        if not (urls := find_urls(pattern)):
+            raise ValueError(f"no file matches {pattern!r}")
+        return tuple(urls)
     if names_folder(pattern):
         folder, inside = data_folder(pattern)
         names = glob.glob(glob.escape(str(folder)) + "/" + inside, recursive=True)

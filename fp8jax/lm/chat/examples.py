@@ -31,6 +31,7 @@ from fp8jax.lm.data.digests import digests
 from fp8jax.lm.data.documents import SPLITS, require_fraction, split_of
 from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.token_cache import map_array, token_dtype
+from fp8jax.lm.data.urls import size_of
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
 FORMAT_VERSION = 3
@@ -194,7 +195,7 @@ def _write(
             for part in _PARTS
         }
         # disable=None shows the bar only if stderr is a terminal.
-        total = sum(path.stat().st_size for path in reader.paths)
+        total = sum(map(size_of, reader.paths))
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=name, disable=None)
         stack.enter_context(bar)
         for chat, examples in _rendered_chats(reader, template, tally, on_bad):

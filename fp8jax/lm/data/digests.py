@@ -17,6 +17,7 @@ from typing import Any
 
 from fp8jax.lm.data.cache_folder import turn
 from fp8jax.lm.data.files import BYTE_ORDER_MARKS
+from fp8jax.lm.data.urls import as_path, is_url
 
 FOLDER = ".digests"  # in the cache: one file for each set of files
 
@@ -33,7 +34,7 @@ def digests(
     A third entry marks files with a byte order mark, which caches of older versions kept as text.
     One process of a file system reads the files, and the others wait for its hashes.
     """
-    paths = sorted({os.path.abspath(path) for each in files for path in each})
+    paths = sorted({_absolute(path) for each in files for path in each})
     name = hashlib.sha256("\0".join(paths).encode("utf-8", "surrogateescape")).hexdigest()
     kept = Path(cache_dir).expanduser() / FOLDER / f"{name[:16]}.json"
     found = _kept(kept, paths)
@@ -44,7 +45,7 @@ def digests(
             if len(found) < len(paths):
                 found = {path: found[path] if path in found else _read(path) for path in paths}
                 _keep(kept, found)
-    return [[found[os.path.abspath(path)]["digest"] for path in each] for each in files]
+    return [[found[_absolute(path)]["digest"] for path in each] for each in files]
 
 
 def _kept(kept: Path, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -54,26 +55,38 @@ def _kept(kept: Path, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
         return {
             path: entries[path]
             for path in paths
-            if path in entries and entries[path]["file"] == _file(os.stat(path))
+            if path in entries and entries[path]["file"] == _file(path)
         }
     except (OSError, ValueError, KeyError, TypeError):  # nothing, or damaged: read again
         return {}
 
 
-def _file(stat: os.stat_result) -> list[int]:
+def _absolute(path: Path) -> str:
+    return os.fspath(path) if is_url(path) else os.path.abspath(path)
+
+
+def _file(path: str) -> list[int]:
+    """Returns size, number and times of a file."""
+    stat: Any = as_path(path).stat()
+    if is_url(path):  # a store replaces an object as a whole, and says when, to the second
+        return [stat.length, 0, 0, int(stat.mtime * 10**9)]
+    return _numbers(stat)
+
+
+def _numbers(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _read(path: str) -> dict[str, Any]:
     """Returns the digest of a file, and what tells it from the file after a change."""
     now = time.time_ns()
-    with open(path, "rb") as file:
-        stat = os.fstat(file.fileno())
+    with as_path(path).open("rb") as file:
+        numbers = _file(path) if is_url(path) else _numbers(os.fstat(file.fileno()))
         mark = ["without mark"] if file.read(4).startswith(BYTE_ORDER_MARKS) else []
         file.seek(0)
         digest = [Path(path).suffix, hashlib.file_digest(file, "sha256").hexdigest(), *mark]
-    settled = now - max(stat.st_mtime_ns, stat.st_ctime_ns) > _SETTLED_NS
-    return {"file": _file(stat), "digest": digest, "settled": settled}
+    settled = now - max(numbers[2:]) > _SETTLED_NS
+    return {"file": numbers, "digest": digest, "settled": settled}
 
 
 def _keep(kept: Path, found: dict[str, dict[str, Any]]) -> None:

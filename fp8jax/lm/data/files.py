@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fp8jax.lm.data.urls import is_url, size_of
+
 # Endings of names, and what they promise.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 
@@ -105,6 +107,26 @@ class _CountedFile(io.FileIO):
         return content
 
 
+class _CountedUrl(io.RawIOBase):
+    """A file of an object store, as `_CountedFile`."""
+
+    def __init__(self, path: Path, tally: Tally):
+        self._file, self._tally = path.open("rb"), tally
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        given = self._file.read(len(buffer))
+        buffer[: len(given)] = given
+        self._tally.bytes_read += len(given)
+        return len(given)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class _Source(io.RawIOBase):
     """Bytes that `more` makes, in pieces of any size; b"" is the end."""
 
@@ -132,14 +154,15 @@ def open_counted(path: Path, tally: Tally, *, is_json: bool = False) -> Iterator
     Raises:
       ValueError: the file is not compressed in the way that its name says, or damaged.
     """
-    with io.BufferedReader(_CountedFile(path, tally)) as file:
+    counted = _CountedUrl(path, tally) if is_url(path) else _CountedFile(path, tally)
+    with io.BufferedReader(counted) as file:
         compression = _compression(path, file.peek(16))
         if compression is None:
             yield _as_utf8(path, file, is_json)
             return
         try:
             # pyarrow reads an empty file as an empty text, but no compressor writes an empty file.
-            if not path.stat().st_size:
+            if not size_of(path):
                 raise OSError("it is empty")
             with _decompressed(file, compression) as stream:
                 yield _as_utf8(path, stream, is_json)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 from absl import logging
 
 from fp8jax.lm.data.files import Tally, open_counted, parse_line, read_lines
+from fp8jax.lm.data.urls import size_of
 
 BLANK = "blank"  # the separator of text files that stands for blank lines
 
@@ -249,7 +250,7 @@ class ParquetFiles:
         import pyarrow.parquet as pq
 
         for path in self.paths:
-            size, before, rows = path.stat().st_size, tally.bytes_read, 0
+            size, before, rows = size_of(path), tally.bytes_read, 0
             with path.open("rb") as file:
                 try:
                     table = pq.ParquetFile(file)

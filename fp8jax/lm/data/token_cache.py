@@ -34,6 +34,7 @@ from fp8jax.lm.data.documents import (
 )
 from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.readers import Source
+from fp8jax.lm.data.urls import size_of
 
 # Version of the cached files; raise it whenever the same text would give other streams.
 FORMAT_VERSION = 1
@@ -176,7 +177,7 @@ def _write_source(
             for part in ("tokens", "starts")
         }
         # disable=None shows the bar only if stderr is a terminal.
-        total = sum(path.stat().st_size for path in files)
+        total = sum(map(size_of, files))
         bar = tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=None)
         stack.enter_context(bar)
         for documents in _batches(read_documents(source, tally, fraction)):
