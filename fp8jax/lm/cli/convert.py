@@ -18,6 +18,7 @@ from absl import flags, logging
 
 from fp8jax.lm.cli import command
 from fp8jax.lm.data.hub import names_folder
+from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.export import EXPORTS
 from fp8jax.lm.interop.fp8_format import SCALE_RULES
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(os.path.expanduser(target.removeprefix("hf:")))
     if not target.removeprefix("hf:"):
         raise ValueError(f"--to={target} names no folder")
+    if is_url(target.removeprefix("hf:")):
+        raise ValueError(f"--to={target} is a URL: name a folder here, and copy it there")
     if to_folder:
         if _FORMAT.value is None:
             raise ValueError(f"--to={target} needs a --format: {', '.join(EXPORTS)}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8jax.lm.data.cache_folder import turn
 from fp8jax.lm.data.files import BYTE_ORDER_MARKS
-from fp8jax.lm.data.urls import as_path, is_url
+from fp8jax.lm.data.urls import as_path, changed_at, is_url, size_of
 
 FOLDER = ".digests"  # in the cache: one file for each set of files
 
@@ -33,7 +33,12 @@ def digests(
 
     A third entry marks files with a byte order mark, which caches of older versions kept as text.
     One process of a file system reads the files, and the others wait for its hashes.
+
+    Raises:
+      ValueError: the cache is a URL, where no lock can be held.
     """
+    if is_url(cache_dir):
+        raise ValueError(f"cache_dir={cache_dir} is a URL: name a folder of a mounted file system")
     paths = sorted({_absolute(path) for each in files for path in each})
     name = hashlib.sha256("\0".join(paths).encode("utf-8", "surrogateescape")).hexdigest()
     kept = Path(cache_dir).expanduser() / FOLDER / f"{name[:16]}.json"
@@ -67,10 +72,10 @@ def _absolute(path: Path) -> str:
 
 def _file(path: str) -> list[int]:
     """Returns size, number and times of a file."""
-    stat: Any = as_path(path).stat()
-    if is_url(path):  # a store replaces an object as a whole, and says when, to the second
-        return [stat.length, 0, 0, int(stat.mtime * 10**9)]
-    return _numbers(stat)
+    if is_url(path):  # a store replaces an object as a whole
+        url = as_path(path)
+        return [size_of(url), 0, 0, int(changed_at(url) * 10**9)]
+    return _numbers(os.stat(path))
 
 
 def _numbers(stat: os.stat_result) -> list[int]:

@@ -18,6 +18,8 @@ from urllib.parse import unquote
 
 from absl import logging
 
+from fp8jax.lm.data.urls import is_url
+
 SHAPE_FILES = ("config.json", "generation_config.json")
 BESIDE_TOKENIZER = (
     "tokenizer_config.json",
@@ -62,6 +64,8 @@ def as_folder(spec: str) -> Path | None:
         raise ValueError("hf: needs a folder: give hf:DIR, or hf:ORG/NAME of the hub")
     if folder.is_dir():
         return folder
+    if is_url(path):
+        raise ValueError(f"{spec}: {path} is a URL: copy it, and name the folder, or hf:ORG/NAME")
     named = _MODEL.fullmatch(path)
     if named is None or folder.exists():
         what = "is not a folder" if folder.exists() else "does not exist"

@@ -4,7 +4,9 @@ They are read where they are, once for their hash and once for their tokens. epa
 of the store, and that package finds endpoint and credentials as always.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,31 +29,44 @@ def find_urls(pattern: str) -> list[Path]:
     """
     from etils import epath
 
-    scheme, _, rest = pattern.partition("://")
+    with store_errors(pattern) as bucket:
+        inside = pattern.removeprefix(f"{bucket}/")
+        if inside in (bucket, ""):
+            raise ValueError(f"expected {bucket}/GLOB, got {pattern}")
+        if "**" in inside:  # epath refuses it, too: the store would list all that it has
+            raise ValueError(f"{pattern}: ** is not for object stores; name each folder")
+        found = list(epath.Path(bucket).glob(inside))
+        return cast(
+            list[Path], sorted((path for path in found if not path.is_dir()), key=os.fspath)
+        )
+
+
+@contextlib.contextmanager
+def store_errors(url: str) -> Iterator[str]:
+    """Gives the bucket of a URL, with its scheme, and says what a store answers as ValueError.
+
+    Raises:
+      ValueError: the scheme is unknown, its package missing, or the store does not answer.
+    """
+    scheme, _, rest = url.partition("://")
     if scheme not in PACKAGES:
         known = ", ".join(f"{name}://" for name in PACKAGES)
-        raise ValueError(f"{pattern}: {scheme}:// is not read. There are: {known}")
-    bucket, _, inside = rest.partition("/")
-    if not bucket or not inside:
-        raise ValueError(f"expected {scheme}://BUCKET/GLOB, got {pattern}")
-    if "**" in inside:  # epath refuses it, too: the store would list all that it has
-        raise ValueError(
-            f"{pattern}: ** is not for object stores; name each folder, or give it a *"
-        )
+        raise ValueError(f"{url}: {scheme}:// is not read. There are: {known}")
+    bucket = rest.partition("/")[0]
+    if not bucket:
+        raise ValueError(f"expected {scheme}://BUCKET/…, got {url}")
     try:
-        found = list(epath.Path(f"{scheme}://{bucket}").glob(inside))
-        paths = sorted((path for path in found if not path.is_dir()), key=os.fspath)
+        yield f"{scheme}://{bucket}"
+    except ValueError:
+        raise
     except ImportError as error:
         raise ValueError(
-            f"{pattern}: {scheme}:// needs the package {PACKAGES[scheme]}: pip install "
+            f"{url}: {scheme}:// needs the package {PACKAGES[scheme]}: pip install "
             f"{PACKAGES[scheme]} ({error})"
         ) from error
     except Exception as error:  # of the package, its client, the connection, the credentials
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
-            f"{pattern}: {scheme}://{bucket} cannot be listed by {PACKAGES[scheme]}: {why}"
-        ) from error
-    return cast(list[Path], paths)
+        raise ValueError(f"{url} cannot be read by {PACKAGES[scheme]}: {why}") from error
 
 
 def as_path(path: str) -> Path:
@@ -67,3 +82,9 @@ def size_of(path: Path) -> int:
     """Returns the bytes of a file."""
     stat: Any = path.stat()
     return stat.length if is_url(path) else stat.st_size
+
+
+def changed_at(url: Path) -> float:
+    """Returns when the store got an object, in seconds since 1970; many stores count whole ones."""
+    stat: Any = url.stat()
+    return stat.mtime

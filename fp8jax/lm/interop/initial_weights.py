@@ -18,8 +18,9 @@ from fp8jax.lm.interop.read import (
     open_tensors,
     read_tree,
 )
+from fp8jax.lm.interop.stored_workdirs import local_workdir
 from fp8jax.lm.interop.tensor_names import parameter_shapes
-from fp8jax.lm.interop.trained import read_record, refuse_not_finite, shape_of_workdir
+from fp8jax.lm.interop.trained import READ, read_record, refuse_not_finite, shape_of_workdir
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS
 from fp8jax.lm.records.checkpoint import Checkpointer
@@ -32,6 +33,7 @@ class InitialWeights:
 
     Attributes:
       source: `hf:DIR`, or the workdir of a run or of a conversion: its newest sound checkpoint.
+        The workdir may be a URL.
       model: the shape of the model that takes them.
     """
 
@@ -53,9 +55,9 @@ class InitialWeights:
             _ = self._files  # which checks them
         else:
             with self._checkpointer() as checkpointer:
-                _, meta = read_record(checkpointer, Path(self.source), None)
+                _, meta = read_record(checkpointer, self._workdir, None)
             record = meta["config"] if "config" in meta else None
-            theirs = shape_of_workdir(Path(self.source), record)
+            theirs = shape_of_workdir(self._workdir, record)
             self._refuse_other_shapes(theirs)
         fields = dataclasses.asdict(theirs)
         others = {
@@ -80,14 +82,14 @@ class InitialWeights:
             (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(abstract)}
             return read_tree(files, theirs, prefix, shardings, dtype)
         with self._checkpointer() as checkpointer:
-            step, meta = read_record(checkpointer, Path(self.source), None)
+            step, meta = read_record(checkpointer, self._workdir, None)
             stored = (
                 "float32" if "config" not in meta else meta["config"]["optimizer"]["master_weights"]
             )
             items = {PARAMS: _with_dtype(abstract, MASTER_WEIGHTS[stored])}
             restored = checkpointer.restore(items, at_most=step, only=(PARAMS,))
         assert restored is not None
-        refuse_not_finite(restored.arrays[PARAMS], Path(self.source))
+        refuse_not_finite(restored.arrays[PARAMS], self._workdir)
         return jax.tree.map(
             lambda leaf, to: leaf.astype(to.dtype), restored.arrays[PARAMS], abstract
         )
@@ -97,7 +99,11 @@ class InitialWeights:
         refuse_other_shapes(what, theirs, self.model)
 
     def _checkpointer(self) -> Checkpointer:
-        return Checkpointer(Path(self.source, "checkpoints"), every=1, keep=1, keep_best=0)
+        return Checkpointer(self._workdir / "checkpoints", every=1, keep=1, keep_best=0)
+
+    @functools.cached_property
+    def _workdir(self) -> Path:
+        return local_workdir(self.source, READ)
 
     @functools.cached_property
     def _files(self) -> tuple[TensorReader, str, ModelConfig]:

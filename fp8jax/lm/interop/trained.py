@@ -15,6 +15,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.hub import names_folder
 from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop.folders import (
     HUGGING_FACE,
     shape_of_model,
@@ -30,6 +31,7 @@ from fp8jax.lm.interop.read import (
     open_tensors,
     read_tree,
 )
+from fp8jax.lm.interop.stored_workdirs import local_workdir
 from fp8jax.lm.interop.tensor_names import HEAD
 from fp8jax.lm.mesh import tree_shardings
 from fp8jax.lm.model.config import ModelConfig
@@ -43,7 +45,7 @@ from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.schedule import as_schedule
 
 _HISTORIES = "histories"  # name of the checkpoint's item
-_READ = (PARAMS, _HISTORIES)  # all that is read of a checkpoint
+READ = (PARAMS, _HISTORIES)  # all that is read of a checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def load_model(
 
     Args:
       source: a workdir of a run or of a conversion, `hf:DIR`, or `hf:ORG/NAME[@REVISION]` of the
-        hub.
+        hub. A workdir may be a URL, gs://… or s3://….
       precision: a policy; None for the one that trained the weights, bf16 for a folder.
       step: which checkpoint of a workdir; None for the newest sound one.
       mesh: shards the variables as training does; None puts them on the first device.
@@ -128,7 +130,9 @@ def load_model(
         if step is not None:
             raise ValueError(f"step={step} is for workdirs: {source} has no checkpoints")
         return _load_folder(folder, precision or "bf16", mesh, backend, attention)
-    return _load_workdir(Path(source), precision, step, mesh, backend, attention)
+    workdir = local_workdir(source, READ, step)
+    trained = _load_workdir(workdir, precision, step, mesh, backend, attention)
+    return dataclasses.replace(trained, name=source) if is_url(source) else trained
 
 
 def _load_folder(
@@ -181,7 +185,7 @@ def _load_workdir(
         items = {PARAMS: _abstract(boxed["params"], shardings["params"], dtype)}
         if own and HISTORIES in boxed:
             items[_HISTORIES] = _abstract(boxed[HISTORIES], shardings[HISTORIES], jnp.float32)
-        restored = checkpointer.restore(items, at_most=found, only=_READ)
+        restored = checkpointer.restore(items, at_most=found, only=READ)
     assert restored is not None and restored.step == found
     refuse_not_finite(restored.arrays[PARAMS], workdir)
     variables = {"params": to_float32(restored.arrays[PARAMS])}
@@ -211,7 +215,7 @@ def read_record(
     if not (workdir / "checkpoints").is_dir():
         what = "has no checkpoints" if workdir.is_dir() else "is not a folder"
         raise ValueError(f"{workdir} {what}: name the workdir of a run, or hf:DIR")
-    newest = checkpointer.read_meta(at_most=step, only=_READ)
+    newest = checkpointer.read_meta(at_most=step, only=READ)
     if newest is None or (step is not None and newest[0] != step):
         wanted = "no sound checkpoint" if step is None else f"no sound checkpoint of step {step}"
         raise ValueError(f"{workdir} has {wanted}")

@@ -13,57 +13,35 @@ from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
 from fp8jax.lm.data.token_cache import tokenize_sources
 from fp8jax.lm.data.urls import as_path, is_url
 from fp8jax.lm.sources import parse_sources
+from tests.support.commands import command_here
+from tests.support.stores import BUCKET, forget_listings, s3_store
 from tests.support.text import compressed, generated_text, json_lines
 
-BUCKET = "data"
+
+@pytest.fixture
+def store(monkeypatch):
+    with s3_store(monkeypatch) as client:
+        yield client
 
 
 def test_urls_that_are_refused(monkeypatch):
     assert is_url("s3://a/b") and not is_url("/a/b") and not is_url("c:/b")
     for spec, message in [
         ("jsonl:http://a/b.jsonl", "http:// is not read. There are: gs://, s3://"),
-        ("jsonl:s3://bucket", "expected s3://BUCKET/GLOB, got s3://bucket"),
+        ("jsonl:s3://bucket", "expected s3://bucket/GLOB, got s3://bucket"),
         ("jsonl:s3://b/**/x", r"\*\* is not for object stores; name each folder"),
-        ("jsonl:gs:///x", "expected gs://BUCKET/GLOB, got gs:///x"),
+        ("jsonl:gs:///x", "expected gs://BUCKET/…, got gs:///x"),
     ]:
         with pytest.raises(ValueError, match=message):
             parse_sources(spec)
+    with pytest.raises(ValueError, match="cache_dir=gs://a/b is a URL: name a folder of a mounted"):
+        digests.digests([[]], "gs://a/b")
+    with pytest.raises(SystemExit, match="--to=hf:s3://a/b is a URL: name a folder here"):
+        with command_here("convert") as run:
+            run("--from=x", "--to=hf:s3://a/b", "--format=bf16")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ValueError, match="s3:// needs the package s3fs: pip install s3fs"):
         parse_sources("jsonl:s3://bucket/*.jsonl")
-
-
-@pytest.fixture
-def store(monkeypatch):
-    """A client of an empty bucket, which epath finds as well."""
-    boto3 = pytest.importorskip("boto3", reason="a peer; pip install 'fp8jax[peers]'")
-    pytest.importorskip("s3fs", reason="a peer; pip install 'fp8jax[peers]'")
-    server_of = pytest.importorskip("moto.server", reason="a peer; pip install 'fp8jax[peers]'")
-    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket=BUCKET)
-    forget_listings()
-    yield client
-    forget_listings()
-    server.stop()
-
-
-def forget_listings() -> None:
-    """What another process does not have: epath's client, and what it knows of the store."""
-    import s3fs
-    from etils import epath
-
-    epath.backend.fsspec_backend._get_filesystem.cache_clear()
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.mark.full
