@@ -145,11 +145,11 @@ class _Training:
 
     def _shared(self, case: _Case, histories: Any) -> TrainState:
         """The state that all cases of one optimizer share, with the histories of one policy."""
-        tree = jax.tree.structure(self.runs[case].stages[0].state.opt_state)
+        tree: Any = jax.tree.structure(self.runs[case].stages[0].state.opt_state)
         if tree in self._states:
             return dataclasses.replace(self._states.pop(tree), histories=histories)
-        alike = tree == jax.tree.structure(self.first.stages[0].state.opt_state)
-        run = self.first if alike else self.runs[case]
+        first = jax.tree.structure(self.first.stages[0].state.opt_state)
+        run = self.first if first == tree else self.runs[case]
         return dataclasses.replace(run.stages[0].programs.initialize(), histories=histories)
 
     def _seed(self, case: _Case) -> None:

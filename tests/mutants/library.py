@@ -237,7 +237,7 @@ RECORDS = (
     M("Checkpointer._prepare", "comparison", "if step > self._tip", "if step >= self._tip"),
     M("find_damage", "dropped call", "listed.keys() if name.startswith(part)", "listed.keys()"),
     M("text_table:aligned", "dropped call", ".rstrip())", ")"),
-    M("readable_lines", "off by one", "start=1", "start=0"),
+    M("_whole_lines", "off by one", "start=1", "start=0"),
     M("Checkpointer._ranked", "sign", "(pair[1], -pair[0])", "(pair[1], pair[0])"),
     M("Metrics.__init__", "off by one", "start_step + 1 if start_step else 0", "start_step"),
 )
