@@ -6,6 +6,8 @@ from hashlib import sha256
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from etils import epath
+from fsspec.registry import _registry
 
 from fp8jax.lm.data import digests
 from fp8jax.lm.data.bad_examples import BAD_EXAMPLES
@@ -39,7 +41,10 @@ def test_urls_that_are_refused(monkeypatch):
     with pytest.raises(SystemExit, match="--to=hf:s3://a/b is a URL: name a folder here"):
         with command_here("convert") as run:
             run("--from=x", "--to=hf:s3://a/b", "--format=bf16")
+    # Without the package; what fsspec and epath keep of it may come from other tests.
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(_registry, "s3", raising=False)
+    epath.backend.fsspec_backend._get_filesystem.cache_clear()
     with pytest.raises(ValueError, match="s3:// needs the package s3fs: pip install s3fs"):
         parse_sources("jsonl:s3://bucket/*.jsonl")
 
