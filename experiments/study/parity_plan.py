@@ -16,6 +16,8 @@ held-out rows: each is compared with `bf16` of its seed and its fork, and with n
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from configs import study
 
@@ -163,7 +165,33 @@ PLANS = {
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
 
 
+# Keys that the config has had since the first run, with the values that leave a run as it was.
+_LATER = {
+    "require_fp8_gathers": False,
+    "optimizer": {"reset": "", "reset_from": 0.6},
+    "model_overrides": dict.fromkeys(
+        ("norm_at", "qk_norm_joint", "query_scalar", "layer_pattern", "window")
+        + ("joined_projections", "scale_embedding", "window_rope_theta", "rotary_dim")
+    ),
+}
+
+
+def _without(config: dict[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without the keys of `later` that have these values."""
+    left = {}
+    for key, value in config.items():
+        if key in later and isinstance(value, dict):
+            left[key] = _without(value, later[key])
+        elif key not in later or value != later[key]:
+            left[key] = value
+    return left
+
+
+def values() -> dict[str, Any]:
+    """Returns configs/study.py's values, as the first run had them."""
+    return _without(json.loads(study.get_config().to_json()), _LATER)
+
+
 def setting() -> str:
     """Returns a digest of configs/study.py's values: only runs of one setting are compared."""
-    text = json.dumps(json.loads(study.get_config().to_json()), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(values(), sort_keys=True).encode()).hexdigest()[:16]

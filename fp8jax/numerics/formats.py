@@ -317,7 +317,9 @@ def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """Returns the place of each element of an array, in row-major order, modulo 2^32."""
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(len(shape))):
-        step = np.uint32(stride % 2**32)
+        # A symbolic size (jax.export) is not a number yet.
+        known = isinstance(stride, int)
+        step = np.uint32(stride % 2**32) if known else jnp.asarray(stride).astype(jnp.uint32)
         total = total + lax.broadcasted_iota(jnp.uint32, shape, axis) * step
         stride *= shape[axis]
     return total

@@ -270,7 +270,6 @@ WORKDIRS = [
         r"comes from another config: .*; seed: 7 -> 0; .*\. Take another --workdir",
     ),
     ("a conversion", ["--workdir=DIR/converted"], "holds weights that were converted from hf, and"),
-    ("damaged metrics", ["--workdir=DIR/lines"], "lines/metrics.jsonl:1: not JSON"),
     ("metrics folder", ["--workdir=DIR/no_file"], "Is a directory: .*metrics.jsonl"),
     ("checkpoints file", ["--workdir=DIR/no_folder"], "no_folder/checkpoints is a file"),
 ]

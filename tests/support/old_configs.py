@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fp8jax.lm.records.config_keys import OLD_KEYS
+from fp8jax.lm.records.config_keys import LATER, OLD_KEYS
 
 
 def without_groups(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -13,6 +13,6 @@ def without_groups(record: Mapping[str, Any]) -> dict[str, Any]:
     for name, path in OLD_KEYS.items():
         group, _, key = path.partition(".")
         old[name] = flat[group].pop(key)
-        if not flat[group]:
+        if {f"{group}.{left}" for left in flat[group]} <= LATER.keys():
             del flat[group]
     return flat | old

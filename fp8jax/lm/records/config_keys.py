@@ -54,6 +54,9 @@ OLD_KEYS = {
 # Switches that are gone, and what to say instead. Off, they are left out of stored configs.
 REMOVED = {"size_gate": "docs/benchmarks has the sizes at which FP8 is slower than BF16"}
 
+# Keys that came later, with the values that leave a run as it was: old configs have these.
+LATER = {"optimizer.reset": "", "optimizer.reset_from": 0.6}
+
 
 def by_path(config: ConfigDict) -> dict[str, Any]:
     """Returns path -> value: "seed" of a key, "mesh_axes.data" of one in a group."""
@@ -87,4 +90,8 @@ def with_new_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
         old = key in OLD_KEYS and not isinstance(value, Mapping)
         group, _, name = (OLD_KEYS[key] if old else key).rpartition(".")
         (config.setdefault(group, {}) if group else config)[name] = value
+    for key, value in LATER.items():
+        group, _, name = key.partition(".")
+        if group in config:
+            config[group].setdefault(name, value)
     return config
