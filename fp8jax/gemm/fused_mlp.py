@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import Operand
-from fp8jax.gemm.backends.refusals import can_fuse_swiglu
+from fp8jax.gemm.backends.refusals import can_fuse_swiglu, kernels_refuse
 from fp8jax.gemm.dot import make_context
 from fp8jax.gemm.histories.amax_history import record
 from fp8jax.gemm.vjp import (
@@ -150,6 +150,9 @@ def can_fuse_mlp(gate_up: Recipe, down: Recipe, backend: str | None, dtype) -> b
     if dtype != jnp.bfloat16 or not (automatic or mesh.size == 1):
         return False
     if not gate_up.quantizes_x_once or not can_fuse_swiglu(gate_up, down):
+        return False
+    # The kernels pad what they quantize: only their own GEMM takes it beside a weight.
+    if any(kernels_refuse(*r.gemms["fwd"], r.accumulation.fwd) for r in (gate_up, down)):
         return False
     return all(
         choose_backend(backend, recipe).quantize_swiglu is not None for recipe in (gate_up, down)

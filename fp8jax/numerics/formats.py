@@ -381,7 +381,7 @@ def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return nan_unless(~jnp.isnan(x), lax.bitcast_convert_type(bits, jnp.float32))
 
 
-def nan_unless(sound: Bool[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+def nan_unless(sound: Bool[Array, "..."], x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Returns x where it is `sound`, else NaN.
 
     The bits are selected. A constant NaN would be the result of an operation in each program, which

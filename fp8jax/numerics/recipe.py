@@ -187,7 +187,7 @@ class Cast:
 
     @property
     def random(self) -> bool:
-        """Whether the cast needs a key: it rounds stochastically, or draws signs."""
+        """Whether the cast needs a key, to round stochastically or to draw signs."""
         return self.rounding == "stochastic" or self.redrawn
 
     def exact_in(self, dtype: Any) -> bool:

@@ -11,15 +11,17 @@ from fp8jax.gemm.backends.emulated import quantize_one
 from fp8jax.gemm.backends.operands import CastRequest
 from fp8jax.gemm.dot import dot_general_shared
 from fp8jax.gemm.weight import Weight
+from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import refuse_tile
-from fp8jax.numerics.tiles import BLOCK128, TENSOR
+from fp8jax.numerics.scales import SCALES, refuse_tile
+from fp8jax.numerics.tiles import BLOCK128, TENSOR, TILES
 from tests.support import reference
 from tests.support.arrays import normal
 from tests.support.products import MATMUL
 
+NV16 = dict(format=FORMATS["e2m1"], tile=TILES["nv16"])
 KEY, WORD = jax.random.key(3), 0x9C3B51E7
 # Each cast once; they quantize the array itself.
 CASTS = {
@@ -191,17 +193,17 @@ def test_weights_that_share_x_share_its_signs(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(scale="4over6", tile=TENSOR), "4over6 compares tiles of up to 256"),
-        (dict(scale="outer128", tile=TENSOR), "outer128 needs a tile that divides 128"),
-        (dict(scale="eden", tile=BLOCK128, redrawn=True), "eden needs tiles of 1 x n"),
-        (dict(scale="eden", redrawn=False), "contradicts redrawn=False"),
-        (dict(scale="unbiased", format="e4m3"), "unbiased needs format e2m1"),
+        (dict(scale=SCALES["4over6"], tile=TENSOR), "4over6 compares tiles of up to 256"),
+        (dict(scale=SCALES["outer128"], tile=TENSOR), "outer128 needs a tile that divides 128"),
+        (dict(scale=SCALES["eden"], tile=BLOCK128, redrawn=True), "eden needs tiles of 1 x n"),
+        (dict(scale=SCALES["eden"], redrawn=False), "contradicts redrawn=False"),
+        (dict(scale=SCALES["unbiased"], format=FORMATS["e4m3"]), "unbiased needs format e2m1"),
         (dict(hadamard=1), "redrawn=True needs a Hadamard"),
-        (dict(scale="fp32", shared=True, tile=TENSOR), "shared"),
+        (dict(scale=SCALES["fp32"], shared=True, tile=TENSOR), "shared"),
     ],
 )
 def test_what_contradicts_is_refused(change, message):
-    base = dict(format="e2m1", tile="nv16", scale="unbiased", hadamard=32, redrawn=True)
+    base = dict(NV16, scale=SCALES["unbiased"], hadamard=32, redrawn=True)
     with pytest.raises(ValueError, match=message):
         Cast(**base | change)
 
@@ -211,7 +213,7 @@ def test_what_is_quantized_again_is_x_or_w_of_the_backward():
     with pytest.raises(ValueError, match="only dgrad_w and wgrad_x may"):
         recipe.map(lambda name, cast: recipe.dgrad_w if name == "dgrad_g" else cast)
     with pytest.raises(ValueError, match="draws signs for one operand"):
-        fixed = Cast(format="e2m1", tile="nv16", scale="nvfp4", hadamard=32)
+        fixed = Cast(**NV16, scale=SCALES["nvfp4"], hadamard=32)
         recipe.map(lambda name, cast: fixed if name == "dgrad_g" else cast)
     with pytest.raises(ValueError, match="scale rule eden"):
         quantize(jnp.ones((32, 32)), "e2m1", "nv16", scale="eden")
