@@ -152,8 +152,10 @@ def can_fuse_mlp(gate_up: Recipe, down: Recipe, backend: str | None, dtype) -> b
     if not gate_up.quantizes_x_once or not can_fuse_swiglu(gate_up, down):
         return False
     # The kernels pad what they quantize: only their own GEMM takes it beside a weight.
-    if any(kernels_refuse(*r.gemms["fwd"], r.accumulation.fwd) for r in (gate_up, down)):
-        return False
+    for recipe in (gate_up, down):
+        x, w = recipe.gemms["fwd"]
+        if x is None or w is None or kernels_refuse(x, w, recipe.accumulation.fwd):
+            return False
     return all(
         choose_backend(backend, recipe).quantize_swiglu is not None for recipe in (gate_up, down)
     )
