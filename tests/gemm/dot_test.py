@@ -28,6 +28,7 @@ from fp8jax.numerics.tiles import NV16, TENSOR, TILE128
 from tests.support import reference
 from tests.support.products import (
     CONTRACTED,
+    IN_BF16,
     MATMUL,
     ON_HOPPER,
     PER_TENSOR,
@@ -443,20 +444,7 @@ def test_an_overflow_in_a_source_never_hides(name, bad):
 # Lowering -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fp8_current",
-        "fp8_rowwise",
-        "mxfp8",
-        "mxfp4",
-        "nvfp4",
-        "nvfp4_unbiased",
-        "nvfp4_4over6",
-        "quartet2",
-        "tetrajet2",
-    ],
-)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", *sorted(IN_BF16)])
 def test_operands_with_few_bits_are_multiplied_in_bfloat16(name):
     recipe, operands = RECIPES[name], random_operands()
     args = (*(operands[k] for k in "xwg"), init_state(recipe))

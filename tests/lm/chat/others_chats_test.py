@@ -14,23 +14,12 @@ from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.chat.conversation import read_chats
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
 from tests.support.chat_templates import BRACKETS, CHATML, HEADERS, TAGGED, THINKING
+from tests.support.messages import assistant, system, user
 
 NOON = datetime.datetime(2026, 7, 26, 12)
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|head|>", "<|body|>", "<|turn|>", "<s>", "</s>")
 ROLES = ("<｜User｜>", "<｜Assistant｜>")  # added tokens that are not special
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-
-
-def user(content, **others):
-    return {"role": "user", "content": content, **others}
-
-
-def assistant(content, **others):
-    return {"role": "assistant", "content": content, **others}
-
-
-def system(content, role="system"):
-    return {"role": role, "content": content}
 
 
 def call(arguments, **others):

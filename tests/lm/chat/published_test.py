@@ -16,6 +16,7 @@ import pytest
 
 from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import load_bpe
+from tests.support.messages import assistant, system, user
 
 pytestmark = [pytest.mark.extended, pytest.mark.filterwarnings("ignore")]
 
@@ -50,18 +51,6 @@ PAIRS = {
     "gemma3": {"gemma3": "<end_of_turn>"},
 }
 WITHOUT = ("llama2",)
-
-
-def user(content, **others):
-    return {"role": "user", "content": content, **others}
-
-
-def assistant(content, **others):
-    return {"role": "assistant", "content": content, **others}
-
-
-def system(content, role="system"):
-    return {"role": role, "content": content}
 
 
 def call(name, arguments):
@@ -159,6 +148,7 @@ def texts(messages, tools):
 
 def run(*command, folder):
     if shutil.which(command[0]) is None:
+        # No fault of the library's either: who has no npm or pip runs all other tests.
         pytest.skip(f"{command[0]} fetches others' files, which the project never holds")
     if subprocess.run(command, cwd=folder, capture_output=True).returncode:
         # No fault of the library's: a machine without a network runs all other tests.
