@@ -7,13 +7,13 @@ import math
 import pytest
 
 from fp8jax.lm.interop.config_json import (
-    FAMILIES,
     family_for,
     load_json,
     to_config_json,
     to_model_config,
     unknown_keys,
 )
+from fp8jax.lm.interop.families import FAMILIES
 from fp8jax.lm.interop.fp8_read import read_layout
 from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
