@@ -336,16 +336,15 @@ def forward(
         context, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
     )
     ys, observed = [], []
-    rows_x: dict[
-        Any, Statistics
-    ] = {}  # of one x: measured once for all probes with one what-if recipe
+    # Of one x: measured once for all probes with one what-if recipe.
+    of_one_x: dict[Any, Statistics] = {}
     for weight in weights:
         y, of_w = forward_matmul(context, qx["fwd_x"], weight, x.dtype, joint)
         # A probe may have no what-if recipe, and a weight no probe.
         like = None if weight.probe is None else (weight.probe.what_if,)
-        if like not in rows_x:
-            rows_x[like] = measure(weight.probe, x, qx, x_casts, weight.key)
-        of_x = Observed(record(weight.histories_of("x"), "x", x, amax), rows_x[like])
+        if like not in of_one_x:
+            of_one_x[like] = measure(weight.probe, x, qx, x_casts, weight.key)
+        of_x = Observed(record(weight.histories_of("x"), "x", x, amax), of_one_x[like])
         ys.append(y)
         observed.append(of_x.also(of_w))
     return tuple(ys), qx, tuple(observed)
