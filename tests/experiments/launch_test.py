@@ -29,17 +29,16 @@ def render(target, mesh, *flags):
 
 
 def tool(folder, name, script):
-    """A stand-in for a program, which notes its arguments, one a line, with a blank line behind."""
+    """A stand-in for a program; it notes its arguments, a line each, in a file of its process."""
     path = folder / name
-    path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" "" >> {folder}/{name}.said\n{script}\n')
+    path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {folder}/{name}.$$.said\n{script}\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 def said(folder, name):
-    """The arguments of each call of a stand-in."""
-    file = folder / f"{name}.said"
-    calls = file.read_text().split("\n\n")[:-1] if file.exists() else []
-    return [call.splitlines() for call in calls]
+    """The arguments of each call of a stand-in, the oldest first."""
+    calls = sorted(folder.glob(f"{name}.*.said"), key=lambda call: call.stat().st_mtime_ns)
+    return [call.read_text().splitlines() for call in calls]
 
 
 def run_script(script, folder, **variables):
@@ -64,7 +63,11 @@ def test_a_slurm_job_that_was_asked_to_stop_is_requeued(tmp_path, status, again)
 
 def test_a_tpu_runs_again_as_long_as_it_was_asked_to_stop(tmp_path):
     script = render("tpu-vm", "tpu_v5p_256")
-    tool(tmp_path, "gcloud", f'[ "$(grep -c worker=all {tmp_path}/gcloud.said)" = 3 ] || exit 75')
+    tool(
+        tmp_path,
+        "gcloud",
+        f'[ "$(cat {tmp_path}/gcloud.*.said | grep -c worker=all)" = 3 ] || exit 75',
+    )
     done = run_script(script, tmp_path, TPU_NAME="name", ZONE="zone")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(calls := said(tmp_path, "gcloud")) == 3
