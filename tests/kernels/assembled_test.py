@@ -21,6 +21,7 @@ from fp8jax.kernels.quantize import (
     quantize_blocks,
     quantize_tiles,
 )
+from fp8jax.kernels.rotate import rotated_amax, rotated_codes, rotated_errors, rotated_lengths
 from fp8jax.kernels.row_gemm import row_scaled_matmul
 from fp8jax.kernels.swiglu import SWIGLU, SWIGLU_GRAD
 from fp8jax.kernels.swiglu_quantize import cast_produced, tiles_produced
@@ -197,6 +198,49 @@ def test_blocks_of_gradients_spill_nothing(assembled):
         blocks=frozenset([0, 1]),
     )
     assert assembled(f, (shape(M, K),) * 3) == 0
+
+
+# Hadamard transforms ------------------------------------------------------------------------------
+
+U32 = jnp.uint32
+# Rows that are mixed, and their tiles: nvfp4 and tetrajet2 have 16, quartet2 32 in two tiles.
+ROTATIONS = pytest.mark.parametrize(("size", "tiles"), [(16, 1), (32, 2)])
+# 4, 2 and 1 columns a thread.
+WIDTHS = pytest.mark.parametrize("width", [K, 768, 640])
+
+
+@WIDTHS
+@ROTATIONS
+@SOURCES
+def test_rotated_amax_spills_nothing(assembled, dtype, size, tiles, width):
+    f = functools.partial(rotated_amax, size=size, tile=size // tiles)
+    assert assembled(f, shape(M, width, dtype=dtype)) == 0
+
+
+@WIDTHS
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("drawn", [False, True], ids=["fixed signs", "drawn signs"])
+def test_rotated_codes_spill_nothing(assembled, drawn, stochastic, width):
+    def f(x, reciprocal, words, signs):
+        words, signs = words if stochastic else None, signs if drawn else None
+        return rotated_codes(x, reciprocal, FORMATS["e2m1"], 16, words, signs=signs)
+
+    operands = shape(M, width), shape(M // 16, width, dtype=F32)
+    assert assembled(f, *operands, shape(4, dtype=U32), shape(dtype=U32)) == 0
+
+
+@WIDTHS
+def test_rotated_errors_spill_nothing(assembled, width):
+    f = functools.partial(rotated_errors, fmt=FORMATS["e2m1"], size=16)
+    assert assembled(f, shape(M, width), shape(M // 16, width, dtype=F32)) == 0
+
+
+@WIDTHS
+def test_rotated_lengths_spill_nothing(assembled, width):
+    def f(x, reciprocal, signs):
+        return rotated_lengths(x, reciprocal, FORMATS["e2m1"], 32, signs)
+
+    assert assembled(f, shape(M, width), shape(M // 16, width, dtype=F32), shape(dtype=U32)) == 0
 
 
 # Attention ----------------------------------------------------------------------------------------
