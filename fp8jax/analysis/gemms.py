@@ -96,8 +96,9 @@ def _reason(gemm: Gemm, recipe: Recipe, backend: str | None, device: Device) -> 
     if lhs is None or rhs is None:
         return None
     if exact_in_bf16(lhs, rhs) and set(gemm.operands) == {"bf16"} and not device.block_scaled:
+        size = min(cast.tile.contract for cast in (lhs, rhs) if cast.tile.contract is not None)
         return (
-            f"backend: {device.kind} has no matrix unit for scales of {lhs.tile.contract} elements;"
+            f"backend: {device.kind} has no matrix unit for scales of {size} elements;"
             " this GEMM of codes times scales is exact in bf16"
         )
     if 4 in (lhs.format.bits, rhs.format.bits) and not device.block_scaled:

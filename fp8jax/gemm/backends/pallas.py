@@ -7,6 +7,7 @@ multiplied inside kernels/row_gemm.py, which has fast accumulation only, and ker
 which adds up blocks of 128 in float32.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ from fp8jax.numerics.formats import Format, key_words, nan_unless
 from fp8jax.numerics.quantization import ROTATION, Quantized, Rotation
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.scales import Eden, FourOverSix
-from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax
+from fp8jax.numerics.tiles import BLOCK128, ROW, TENSOR, TILE128, tensor_amax, tile_amax, tile_grid
 
 _KERNEL_TILES = (TENSOR, ROW, TILE128, BLOCK128)
 
@@ -314,7 +315,9 @@ def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array
     assert isinstance(a, QuantizedOperand)  # `pallas_refuses` excludes high-precision operands
     assert isinstance(b, QuantizedOperand)
     if kernels_refuse(a.cast, b.cast, accumulation) is not None:
-        return _matmul_bf16(a, b, dtype, accumulation)
+        # Of a cast by a kernel and one by XLA, only the first is padded.
+        k = min(each.q.values.shape[each.axis] for each in (a, b))
+        return _matmul_bf16(_unpadded(a, k), _unpadded(b, k), dtype, accumulation)
     if a.cast.tile == b.cast.tile == TENSOR:
         return matmul_xla(a, b, dtype, accumulation)[: _free_length(a), : _free_length(b)]
     assert accumulation == "fast"
@@ -339,6 +342,18 @@ def _matmul_bf16(
     if scale is None or dtype != jnp.bfloat16 or not fits_scaled(m, k, n):
         return matmul_emulated(a, b, dtype, accumulation)
     return scaled_matmul(numbers[0], numbers[1], scale, (a.axis, b.axis), dtype)
+
+
+def _unpadded(operand: QuantizedOperand, k: int) -> QuantizedOperand:
+    """Cuts off padding: the free axis gets its own length, the contracting one k."""
+    q, free = operand.q, _free_length(operand)
+    shape = (free, k) if operand.axis == -1 else (k, free)
+    if q.values.shape == shape:
+        return operand
+    scales = (count for count, _ in tile_grid(shape, q.tile))
+    of_values, of_scales = (tuple(map(slice, counts)) for counts in (shape, scales))
+    q = dataclasses.replace(q, values=q.values[of_values], scale=q.scale[of_scales])
+    return dataclasses.replace(operand, q=q, rows=None)
 
 
 def _free_length(operand: QuantizedOperand) -> int:
