@@ -53,6 +53,7 @@ from experiments.study import (
     parity_plan,
     parity_runner,
     plots,
+    proving_plan,
     recipe_page,
 )
 from fp8jax.device import xla
@@ -79,7 +80,9 @@ _OUTPUT = flags.DEFINE_string(
 _PRECISIONS = flags.DEFINE_string("precisions", ",".join(POLICIES), "Policies, besides bf16.")
 
 
-_SEEDS = flags.DEFINE_list("seeds", None, "Seeds of `curves`; by default the config's own.")
+_SEEDS = flags.DEFINE_list(
+    "seeds", None, "Of `curves`, by default the config's own; of `proving`, the plan's."
+)
 
 
 _WIDTHS = flags.DEFINE_list("widths", ["48", "128"], "Values of d_model that `sweep` tries.")
@@ -111,6 +114,12 @@ _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at 
 
 
 _PLAN = flags.DEFINE_string("plan", "", f"What `parity` runs: {', '.join(parity_plan.PLANS)}.")
+
+
+_ARMS = flags.DEFINE_string("arms", "", "The arms of `proving`, of its plan; by default all.")
+
+
+_RUNS_PER_GPU = flags.DEFINE_integer("runs_per_gpu", 6, "That `proving` trains at a time.", 1)
 
 
 _LEDGER = flags.DEFINE_string("ledger", "", "The file with a line for each fork that is done.")
@@ -232,7 +241,33 @@ def _parity() -> None:
         ledger=ledger,
         budget=_BUDGET.value,
         machine=_MACHINE.value or _BUDGET.value,
-        facts=parity_facts.facts(text, _COMMIT.value),
+        facts=parity_facts.facts(
+            parity_plan.setting(), corpus.digest_of(text / corpus.MANIFEST), _COMMIT.value
+        ),
+    )
+    try:
+        parity_runner.run(given)
+    finally:
+        print(parity_ledger.summary(parity_ledger.read(ledger)))
+
+
+def _proving() -> None:
+    plan = lookup("plan", _PLAN.value, proving_plan.PLANS)
+    seeds = _parse_integers("seeds", _SEEDS.value) if _SEEDS.present else plan.seeds
+    arms = plan.arms
+    if _ARMS.present:
+        names = command.split_specs(_ARMS.value)
+        arms = tuple(lookup("arm", name, {arm.name: arm for arm in plan.arms}) for name in names)
+    ledger = Path(_LEDGER.value)
+    given = parity_runner.Run(
+        chains=dataclasses.replace(plan, arms=arms, seeds=tuple(seeds)).chains(),
+        parts=proving_plan.parts,
+        gpus=[gpu for gpu in parity_runner.find_gpus() for _ in range(_RUNS_PER_GPU.value)],
+        workdir=Path(_WORKDIR.value),
+        ledger=ledger,
+        budget=_BUDGET.value,
+        machine=_MACHINE.value or _BUDGET.value,
+        facts=parity_facts.facts(proving_plan.setting(), proving_plan.text_digest(), _COMMIT.value),
     )
     try:
         parity_runner.run(given)
@@ -291,6 +326,12 @@ _COMMANDS = (
         run=_parity,
         takes=["machine"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
+    ),
+    _Study(
+        name="proving",
+        run=_proving,
+        takes=["machine", "arms", "seeds", "runs_per_gpu"],
+        needs=["plan", "ledger", "workdir", "commit", "budget"],
     ),
     _Study(
         name="parity_table",

@@ -24,7 +24,7 @@ from pathlib import Path
 from experiments.markdown import markdown_table
 from experiments.study.intervals import CONFIDENCE, Interval, t_interval
 from experiments.study.parity_ledger import Line
-from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL
+from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, Fork
 
 MARGIN = 0.2  # percent of BF16's loss, to either side; fixed before the first run
 
@@ -36,8 +36,10 @@ class Verdict:
     """What is known of one arm at one fork.
 
     Attributes:
-      gaps: percent of BF16's loss, by seed.
+      gaps: percent of the base's loss, by seed.
       stopped: seeds in which training was not finite, or BF16's pair would be.
+      base: the arm that it is compared with.
+      margin: percent of the base's loss within which they are equivalent.
     """
 
     arm: str
@@ -45,6 +47,8 @@ class Verdict:
     tokens: int
     gaps: dict[int, float]
     stopped: tuple[int, ...] = ()
+    base: str = BASELINE
+    margin: float = MARGIN
 
     @property
     def interval(self) -> Interval | None:
@@ -60,7 +64,7 @@ class Verdict:
     def equivalent(self) -> bool:
         if self.stopped or self.interval is None:
             return False
-        return -MARGIN <= self.interval.low and self.interval.high <= MARGIN
+        return -self.margin <= self.interval.low and self.interval.high <= self.margin
 
     def text(self) -> str:
         """Returns the verdict in words."""
@@ -68,7 +72,7 @@ class Verdict:
             return f"not finite in {len(self.stopped)} of {len(self.stopped) + len(self.gaps)}"
         if self.interval is None:
             return "one seed"
-        within = f"within {MARGIN}%" if self.equivalent else ""
+        within = f"within {self.margin}%" if self.equivalent else ""
         apart = ("worse" if self.interval.low > 0 else "better") if self.differs else ""
         return ", ".join(filter(None, (apart, within))) or "not decided"
 
@@ -82,33 +86,48 @@ def verdicts(lines: Sequence[Line]) -> list[Verdict]:
     Raises:
       ValueError: the two members of a pair were not run alike; the message says in what.
     """
-    found = []
-    for arm in [name for name in ARMS if name != BASELINE]:
-        for fork in FORKS:
-            pairs = list(_pairs(lines, arm, fork.name))
-            gaps = {
-                line.seed: 100 * (line.loss / base.loss - 1)
-                for base, line in pairs
-                if line.loss is not None and base.loss is not None
-            }
-            stopped = tuple(line.seed for _, line in pairs if line.stopped)
-            if pairs:
-                found.append(
-                    Verdict(arm=arm, fork=fork.name, tokens=fork.tokens, gaps=gaps, stopped=stopped)
-                )
-    return found
+    each = [(arm, fork) for arm in ARMS if arm != BASELINE for fork in FORKS]
+    found = [compare(lines, arm, fork) for arm, fork in each]
+    return [verdict for verdict in found if verdict is not None]
 
 
-def _pairs(lines: Sequence[Line], arm: str, fork: str) -> list[tuple[Line, Line]]:
-    """Returns (BF16's line, the arm's line) of each seed that has both, by seed."""
+def compare(
+    lines: Sequence[Line], arm: str, fork: Fork, base: str = BASELINE, margin: float = MARGIN
+) -> Verdict | None:
+    """Returns what is known of an arm beside another; None if no seed has both.
+
+    Raises:
+      ValueError: as `verdicts`.
+    """
+    pairs = _pairs(lines, arm, fork.name, base)
+    if not pairs:
+        return None
+    gaps = {
+        line.seed: 100 * (line.loss / other.loss - 1)
+        for other, line in pairs
+        if line.loss is not None and other.loss is not None
+    }
+    return Verdict(
+        arm=arm,
+        fork=fork.name,
+        tokens=fork.tokens,
+        gaps=gaps,
+        stopped=tuple(line.seed for _, line in pairs if line.stopped),
+        base=base,
+        margin=margin,
+    )
+
+
+def _pairs(lines: Sequence[Line], arm: str, fork: str, base: str) -> list[tuple[Line, Line]]:
+    """Returns (the base's line, the arm's line) of each seed that has both, by seed."""
     pairs = []
     for line in lines:
         if (line.arm, line.fork) != (arm, fork):
             continue
-        for base in lines:
-            if (base.arm, base.fork, base.seed) == (BASELINE, fork, line.seed) and not base.stopped:
-                _require_alike(base, line)
-                pairs.append((base, line))
+        for other in lines:
+            if (other.arm, other.fork, other.seed) == (base, fork, line.seed) and not other.stopped:
+                _require_alike(other, line)
+                pairs.append((other, line))
     return sorted(pairs, key=lambda pair: pair[1].seed)
 
 

@@ -6,25 +6,23 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from experiments.study import corpus
-from experiments.study.parity_plan import setting
-
 _ROOT = Path(__file__).parents[2]
 _CODE = ("fp8jax", "configs", "experiments")
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers")
 
 
-def facts(text: Path, commit: str) -> dict[str, Any]:
+def facts(setting: str, data: str, commit: str) -> dict[str, Any]:
     """Returns the fields of a line that all chains of a call share.
 
     Args:
-      text: folder of the data.
+      setting: digest of the config.
+      data: digest of the data.
       commit: of the code; machines that train may have no repository to ask.
     """
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     return {
-        "setting": setting(),
-        "data": corpus.digest_of(text / corpus.MANIFEST),
+        "setting": setting,
+        "data": data,
         "commit": commit,
         "code": _code(),
         "versions": {"python": platform.python_version()} | versions,

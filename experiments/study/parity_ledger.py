@@ -30,7 +30,7 @@ class Line:
       commands: as a shell would take them.
       seconds: of these commands, on one GPU.
       loss: nats a token on the held-out rows in the arm's precision; None if training stopped.
-      loss_bf16: the same with all casts left out.
+      loss_bf16: the same with all casts left out; None if it was not scored.
       blocks: mean loss of 32 groups of neighboring rows, in their order.
       rows: a digest of the numbers of tokens of all rows, which tells whether two are of the same.
       scored: number of tokens scored.
@@ -91,11 +91,9 @@ def summary(lines: Iterable[Line]) -> str:
     """Returns a line of text for each line."""
     table = [["arm", "seed", "fork", "loss", "without casts", "seconds", "card"]]
     for line in lines:
-        losses = (
-            [line.stopped, ""]
-            if line.loss is None
-            else [f"{line.loss:.5f}", f"{line.loss_bf16:.5f}"]
-        )
+        losses = ["" if loss is None else f"{loss:.5f}" for loss in (line.loss, line.loss_bf16)]
+        if line.stopped:
+            losses[0] = line.stopped
         table.append(
             [line.arm, str(line.seed), line.fork, *losses, f"{line.seconds:.0f}", line.card]
         )

@@ -14,7 +14,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from experiments.study.parity_plan import Chain, Fork
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 
-TRAIN, SCORE = "train", "score"  # kinds of parts
+# Kinds of parts: a run, scores of its weights, and a run whose last validation is its score.
+TRAIN, SCORE, VALIDATED = "train", "score", "validated"
 BLOCKS = 32  # groups of neighboring held-out rows
 
 _PERPLEXITY, _BASELINE = "perplexity", "bf16"  # in the JSON of experiments.evaluate
@@ -37,7 +38,7 @@ class Part:
 
     Attributes:
       name: its own in the chain.
-      kind: TRAIN or SCORE.
+      kind: TRAIN, SCORE or VALIDATED.
       command: the program and its arguments.
       environment: variables besides those of the caller.
       output: a run's workdir, or the file with the scores.
@@ -144,3 +145,21 @@ def read_scores(path: Path, precision: str) -> dict[str, Any]:
         "rows": hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()[:16],
         "scored": int(tokens.sum()),
     }
+
+
+def read_validation(workdir: Path, precision: str) -> dict[str, Any]:
+    """Returns the fields of a ledger's line that the last validation of a run gives.
+
+    Raises:
+      ValueError: the run has no validation, or its loss is not finite.
+    """
+    found = [row for row in read_jsonl(workdir / "metrics.jsonl") if "valid_loss" in row]
+    if not found or not math.isfinite(found[-1]["valid_loss"]):
+        raise ValueError(f"{workdir} in {precision}: no finite loss of held-out rows")
+    return {"loss": found[-1]["valid_loss"]}
+
+
+READERS: Mapping[str, Callable[[Path, str], dict[str, Any]]] = {
+    SCORE: read_scores,
+    VALIDATED: read_validation,
+}

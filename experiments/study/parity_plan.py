@@ -19,6 +19,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from configs import study
 
 STEP_TOKENS = 65_536  # 64 rows of 1024 (configs/study.py)
@@ -31,10 +33,11 @@ class Fork:
     name: str
     begin: int  # the trunk's steps
     steps: int  # of the decay
+    step_tokens: int = STEP_TOKENS
 
     @property
     def tokens(self) -> int:
-        return (self.begin + self.steps) * STEP_TOKENS
+        return (self.begin + self.steps) * self.step_tokens
 
 
 FORKS = tuple(
@@ -187,11 +190,11 @@ def _without(config: dict[str, Any], later: Mapping[str, Any]) -> dict[str, Any]
     return left
 
 
-def values() -> dict[str, Any]:
-    """Returns configs/study.py's values, as the first run had them."""
-    return _without(json.loads(study.get_config().to_json()), _LATER)
+def values(config: ConfigDict | None = None) -> dict[str, Any]:
+    """Returns the values of a config, by default configs/study.py's, as the first run had them."""
+    return _without(json.loads((config or study.get_config()).to_json()), _LATER)
 
 
-def setting() -> str:
-    """Returns a digest of configs/study.py's values: only runs of one setting are compared."""
-    return hashlib.sha256(json.dumps(values(), sort_keys=True).encode()).hexdigest()[:16]
+def setting(config: ConfigDict | None = None) -> str:
+    """Returns a digest of `values`: only runs of one setting are compared."""
+    return hashlib.sha256(json.dumps(values(config), sort_keys=True).encode()).hexdigest()[:16]

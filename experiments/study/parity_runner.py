@@ -20,6 +20,7 @@ import concurrent.futures
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -34,8 +35,8 @@ from absl import logging
 
 from experiments.study import parity_ledger
 from experiments.study.parity_ledger import Line
-from experiments.study.parity_parts import SCORE, TRAIN, Part, non_finite, read_scores
-from experiments.study.parity_plan import STEP_TOKENS, Chain, Fork
+from experiments.study.parity_parts import READERS, SCORE, Part, non_finite
+from experiments.study.parity_plan import Chain, Fork
 
 GRACE = 30.0  # seconds that a program has to save
 START = 15.0  # seconds that a program takes before it works: imports, compiled programs, data
@@ -139,12 +140,12 @@ class _Runner:
                 if code is None:
                     return False
                 if code:
-                    stopped = non_finite(part.output) if part.kind == TRAIN else ""
+                    stopped = non_finite(part.output) if part.kind != SCORE else ""
                     if not stopped:
                         raise ChildProcessError(f"{part.name} failed: {_last_line(folder, part)}")
                     break
-            if part.kind == SCORE:
-                scores = read_scores(part.output, chain.arm.precision)
+            if part.kind in READERS:
+                scores = READERS[part.kind](part.output, chain.arm.precision)
         line = self._line(chain, fork, folder, gpu, programs)
         self._save(dataclasses.replace(line, **scores, stopped=stopped))
         for part in programs[1:]:  # the trunk goes on, and needs the disk
@@ -202,7 +203,7 @@ class _Runner:
             (folder / "begun").write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
 
     def _folder(self, chain: Chain) -> Path:
-        return self.given.workdir / chain.name
+        return self.given.workdir / re.sub(r"[^\w.-]", "_", chain.name)
 
     def _comparable(self) -> list[Line]:
         facts = self.given.facts
@@ -227,7 +228,8 @@ class _Runner:
         their programs took in all, so they are slow rather than fast.
         """
         missing = self._missing(chain)
-        steps = missing[-1].begin + sum(fork.steps for fork in missing)
+        last = missing[-1]
+        tokens = (last.begin + sum(fork.steps for fork in missing)) * last.step_tokens
         own = [
             line.seconds / line.tokens
             for line in self.lines
@@ -235,7 +237,7 @@ class _Runner:
             if line.fork == chain.forks[0].name  # whose trunk is all of its own
         ]
         per_token = statistics.fmean(own) if own else 1 / chain.arm.tokens_per_second
-        return steps * STEP_TOKENS * per_token + START * PROGRAMS * len(missing)
+        return tokens * per_token + START * PROGRAMS * len(missing)
 
     # The ledger -----------------------------------------------------------------------------------
 

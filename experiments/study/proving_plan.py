@@ -1,0 +1,151 @@
+"""What runs on the proving ground (configs/proving.py:ranking), fixed before the first run.
+
+A chain is one arm with one seed, and one training run from its first step to its last. Its score is
+the loss of all held-out rows after the last step. Runs of one seed have the same initialization,
+the same rows in the same order and the same held-out rows.
+
+    recipes    every policy of docs/recipes.md, and BF16 computed another way
+    readings   other readings of papers, and options of recipes
+
+Each arm is compared with `bf16` of its seed. `COMPARISONS` are the pairs of arms that the pages
+speak of; no others are looked at. With so many intervals one in twenty leaves zero out by chance.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from configs import proving
+from experiments.study import parity_plan
+from experiments.study.parity_parts import VALIDATED, Part
+from experiments.study.parity_plan import BASELINE, NULL, Arm, Chain, Fork, Plan
+from fp8jax.lm.sources import parse_sources
+from fp8jax.numerics.policy import POLICIES
+
+CONFIG = "configs/proving.py:ranking"
+
+_RANKING = proving.get_config("ranking")
+
+# The whole run: there is no trunk that others go on from.
+RUN = Fork(
+    name="16M",
+    begin=0,
+    steps=_RANKING.num_steps,
+    step_tokens=_RANKING.batch_size * _RANKING.seq_len,
+)
+
+# Percent of BF16's loss, to either side: less than the gap that the authors of NVFP4 report.
+MARGIN = 1.0
+
+_SPEED = 1.5e5  # tokens a second while several runs share a GPU, until the ledger knows better
+
+
+def _arm(name: str, precision: str = "", *changes: str, **fields: Any) -> Arm:
+    return Arm(
+        name=name,
+        precision=precision or name,
+        changes=changes,
+        environment=(("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),),
+        tokens_per_second=_SPEED,
+        **fields,
+    )
+
+
+_CONTROLS = {"fp4_naive"}
+_BASE = _arm(BASELINE)
+# Layers that are unrolled and scores in memory: the same arithmetic in another order.
+_NULL_ARM = _arm(NULL, "bf16", "attention=xla", f"unroll={_RANKING.model_overrides.n_layers}")
+_POLICIES = tuple(_arm(name, control=name in _CONTROLS) for name in POLICIES if name != BASELINE)
+
+_TOKEN = "fp4_naive:fp4_tile=row,wgrad_tile=token"
+_SAVED = "only=wgrad_x,wgrad_tile=token"
+_GNMR = ("gnmr.alpha=1.5,", "gnmr.beta=1.3", "gnmr.most=1", "gnmr.precision=fp8_current")
+
+_READINGS = (
+    *map(
+        _arm,
+        (
+            "fp8_amax:margin=3",
+            "fp8_amax:scale=mse",
+            "fp8_amax:qkv=shared",
+            "fp8_amax:qkv=shared,formats=fnuz",
+            "fp8_current:qkv=shared",
+            "fp8_cscale:bias=0",
+            "fp8_cscale:bias=12",
+            "fp8_block:wgrad_g_tile=block128",
+            "fp4_mixed:dgrad=bf16",
+            "fp4_naive:fp4_tile=row",
+            _TOKEN,
+            f"fp4_naive:{_SAVED}",
+            f"fp8_rowwise:{_SAVED}",
+        ),
+    ),
+    _arm("fp4_naive_token_gnmr", _TOKEN, *_GNMR),
+)
+
+_SEEDS = (0, 1, 2)
+PLANS = {
+    "recipes": Plan(arms=(_BASE, *_POLICIES, _NULL_ARM), seeds=_SEEDS, forks=(RUN,)),
+    "readings": Plan(arms=(_BASE, *_READINGS), seeds=_SEEDS, forks=(RUN,)),
+}
+ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
+
+# (arm, what it is compared with besides BF16)
+COMPARISONS = (
+    ("fp8_block", "fp8_rowwise"),
+    ("fp8_block_ue8m0", "fp8_block"),
+    ("fp8_block:wgrad_g_tile=block128", "fp8_block"),
+    ("fp8_amax:margin=3", "fp8_amax"),
+    ("fp8_amax:scale=mse", "fp8_amax"),
+    ("fp8_amax:qkv=shared", "fp8_amax"),
+    ("fp8_amax:qkv=shared,formats=fnuz", "fp8_amax:qkv=shared"),
+    ("fp8_current:qkv=shared", "fp8_current"),
+    ("fp4_naive", "nvfp4"),
+    ("fp4_naive", "fp4_block"),
+    ("fp4_backward", "fp4_mixed"),
+    ("fp4_block", "fp4_mixed"),
+    ("fp4_naive", "fp4_backward"),
+    ("fp4_mixed:dgrad=bf16", "fp4_mixed"),
+    ("mxfp4", "nvfp4"),
+    ("nvfp4_mixed", "nvfp4"),
+    ("nvfp4_unbiased", "nvfp4"),
+    ("nvfp4_4over6", "nvfp4"),
+    ("quartet2", "nvfp4"),
+    ("tetrajet2", "nvfp4"),
+    ("nemotron3", "nvfp4"),
+    ("fp4_naive:fp4_tile=row", "fp4_naive"),
+    (_TOKEN, "fp4_naive:fp4_tile=row"),
+    ("fp4_naive_token_gnmr", _TOKEN),
+    (f"fp4_naive:{_SAVED}", f"fp8_rowwise:{_SAVED}"),
+)
+
+
+def setting() -> str:
+    """Returns a digest of the config's values: only runs of one setting are compared."""
+    return parity_plan.setting(_RANKING)
+
+
+def parts(chain: Chain, fork: Fork, folder: Path) -> list[Part]:
+    """Returns the one program of a chain."""
+    keys = (f"precision={chain.arm.precision}", f"seed={chain.seed}", *chain.arm.changes)
+    output = folder / "run"
+    flags = (f"--config={CONFIG}", f"--workdir={output}", *(f"--config.{key}" for key in keys))
+    return [
+        Part(
+            name="run",
+            kind=VALIDATED,
+            command=(sys.executable, "-m", "experiments.train", *flags),
+            environment=dict(chain.arm.environment),
+            output=output,
+        )
+    ]
+
+
+def text_digest() -> str:
+    """Returns a digest of the files that runs train on, held-out ones included."""
+    digest = hashlib.sha256()
+    for source in parse_sources(_RANKING.data):
+        for path in source.reader.files():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
