@@ -147,7 +147,7 @@ def dot_general_shared(
     for w in values:
         check_operands(lhs, w, dimension_numbers, preferred_element_type)
     check_out_sharding(out_sharding, lhs, values)
-    context = make_context(
+    settings = gemm_settings(
         recipe,
         weights,
         lhs.dtype,
@@ -156,25 +156,25 @@ def dot_general_shared(
         preferred_element_type=preferred_element_type,
         seeded=seeded,
     )
-    if context.recipe.histories and is_untracked():
+    if settings.recipe.histories and is_untracked():
         raise NotImplementedError(
-            f"recipe {context.recipe.name!r} has amax histories, which jax.shard_map with"
+            f"recipe {settings.recipe.name!r} has amax histories, which jax.shard_map with"
             " check_vma=False and jax.pmap would add up over devices: use jax.shard_map with"
             " check_vma=True"
         )
-    context = dataclasses.replace(
-        context, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, values)
+    settings = dataclasses.replace(
+        settings, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, values)
     )
 
     def multiply(lhs, weights):
-        return _multiply(context, lhs, weights, dimension_numbers)
+        return _multiply(settings, lhs, weights, dimension_numbers)
 
     multiply = with_automatic_axes(multiply, lhs, values, dimension_numbers, out_sharding)
     return multiply(lhs, tuple(for_several_uses(lhs, weight) for weight in weights))
 
 
 def _multiply(
-    context: GemmSettings, lhs, weights: tuple[Weight, ...], dimension_numbers
+    settings: GemmSettings, lhs, weights: tuple[Weight, ...], dimension_numbers
 ) -> tuple[jax.Array, ...]:
     """Merges the operands' axes, multiplies, and splits the axes of the results."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -187,12 +187,12 @@ def _multiply(
         ends.append([w.shape[a] for a in free])
         value = _merge_axes(w, rhs_batch, rhs_contract, free)
         merged.append(dataclasses.replace(weight, value=value))
-    ys = quantized_matmuls(context, x, tuple(merged))
+    ys = quantized_matmuls(settings, x, tuple(merged))
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(y.reshape(*rows, *end) for y, end in zip(ys, ends, strict=True))
 
 
-def make_context(
+def gemm_settings(
     recipe: str | Recipe,
     weights: Sequence[Weight],
     dtype,

@@ -33,7 +33,7 @@ from fp8jax.gemm.backends.weights_only import (
     multiplies_codes,
     weights_only_matmul,
 )
-from fp8jax.gemm.dot import make_context
+from fp8jax.gemm.dot import gemm_settings
 from fp8jax.gemm.probe import as_cotangent, deposit, peaks_by_max
 from fp8jax.gemm.sharding.explicit_axes import is_explicit
 from fp8jax.gemm.sharding.manual_axes import pooled_axes
@@ -161,12 +161,12 @@ def freeze_kernels(
         )
     chosen = choose_backend(backend, recipe)
     dtype = jnp.dtype(jnp.float32)  # of x, which is not there
-    context = GemmSettings(recipe, chosen, dtype, dtype, seeded)
-    joint = shared_amax(context, ("fwd_w",), [weight.value for weight in weights])
+    settings = GemmSettings(recipe, chosen, dtype, dtype, seeded)
+    joint = shared_amax(settings, ("fwd_w",), [weight.value for weight in weights])
     frozen = []
     for weight in weights:
         kernel = weight.value
-        operands, _ = quantize_operand(context, kernel, {"fwd_w": -2}, weight, joint)
+        operands, _ = quantize_operand(settings, kernel, {"fwd_w": -2}, weight, joint)
         operand = operands["fwd_w"]
         assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
         if multiplies_codes(recipe):
@@ -179,23 +179,25 @@ def freeze_kernels(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _frozen_matmuls(context: GemmSettings, x, weights: tuple[Weight, ...]) -> tuple[jax.Array, ...]:
+def _frozen_matmuls(
+    settings: GemmSettings, x, weights: tuple[Weight, ...]
+) -> tuple[jax.Array, ...]:
     """Multiplies x [M, K] by each frozen weight [K, N]; quantizes x once for all."""
-    return forward(context, x, weights, {"fwd_x": -1})[0]
+    return forward(settings, x, weights, {"fwd_x": -1})[0]
 
 
 def _measured_matmuls(
-    context: GemmSettings, x, weights: tuple[Weight, ...]
+    settings: GemmSettings, x, weights: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
     """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
     probes = tuple(peaks_by_max(weight.probe) for weight in weights)
-    ys, _, observed = forward(context, *lax.stop_gradient((x, weights)), {"fwd_x": -1})
+    ys, _, observed = forward(settings, *lax.stop_gradient((x, weights)), {"fwd_x": -1})
     rows = [each.rows for each in observed]
     return deposit(x, ys, probes, tuple(map(as_cotangent, probes, rows)))
 
 
 @_frozen_matmuls.defjvp
-def _refuse_derivative(context: GemmSettings, primals, tangents):
+def _refuse_derivative(settings: GemmSettings, primals, tangents):
     raise NotImplementedError(
         "frozen kernels have a forward only: differentiate a model with its float32 kernels"
     )
@@ -222,7 +224,7 @@ def frozen_dot(
         kernels are frozen, and as `dot_general` does.
       NotImplementedError: where it is differentiated, and for arrays on a mesh with explicit axes.
     """
-    context = make_context(
+    settings = gemm_settings(
         recipe,
         weights,
         x.dtype,
@@ -232,38 +234,38 @@ def frozen_dot(
         seeded=seeded,
     )
     for weight in weights:
-        _check_kernel(weight.value, context)
+        _check_kernel(weight.value, settings)
     operands = tuple(weight.value.operand for weight in weights)
     codes = [operand.q.values for operand in operands]
     if any(map(is_explicit, (x, *codes))):
         raise NotImplementedError(
             "frozen kernels run on meshes with automatic axes: make the mesh with AxisType.Auto"
         )
-    context = dataclasses.replace(context, pooled=pooled_axes(x, codes))
+    settings = dataclasses.replace(settings, pooled=pooled_axes(x, codes))
     rows_MK = x.reshape(-1, x.shape[-1])
-    if multiplies_codes(context.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
-        multiplying = dataclasses.replace(context.backend, matmul=matmul)
-        context = dataclasses.replace(context, backend=multiplying)
+    if multiplies_codes(settings.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
+        multiplying = dataclasses.replace(settings.backend, matmul=matmul)
+        settings = dataclasses.replace(settings, backend=multiplying)
     frozen = tuple(
         dataclasses.replace(weight, value=operand)
         for weight, operand in zip(weights, operands, strict=True)
     )
     measured = any(weight.probe is not None for weight in weights)
-    ys = (_measured_matmuls if measured else _frozen_matmuls)(context, rows_MK, frozen)
+    ys = (_measured_matmuls if measured else _frozen_matmuls)(settings, rows_MK, frozen)
     return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
 
 
-def _check_kernel(kernel: Any, context: GemmSettings) -> None:
-    """Raises ValueError unless the kernel was frozen for the context's recipe and backend."""
+def _check_kernel(kernel: Any, settings: GemmSettings) -> None:
+    """Raises ValueError unless the kernel was frozen for the settings' recipe and backend."""
     if not isinstance(kernel, FrozenKernel):
         raise ValueError("some of the kernels that share one input are frozen: freeze all or none")
-    if kernel.operand.cast != context.recipe.fwd_w:
+    if kernel.operand.cast != settings.recipe.fwd_w:
         raise ValueError(
-            f"a kernel was frozen by {kernel.operand.cast}, and recipe {context.recipe.name!r}"
-            f" casts weights by {context.recipe.fwd_w}: freeze for the policy that the model runs"
+            f"a kernel was frozen by {kernel.operand.cast}, and recipe {settings.recipe.name!r}"
+            f" casts weights by {settings.recipe.fwd_w}: freeze for the policy that the model runs"
         )
-    if kernel.backend != context.backend.name:
+    if kernel.backend != settings.backend.name:
         raise ValueError(
             f"a kernel was frozen for backend {kernel.backend!r}, and runs in"
-            f" {context.backend.name!r}: freeze with the model's own backend"
+            f" {settings.backend.name!r}: freeze with the model's own backend"
         )

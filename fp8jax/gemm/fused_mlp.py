@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import Operand
 from fp8jax.gemm.backends.refusals import can_fuse_swiglu, kernels_refuse
-from fp8jax.gemm.dot import make_context
+from fp8jax.gemm.dot import gemm_settings
 from fp8jax.gemm.histories.amax_history import record
 from fp8jax.gemm.vjp import (
     G_CASTS,
@@ -58,7 +58,7 @@ class _Residuals(NamedTuple):
 
 
 def _quantize_results(
-    context: GemmSettings, producer: Producer, sources, casts
+    settings: GemmSettings, producer: Producer, sources, casts
 ) -> list[tuple[dict[str, Operand], jax.Array | None]]:
     """Quantizes each result of the producer, without storing it.
 
@@ -69,8 +69,8 @@ def _quantize_results(
       For each result, its operands by the names of their casts, and its amax or None.
     """
     requests = [cast_requests(*each) for each in casts]
-    assert context.backend.quantize_swiglu is not None  # `can_fuse_mlp` requires it
-    results = context.backend.quantize_swiglu(
+    assert settings.backend.quantize_swiglu is not None  # `can_fuse_mlp` requires it
+    results = settings.backend.quantize_swiglu(
         producer, sources, tuple(tuple(r.values()) for r in requests)
     )
     return [
@@ -80,17 +80,17 @@ def _quantize_results(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(contexts: tuple[GemmSettings, GemmSettings], x, weights: tuple[Weight, ...]) -> jax.Array:
+def _mlp(pair: tuple[GemmSettings, GemmSettings], x, weights: tuple[Weight, ...]) -> jax.Array:
     """Computes y [M, N] from x [M, K] and weights [K, F], [K, F], [F, N].
 
-    `contexts` are those of gate and up, and of down.
+    `pair` has the settings of gate and up, and those of down.
     """
-    return _run(contexts, x, weights, {"fwd_x": -1})[0]
+    return _run(pair, x, weights, {"fwd_x": -1})[0]
 
 
-def _run(contexts: tuple[GemmSettings, GemmSettings], x, weights, x_casts: dict[str, int]):
+def _run(pair: tuple[GemmSettings, GemmSettings], x, weights, x_casts: dict[str, int]):
     """Returns y, the operands of `x_casts`, the factors of h, and what casts but g's observe."""
-    (first, second), (*gate_up, down) = contexts, weights
+    (first, second), (*gate_up, down) = pair, weights
     factors, qx, observed = forward(first, x, gate_up, x_casts)
     ((qh, amax),) = _quantize_results(
         second, SWIGLU, factors, [(second.recipe, {"fwd_x": -1}, down.histories_of("x"), down.key)]
@@ -100,16 +100,16 @@ def _run(contexts: tuple[GemmSettings, GemmSettings], x, weights, x_casts: dict[
     return y, qx, factors, (*observed, of_h.also(of_w))
 
 
-def _mlp_fwd(contexts, x, weights):
-    recipes = [context.recipe for context in contexts]
+def _mlp_fwd(pair, x, weights):
+    recipes = [settings.recipe for settings in pair]
     once = differentiable_once(x, weights, *recipes)
-    y, qx, factors, observed = _run(contexts, *once, X_CASTS)
+    y, qx, factors, observed = _run(pair, *once, X_CASTS)
     kept = checkpoint_name(qx["wgrad_x"], QUANTIZED_INPUT)
     return y, _Residuals(kept, factors, weights, observed)
 
 
-def _mlp_bwd(contexts, saved: _Residuals, dy):
-    (first, second), (gate, up, down) = contexts, saved.weights
+def _mlp_bwd(pair, saved: _Residuals, dy):
+    (first, second), (gate, up, down) = pair, saved.weights
     dy = dy.astype(second.dtype)
     qdy, amax_dy = quantize_operand(second, dy, G_CASTS, down)
     dh, _ = input_gradient(second, down, qdy)
@@ -130,10 +130,10 @@ def _mlp_bwd(contexts, saved: _Residuals, dy):
 
 
 def _gradients(
-    context: GemmSettings, x: Operand, weight: Weight, qg
+    settings: GemmSettings, x: Operand, weight: Weight, qg
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dx and dw of one weight from the quantized gradient of its result."""
-    return input_gradient(context, weight, qg)[0], weight_gradient(context, x, weight, qg)
+    return input_gradient(settings, weight, qg)[0], weight_gradient(settings, x, weight, qg)
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)
@@ -187,7 +187,7 @@ def fused_mlp(
         )
     gate, up, down = weights
     first, second = (
-        make_context(recipe, group, x.dtype, backend=backend, whole=True)
+        gemm_settings(recipe, group, x.dtype, backend=backend, whole=True)
         for recipe, group in zip(recipes, ((gate, up), (down,)), strict=True)
     )
     y_MN = _mlp((first, second), x.reshape(-1, x.shape[-1]), (gate, up, down))

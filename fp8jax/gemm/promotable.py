@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from fp8jax.gemm.dot import make_context
+from fp8jax.gemm.dot import gemm_settings
 from fp8jax.gemm.probe import measure
 from fp8jax.gemm.vjp import (
     X_CASTS,
@@ -47,9 +47,9 @@ def _promotable(pair: Pair, promoted, x, weight: Weight) -> jax.Array:
 def _forward(pair: Pair, promoted, x, weight: Weight) -> tuple[jax.Array, Observed]:
     """Returns y, and what the casts of x and w have observed."""
 
-    def with_recipe(context: GemmSettings):
+    def with_recipe(settings: GemmSettings):
         def branch(x, weight: Weight):
-            (y,), _, (observed,) = forward(context, x, (weight,), {"fwd_x": -1})
+            (y,), _, (observed,) = forward(settings, x, (weight,), {"fwd_x": -1})
             return y, observed
 
         return branch
@@ -59,20 +59,20 @@ def _forward(pair: Pair, promoted, x, weight: Weight) -> tuple[jax.Array, Observ
 
 
 def _fwd(pair: Pair, promoted, x, weight: Weight):
-    recipes = [context.recipe for context in pair]
+    recipes = [settings.recipe for settings in pair]
     x_once, (once,) = differentiable_once(x, (weight,), *recipes)
     y, observed = _forward(pair, promoted, x_once, once)
     return y, (promoted, x, weight, observed)
 
 
 def _bwd(pair: Pair, saved: Any, g: jax.Array):
-    def with_recipe(context: GemmSettings):
+    def with_recipe(settings: GemmSettings):
         def branch(x, weight: Weight, observed: Observed, g):
             casts = {"wgrad_x": X_CASTS["wgrad_x"]}
-            qx, _ = quantize_operand(context, x, casts, weight)
+            qx, _ = quantize_operand(settings, x, casts, weight)
             rows = measure(weight.probe, x, qx, casts, weight.key)
             observed = observed.also(Observed({}, rows))
-            return backward(context, qx["wgrad_x"], weight, observed, g, JointAmax())
+            return backward(settings, qx["wgrad_x"], weight, observed, g, JointAmax())
 
         return branch
 
@@ -119,11 +119,11 @@ def promotable_dot(
                 f"recipe {recipe.name!r} shares scales between weights, and a linear that can be"
                 " promoted has its own: drop qkv=shared or turn promotions off"
             )
-    settings: Any = dict(backend=backend, whole=bool(x.size and weight.value.size))
+    options: Any = dict(backend=backend, whole=bool(x.size and weight.value.size))
     without = dataclasses.replace(weight, histories={})
     pair = (
-        make_context(low, (weight,), x.dtype, **settings),
-        make_context(high, (without,), x.dtype, **settings),
+        gemm_settings(low, (weight,), x.dtype, **options),
+        gemm_settings(high, (without,), x.dtype, **options),
     )
     y_MN = _promotable(pair, promoted, x.reshape(-1, x.shape[-1]), weight)
     return jnp.reshape(y_MN, (*x.shape[:-1], -1))

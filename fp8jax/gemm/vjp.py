@@ -167,7 +167,7 @@ def cast_requests(
 
 
 def quantize_operand(
-    context: GemmSettings,
+    settings: GemmSettings,
     x: jax.Array,
     cast_axes: dict[str, int],
     weight: Weight,
@@ -188,19 +188,19 @@ def quantize_operand(
       or None.
     """
     (operand,) = {name[-1] for name in cast_axes}
-    pooled = getattr(context.pooled, operand) & varying(x)
+    pooled = getattr(settings.pooled, operand) & varying(x)
     histories = weight.histories_of(operand)
-    if histories and not context.seeded:
+    if histories and not settings.seeded:
         histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
-    requests = cast_requests(context.recipe, cast_axes, histories, weight.key, wgrad_signs)
-    requests, again = _without_requantized(context.recipe, operand, requests)
+    requests = cast_requests(settings.recipe, cast_axes, histories, weight.key, wgrad_signs)
+    requests, again = _without_requantized(settings.recipe, operand, requests)
     if again and f"fwd_{operand}" not in requests:
         forward_axes = {f"fwd_{operand}": FORWARD_AXES[operand]}
-        requests |= cast_requests(context.recipe, forward_axes, histories, weight.key)
+        requests |= cast_requests(settings.recipe, forward_axes, histories, weight.key)
     if pooled:
         if any(isinstance(request.cast.rule, Mse) for request in requests.values()):
             raise NotImplementedError(
-                f"recipe {context.recipe.name!r} has scales of least squared error, of which each"
+                f"recipe {settings.recipe.name!r} has scales of least squared error, of which each"
                 " device of a shard_map would find its own"
             )
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
@@ -212,12 +212,12 @@ def quantize_operand(
     operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
     if not requests:
         return operands, None
-    quantized, amax = context.backend.quantize(x, tuple(requests.values()))
+    quantized, amax = settings.backend.quantize(x, tuple(requests.values()))
     found: dict[str, Operand] = dict(zip(requests, quantized, strict=True))
     if again:
         multiplied = found[f"fwd_{operand}"]
         assert isinstance(multiplied, QuantizedOperand)
-        found |= _requantized(context, multiplied, operand, x.shape, again)
+        found |= _requantized(settings, multiplied, operand, x.shape, again)
     return operands | {name: found[name] for name in found if name in cast_axes}, amax
 
 
@@ -232,7 +232,7 @@ def _without_requantized(
 
 
 def _requantized(
-    context: GemmSettings,
+    settings: GemmSettings,
     multiplied: QuantizedOperand,
     operand: str,
     shape: tuple[int, ...],
@@ -246,7 +246,7 @@ def _requantized(
     if multiplied.axis != FORWARD_AXES[operand]:  # the layout of a kernel
         numbers = jnp.swapaxes(numbers, -1, -2)
     numbers = numbers[tuple(slice(size) for size in shape)]
-    quantized, _ = context.backend.quantize(numbers, tuple(requests.values()))
+    quantized, _ = settings.backend.quantize(numbers, tuple(requests.values()))
     return {
         name: each if outer is None else scaled(each, outer)
         for name, each in zip(requests, quantized, strict=True)
@@ -269,29 +269,29 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
 
 
 def shared_amax(
-    context: GemmSettings, casts: Sequence[str], arrays: Sequence[jax.Array]
+    settings: GemmSettings, casts: Sequence[str], arrays: Sequence[jax.Array]
 ) -> jax.Array | None:
     """Returns max|x| over the arrays if one of the named casts is shared, else None."""
-    recipe_casts = context.recipe.by_name()
+    recipe_casts = settings.recipe.by_name()
     shared = [cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared]
     if not shared or len(arrays) < 2:
         return None
     amax = joint_amax(arrays)
-    pooled = getattr(context.pooled, casts[0][-1])
+    pooled = getattr(settings.pooled, casts[0][-1])
     return largest_over(amax, pooled & varying(amax))
 
 
 def named_matmul(
-    context: GemmSettings, name: str, scope: str, a: Operand, b: Operand, dtype
+    settings: GemmSettings, name: str, scope: str, a: Operand, b: Operand, dtype
 ) -> jax.Array:
     """Computes GEMM `name` of the recipe under scopes that stay in the compiled program.
 
     analysis/gemms.py reads them.
     """
     module = jax.named_scope(scope) if scope else contextlib.nullcontext()
-    with module, jax.named_scope(f"{context.recipe.name}.{name}"):
+    with module, jax.named_scope(f"{settings.recipe.name}.{name}"):
         if isinstance(a, QuantizedOperand) or isinstance(b, QuantizedOperand):
-            return context.backend.matmul(a, b, dtype, getattr(context.recipe.accumulation, name))
+            return settings.backend.matmul(a, b, dtype, getattr(settings.recipe.accumulation, name))
         return plain_matmul(a, b, dtype)
 
 
@@ -308,18 +308,18 @@ def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_matmuls(
-    context: GemmSettings, x: jax.Array, weights: tuple[Weight, ...]
+    settings: GemmSettings, x: jax.Array, weights: tuple[Weight, ...]
 ) -> tuple[jax.Array, ...]:
     """Multiplies x [..., M, K] by each weight [..., K, N] to [..., M, N]; quantizes x once for all.
 
     The cotangent of a weight is what weight.py says.
     """
     unmeasured = [dataclasses.replace(weight, probe=None) for weight in weights]
-    return forward(context, x, unmeasured, {"fwd_x": -1})[0]
+    return forward(settings, x, unmeasured, {"fwd_x": -1})[0]
 
 
 def forward(
-    context: GemmSettings, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
+    settings: GemmSettings, x: jax.Array, weights: Sequence[Weight], x_casts: dict[str, int]
 ) -> tuple[tuple[jax.Array, ...], dict[str, Operand], tuple[Observed, ...]]:
     """Computes the forward GEMMs of one x.
 
@@ -331,15 +331,15 @@ def forward(
       y for each weight, the operands of `x_casts`, and for each weight what the casts of x and w
       have observed.
     """
-    qx, amax = quantize_operand(context, x, x_casts, _sharing(weights))
+    qx, amax = quantize_operand(settings, x, x_casts, _sharing(weights))
     joint = shared_amax(
-        context, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
+        settings, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
     )
     ys, observed = [], []
     # Of one x: measured once for all probes with one what-if recipe.
     of_one_x: dict[Any, Statistics] = {}
     for weight in weights:
-        y, of_w = forward_matmul(context, qx["fwd_x"], weight, x.dtype, joint)
+        y, of_w = forward_matmul(settings, qx["fwd_x"], weight, x.dtype, joint)
         # A probe may have no what-if recipe, and a weight no probe.
         like = None if weight.probe is None else (weight.probe.what_if,)
         if like not in of_one_x:
@@ -357,7 +357,7 @@ def _sharing(weights: Sequence[Weight]) -> Weight:
 
 
 def forward_matmul(
-    context: GemmSettings, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
+    settings: GemmSettings, qx: Operand, weight: Weight, dtype, joint: jax.Array | None = None
 ) -> tuple[jax.Array, Observed]:
     """Computes one forward GEMM; returns y, and what the cast of w has observed.
 
@@ -367,11 +367,11 @@ def forward_matmul(
     """
     master, axes = weight.value, {"fwd_w": -2}
     if isinstance(master, QuantizedOperand):
-        y = named_matmul(context, "fwd", weight.scope, qx, master, context.out_dtype)
+        y = named_matmul(settings, "fwd", weight.scope, qx, master, settings.out_dtype)
         return y, Observed({}, {})
-    w = in_compute_dtype(master, dtype, context.recipe.fwd_w)
-    qw, amax = quantize_operand(context, w, axes, weight, joint)
-    y = named_matmul(context, "fwd", weight.scope, qx, qw["fwd_w"], context.out_dtype)
+    w = in_compute_dtype(master, dtype, settings.recipe.fwd_w)
+    qw, amax = quantize_operand(settings, w, axes, weight, joint)
+    y = named_matmul(settings, "fwd", weight.scope, qx, qw["fwd_w"], settings.out_dtype)
     return checkpoint_name(y, GEMM_OUTPUT), observe(weight, master, amax, qw, axes)
 
 
@@ -411,11 +411,11 @@ def _with_value(weight: Weight, value: Any) -> Weight:
     return dataclasses.replace(weight, value=value)
 
 
-def _matmuls_fwd(context: GemmSettings, x, weights: tuple[Weight, ...]):
+def _matmuls_fwd(settings: GemmSettings, x, weights: tuple[Weight, ...]):
     # What is saved is what was given: a loop over layers stacks anything else a second time.
-    requantizes = _requantizes(context, weights)
+    requantizes = _requantizes(settings, weights)
     casts = {"fwd_x": -1} if requantizes else X_CASTS
-    ys, qx, observed = forward(context, *differentiable_once(x, weights, context.recipe), casts)
+    ys, qx, observed = forward(settings, *differentiable_once(x, weights, settings.recipe), casts)
     if requantizes:
         kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
     else:
@@ -424,40 +424,40 @@ def _matmuls_fwd(context: GemmSettings, x, weights: tuple[Weight, ...]):
     return ys, _Residuals(kept, weights, observed)
 
 
-def _requantizes(context: GemmSettings, weights: Sequence[Weight]) -> bool:
+def _requantizes(settings: GemmSettings, weights: Sequence[Weight]) -> bool:
     """Whether the backward quantizes x. Not with probes: they measure both casts in the forward."""
-    return context.requantize and all(weight.probe is None for weight in weights)
+    return settings.requantize and all(weight.probe is None for weight in weights)
 
 
-def _wgrad_x(context: GemmSettings, saved: _Residuals) -> Operand:
+def _wgrad_x(settings: GemmSettings, saved: _Residuals) -> Operand:
     """Returns the operand x of wgrad, quantized now if the forward has saved x itself."""
-    if not _requantizes(context, saved.weights):
+    if not _requantizes(settings, saved.weights):
         return saved.x
     assert isinstance(saved.x, PlainOperand)
     casts = {"wgrad_x": X_CASTS["wgrad_x"]}
-    return quantize_operand(context, saved.x.x, casts, _sharing(saved.weights))[0]["wgrad_x"]
+    return quantize_operand(settings, saved.x.x, casts, _sharing(saved.weights))[0]["wgrad_x"]
 
 
-def _matmuls_bwd(context: GemmSettings, saved: _Residuals, gs: tuple[jax.Array, ...]):
-    x = _wgrad_x(context, saved)
+def _matmuls_bwd(settings: GemmSettings, saved: _Residuals, gs: tuple[jax.Array, ...]):
+    x = _wgrad_x(settings, saved)
     joint = JointAmax(
-        w=shared_amax(context, ("dgrad_w",), [weight.value for weight in saved.weights]),
-        g=shared_amax(context, tuple(G_CASTS), [g.astype(context.dtype) for g in gs]),
+        w=shared_amax(settings, ("dgrad_w",), [weight.value for weight in saved.weights]),
+        g=shared_amax(settings, tuple(G_CASTS), [g.astype(settings.dtype) for g in gs]),
     )
     dxs, cotangents = [], []
     for weight, observed, g in zip(saved.weights, saved.observed, gs, strict=True):
-        dx, of_weight = backward(context, x, weight, observed, g, joint)
+        dx, of_weight = backward(settings, x, weight, observed, g, joint)
         dxs.append(dx)
         cotangents.append(of_weight)
-    dx = summed_like(sum_cotangents(dxs), context.x_axes)
-    return differentiable_once(dx, cotangents, context.recipe)
+    dx = summed_like(sum_cotangents(dxs), settings.x_axes)
+    return differentiable_once(dx, cotangents, settings.recipe)
 
 
 quantized_matmuls.defvjp(_matmuls_fwd, _matmuls_bwd)
 
 
 def backward(
-    context: GemmSettings,
+    settings: GemmSettings,
     x: Operand,
     weight: Weight,
     observed: Observed,
@@ -474,34 +474,34 @@ def backward(
     Returns:
       dx and the cotangent of the weight.
     """
-    g = g.astype(context.dtype)
+    g = g.astype(settings.dtype)
     # Those of the one x that several weights share.
     signs = x.signs if isinstance(x, QuantizedOperand) else None
-    qg, amax = quantize_operand(context, g, G_CASTS, weight, joint.g, signs)
-    dx, qw = input_gradient(context, weight, qg, joint.w)
+    qg, amax = quantize_operand(settings, g, G_CASTS, weight, joint.g, signs)
+    dx, qw = input_gradient(settings, weight, qg, joint.w)
     # Statistics alone: the forward has recorded the amax of w.
     again = measure(weight.probe, weight.value, qw, W_CASTS, weight.key)
     observed = observed.also(Observed({}, again))
-    dw = weight_gradient(context, x, weight, qg)
+    dw = weight_gradient(settings, x, weight, qg)
     observed = observed.also(observe(weight, g, amax, qg, G_CASTS))
-    return dx, cotangent(weight, dw, observed, context.recipe)
+    return dx, cotangent(weight, dw, observed, settings.recipe)
 
 
 def input_gradient(
-    context: GemmSettings, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
+    settings: GemmSettings, weight: Weight, qg: dict[str, Operand], joint_w: jax.Array | None = None
 ) -> tuple[jax.Array, dict[str, Operand]]:
     """Computes the dgrad GEMM, dx = Q(g) Q(w)^T; also returns the operand Q(w)."""
-    w = in_compute_dtype(weight.value, context.dtype, context.recipe.dgrad_w)
-    qw, _ = quantize_operand(context, w, W_CASTS, weight, joint_w)
-    dx = named_matmul(context, "dgrad", weight.scope, qg["dgrad_g"], qw["dgrad_w"], context.dtype)
+    w = in_compute_dtype(weight.value, settings.dtype, settings.recipe.dgrad_w)
+    qw, _ = quantize_operand(settings, w, W_CASTS, weight, joint_w)
+    dx = named_matmul(settings, "dgrad", weight.scope, qg["dgrad_g"], qw["dgrad_w"], settings.dtype)
     return dx, qw
 
 
 def weight_gradient(
-    context: GemmSettings, x: Operand, weight: Weight, qg: dict[str, Operand]
+    settings: GemmSettings, x: Operand, weight: Weight, qg: dict[str, Operand]
 ) -> jax.Array:
     """Computes the wgrad GEMM, dw = Q(x)^T Q(g), in w's dtype."""
-    return named_matmul(context, "wgrad", weight.scope, x, qg["wgrad_g"], weight.value.dtype)
+    return named_matmul(settings, "wgrad", weight.scope, x, qg["wgrad_g"], weight.value.dtype)
 
 
 def sum_cotangents(cotangents: Sequence[jax.Array]) -> jax.Array:

@@ -60,7 +60,7 @@ LINEAR = (
     ),
     M("_quantize_rows", "dropped call", "nan_unless(jnp.isfinite(amax), scale)", "scale"),
     M("check_lax_arguments", "off by one", "len(positional) > 1", "len(positional) > 2"),
-    M("vjp:input_gradient", "dtype", "context.recipe.dgrad_w)", "context.recipe.fwd_w)"),
+    M("vjp:input_gradient", "dtype", "settings.recipe.dgrad_w)", "settings.recipe.fwd_w)"),
     M("self_seeded", "comparison", "jnp.any(history > 0)", "jnp.all(history > 0)"),
     M("_what_if", "key", "len(CASTS) + CASTS.index(name)", "CASTS.index(name)"),
     M("sum_cotangents", "swapped arguments", "cotangents[::-1]", "cotangents"),

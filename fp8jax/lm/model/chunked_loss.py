@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fp8jax.gemm.backends.operands import PlainOperand
-from fp8jax.gemm.dot import make_context
+from fp8jax.gemm.dot import gemm_settings
 from fp8jax.gemm.vjp import GemmSettings, named_matmul
 from fp8jax.lm.mesh import batch_axes, constrain, local_shape
 from fp8jax.numerics.recipe import Recipe
@@ -159,15 +159,15 @@ chunked_loss.defvjp(_forward, _backward)
 # The three GEMMs; C counts the positions of a chunk -----------------------------------------------
 
 
-def _context(recipe: Recipe, dtype: Any) -> GemmSettings:
+def _settings(recipe: Recipe, dtype: Any) -> GemmSettings:
     if recipe.casts:
         raise ValueError(f"chunked_loss quantizes nothing, and recipe {recipe.name!r} does")
-    return make_context(recipe, (), dtype, backend=None, whole=True)
+    return gemm_settings(recipe, (), dtype, backend=None, whole=True)
 
 
 def _multiply(recipe: Recipe, role: str, a: PlainOperand, b: PlainOperand, dtype) -> Array:
     """Computes one GEMM, under the names that `Transformer`'s own head has."""
-    return named_matmul(_context(recipe, a.x.dtype), role, "lm_head", a, b, dtype)
+    return named_matmul(_settings(recipe, a.x.dtype), role, "lm_head", a, b, dtype)
 
 
 def _gathered(w_DV: Array, dtype: Any) -> Array:
