@@ -51,8 +51,8 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 its backward format; here they are tiles of 128 and the backward of fp8_block. Its
                 input gradient may be meant in FP8, as here, or in BF16 (`dgrad=bf16`).
     fp4_naive   The baseline of that paper: FP4 everywhere, rounded to nearest. One scale a token is
-                `fp4_tile=row,wgrad_tile=token`. GNMR's stress (2606.00539) has only the activations
-                saved for wgrad in 4 bits: `only=wgrad_x,wgrad_tile=token`.
+                `fp4_tile=row,wgrad_tile=token`. The stress test of 2606.00539 has only the
+                activations saved for wgrad in 4 bits: `only=wgrad_x,wgrad_tile=token`.
 """
 
 import dataclasses

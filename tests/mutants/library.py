@@ -168,7 +168,7 @@ OPTIM = (
 STABILITY = (
     M("Ladder.next", "comparison", "spent[name] < budget", "spent[name] <= budget"),
     M(
-        "update_gnmr",
+        "Gnmr.update",
         "key",
         "jax.random.fold_in(jax.random.fold_in(key, 1), steps)",
         "jax.random.fold_in(key, 1)",

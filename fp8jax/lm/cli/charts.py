@@ -183,14 +183,14 @@ def telemetry_charts(run: RunFiles) -> list[Chart | NoChart]:
 
 
 def promotion_chart(run: RunFiles) -> Chart | NoChart:
-    """Returns when GNMR promoted which layers."""
+    """Returns when which layers were promoted."""
     from fp8jax.lm import figures
 
     return _chart(
         figures.promotions,
         run,
-        f"Bars: the steps in which GNMR promoted each layer of {run.name}.",
-        f"{run.name}: layers that GNMR ran in high precision.",
+        f"Bars: the steps in which each layer of {run.name} was promoted to higher precision.",
+        f"{run.name}: layers that were promoted to higher precision.",
     )
 
 

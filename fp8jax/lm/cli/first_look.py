@@ -151,7 +151,7 @@ def _others(events: Sequence[Mapping[str, Any]]) -> list[Note]:
     promoted = [e for e in events if e["kind"] == Event.PROMOTION and "layers" in e and e["layers"]]
     if promoted:
         numbers = sorted({layer for event in promoted for layer in event["layers"]})
-        text = f"GNMR began to promote layers; it has promoted {_listed(numbers)} in all"
+        text = f"the first promotion of layers to higher precision; in all, {_listed(numbers)}"
         notes.append(Note(promoted[0]["step"], text))
     return notes
 

@@ -26,7 +26,7 @@ def _switched(fields: _Fields) -> str:
 
 def _promoted(fields: _Fields) -> str:
     layers = ", ".join(map(str, fields["layers"])) or "none"
-    return f"layers in high precision by GNMR from here on: {layers}"
+    return f"layers in high precision from here on: {layers}"
 
 
 def _growing(fields: _Fields) -> str:

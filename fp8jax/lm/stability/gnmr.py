@@ -20,6 +20,7 @@ lower the ratios later. A rejected step does not change this state either.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,13 @@ _EPS = 1e-12
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gnmr:
-    """Settings of the controller.
+    """The controller: a `Promoter` (lm/model/promotion.py).
 
     Attributes:
       alpha: one threshold of the ratio, or two: the first for the first steps of a run, the second
         afterwards.
       beta: the threshold of the acceleration.
+      first: the share of a run that uses the first of two alphas.
       most: the largest number of layers that are promoted at a time.
       precision: the policy of promoted layers, without delayed scaling.
       lock_steps: how many steps a layer stays a candidate after its score was above 1.
@@ -46,6 +48,7 @@ class Gnmr:
 
     alpha: tuple[float, ...]
     beta: float
+    first: float
     most: int
     lock_steps: int
     window: int
@@ -58,14 +61,31 @@ class Gnmr:
             raise ValueError(f"gnmr.alpha={self.alpha} must be one or two positive thresholds")
         if not self.beta > 0:
             raise ValueError(f"gnmr.beta={self.beta} must be positive")
+        if not 0 <= self.first <= 1:
+            raise ValueError(f"gnmr.first={self.first} does not lie in [0, 1]")
         for name, least in (("most", 1), ("lock_steps", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"gnmr.{name}={getattr(self, name)} must be at least {least}")
         if self.random is not None and not 0 <= self.random <= 1:
             raise ValueError(f"gnmr.random={self.random} must lie in [0, 1]")
 
+    @classmethod
+    def from_config(cls, group: Any) -> "Gnmr | None":
+        """Returns the controller of the config's group `gnmr`; None where `alpha` is empty."""
+        # Without thresholds, GNMR is off, but its other numbers are checked.
+        gnmr = cls(**{**group, "alpha": tuple(group.alpha) or (1.0,)})
+        if group.alpha:
+            return gnmr
+        if group.random is not None:
+            raise ValueError(f"gnmr.random={group.random} needs a gnmr.alpha: GNMR is off")
+        return None
+
+    def numbers(self, num_steps: int) -> Int[Array, ""]:
+        """Returns how many steps of a run use the first of two alphas."""
+        return jnp.asarray(round(self.first * num_steps), jnp.int32)
+
     def init(self, n_layers: int) -> dict[str, Array]:
-        """Returns the initial state of `update_gnmr`.
+        """Returns the state before the first `update`.
 
         Raises:
           ValueError: `most` is greater than the number of layers.
@@ -81,42 +101,40 @@ class Gnmr:
             "promoted": jnp.zeros(n_layers, bool),
         }
 
+    def update(
+        self,
+        seen: dict[str, Array],
+        norms: Float[Array, " layers"],
+        key: Shaped[Array, "..."],
+        first_steps: Int[Array, ""],
+    ) -> dict[str, Array]:
+        """Returns the state after a step; its `promoted` are the layers to promote in the next.
 
-def update_gnmr(
-    config: Gnmr,
-    seen: dict[str, Array],
-    norms: Float[Array, " layers"],
-    key: Shaped[Array, "..."],
-    first_steps: Int[Array, ""],
-) -> dict[str, Array]:
-    """Returns the state after a step; its `promoted` says which layers to promote in the next step.
-
-    Args:
-      config: the settings.
-      seen: the state that `config.init` or the last `update_gnmr` returned.
-      norms: the gradient norm of each layer in this step.
-      key: the run's PRNG key, for random promotions.
-      first_steps: how many steps use the first of two alphas. It is an input, since it depends on
-        the length of the run, which is no constant of a training step.
-    """
-    steps, mean, ratios = seen["steps"], seen["mean"], seen["ratios"]
-    ratio = jnp.where(steps == 0, 1.0, norms / (mean + _EPS))
-    full = steps >= config.window
-    acceleration = jnp.where(full, ratio / (jnp.mean(ratios, axis=0) + _EPS), 1.0)
-    alpha = jnp.where(steps < first_steps, config.alpha[0], config.alpha[-1])
-    score = jnp.maximum(ratio / alpha, acceleration / config.beta)
-    candidate = (score > 1) | (seen["lock"] > 0)
-    ranked = jnp.where(candidate, score, -jnp.inf)
-    rank = jnp.argsort(jnp.argsort(-ranked))  # 0 for the largest score
-    promoted = candidate & (rank < config.most)
-    if config.random is not None:
-        key = jax.random.fold_in(jax.random.fold_in(key, 1), steps)
-        promoted = jax.random.bernoulli(key, config.random, norms.shape)
-    lock = jnp.where(score > 1, config.lock_steps, jnp.maximum(seen["lock"] - 1, 0))
-    return {
-        "steps": steps + 1,
-        "mean": mean + (norms - mean) / (steps + 1),
-        "lock": jnp.where(promoted, lock, 0),
-        "ratios": ratios.at[steps % config.window].set(ratio),
-        "promoted": promoted,
-    }
+        Args:
+          seen: the state that `init` or the last `update` returned.
+          norms: the gradient norm of each layer in this step.
+          key: the run's PRNG key, for random promotions.
+          first_steps: how many steps use the first of two alphas. It is an input, since it depends
+            on the length of the run, which is no constant of a training step.
+        """
+        steps, mean, ratios = seen["steps"], seen["mean"], seen["ratios"]
+        ratio = jnp.where(steps == 0, 1.0, norms / (mean + _EPS))
+        full = steps >= self.window
+        acceleration = jnp.where(full, ratio / (jnp.mean(ratios, axis=0) + _EPS), 1.0)
+        alpha = jnp.where(steps < first_steps, self.alpha[0], self.alpha[-1])
+        score = jnp.maximum(ratio / alpha, acceleration / self.beta)
+        candidate = (score > 1) | (seen["lock"] > 0)
+        ranked = jnp.where(candidate, score, -jnp.inf)
+        rank = jnp.argsort(jnp.argsort(-ranked))  # 0 for the largest score
+        promoted = candidate & (rank < self.most)
+        if self.random is not None:
+            key = jax.random.fold_in(jax.random.fold_in(key, 1), steps)
+            promoted = jax.random.bernoulli(key, self.random, norms.shape)
+        lock = jnp.where(score > 1, self.lock_steps, jnp.maximum(seen["lock"] - 1, 0))
+        return {
+            "steps": steps + 1,
+            "mean": mean + (norms - mean) / (steps + 1),
+            "lock": jnp.where(promoted, lock, 0),
+            "ratios": ratios.at[steps % self.window].set(ratio),
+            "promoted": promoted,
+        }

@@ -30,6 +30,7 @@ from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.lm.model.attention import choose_attention
 from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.promotion import Promoter
 from fp8jax.lm.model.transformer import REMAT, Transformer
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_master
@@ -45,7 +46,7 @@ from fp8jax.lm.training.layer_choice import (
     memory_limit,
     sizes_of,
 )
-from fp8jax.lm.training.optional_state import OptionalState, gnmr_key, histories_key, spikes_key
+from fp8jax.lm.training.optional_state import OptionalState, histories_key, spikes_key
 from fp8jax.lm.training.policy_switch import carried_histories
 from fp8jax.lm.training.programs import device_bytes
 from fp8jax.lm.training.run import Programs, Run, Stage
@@ -80,7 +81,7 @@ class _Shared:
     numbers: Callable[[TrainState], StepNumbers]
     master_weights: jnp.dtype
     detector: SpikeDetector | None
-    gnmr: Gnmr | None
+    promoter: Promoter | None
     optional_state: tuple[OptionalState, ...]
     initial_weights: InitialWeights | None
 
@@ -98,7 +99,8 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     precision = as_schedule(config.precision, config.precision_schedule)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     ladder, detector = _recovery(config)
-    gnmr = _gnmr(config)
+    _refuse_delayed(config, "gnmr", "a promoted layer")
+    promoter = Gnmr.from_config(config.gnmr)
     shape = shape_of_model(config.model, dict(config.model_overrides))
     warn_of_unknown_keys(config.model)
     weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
@@ -112,10 +114,10 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         )  # fmt: skip
     shared = _Shared(
         mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
-        numbers=_numbers(config, optimizing, schedule, mesh),
+        numbers=_numbers(config, optimizing, schedule, promoter, mesh),
         master_weights=lookup("master weights", config.optimizer.master_weights, MASTER_WEIGHTS),
-        detector=detector, gnmr=gnmr, initial_weights=weights,
-        optional_state=_optional_state(detector, gnmr, shape.n_layers),
+        detector=detector, promoter=promoter, initial_weights=weights,
+        optional_state=_optional_state(detector, promoter, shape.n_layers),
     )  # fmt: skip
     drafts = [_draft(config, shared, policy) for policy in precision.policies]
     layers = choose_layers(
@@ -144,16 +146,19 @@ def _with_layers(config: ConfigDict, remat: str, unroll: int) -> ConfigDict:
 
 
 def _numbers(
-    config: ConfigDict, optimizing: OptimizerConfig, schedule: optax.Schedule, mesh: Mesh
+    config: ConfigDict,
+    optimizing: OptimizerConfig,
+    schedule: optax.Schedule,
+    promoter: Promoter | None,
+    mesh: Mesh,
 ) -> Callable[[TrainState], StepNumbers]:
     """The numbers of a step, from a program of their own: the schedule is compiled there alone."""
 
     def of_count(count: Array) -> StepNumbers:
-        first_steps = round(config.gnmr.first * config.num_steps)
         return StepNumbers(
             learning_rate=jnp.asarray(schedule(count), jnp.float32),
             clip_norm=jnp.asarray(optimizing.clip_norm, jnp.float32),
-            gnmr_first_steps=jnp.asarray(first_steps, jnp.int32) if config.gnmr.alpha else None,
+            promoter=None if promoter is None else promoter.numbers(config.num_steps),
         )
 
     program = jax.jit(of_count, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -161,15 +166,21 @@ def _numbers(
 
 
 def _optional_state(
-    detector: SpikeDetector | None, gnmr: Gnmr | None, n_layers: int
+    detector: SpikeDetector | None, promoter: Promoter | None, n_layers: int
 ) -> tuple[OptionalState, ...]:
     return (
-        OptionalState(field="histories", key=histories_key, fresh=None),
+        OptionalState(field="histories", item="histories", key=histories_key, fresh=None),
         OptionalState(
-            field="spikes", key=spikes_key, fresh=dict if detector is None else detector.init
+            field="spikes",
+            item="spikes",
+            key=spikes_key,
+            fresh=dict if detector is None else detector.init,
         ),
         OptionalState(
-            field="gnmr", key=gnmr_key, fresh=dict if gnmr is None else lambda: gnmr.init(n_layers)
+            field="promoter",
+            item="gnmr",
+            key=lambda config, step: config["gnmr"],  # it remembers what they gave
+            fresh=dict if promoter is None else lambda: promoter.init(n_layers),
         ),
     )
 
@@ -213,7 +224,7 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
         masters=gradient_bytes(state.params) if copies else 0,
         accumulates=config.grad_accum > 1,
         seeds=bool(jax.tree.leaves(state.histories)),
-        promotes=shared.gnmr is not None,
+        promotes=shared.promoter is not None,
     )
     return _Draft(model=model, initial=initial, state=state, sizes=sizes)
 
@@ -237,7 +248,7 @@ def _stage(
         model=model,
         state=state,
         carried=carried,
-        gnmr=shared.gnmr,
+        promoter=shared.promoter,
         programs=_programs(config, shared, model, draft.initial, state, shardings),
     )
 
@@ -260,7 +271,7 @@ def _programs(
                 optimizer=shared.optimizer,
                 grad_accum=config.grad_accum,
                 detector=shared.detector,
-                gnmr=shared.gnmr if kind is train_step else None,
+                promoter=shared.promoter if kind is train_step else None,
                 inject=inject_gradient,
             )
 
@@ -286,7 +297,7 @@ def _programs(
         repeat_step=compiled(repeating, repeat_step),
         eval_step=jax.jit(
             lambda s, b: eval_step(
-                s, b, model=model, token_bytes_V=jnp.asarray(bytes_V), gnmr=shared.gnmr
+                s, b, model=model, token_bytes_V=jnp.asarray(bytes_V), promoter=shared.promoter
             ),
             compiler_options=xla.compiler_options(layer_loop=model.has_layer_loop),
         ),
@@ -313,7 +324,7 @@ def _telemetry(
             model=model,
             grad_accum=config.grad_accum,
             probes=probes,
-            gnmr=shared.gnmr,
+            promoter=shared.promoter,
         )
 
     return jax.jit(
@@ -404,11 +415,7 @@ def _model(
 
 def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
     """What is tried on a rejected step, and the detector of loss spikes, None without one."""
-    if as_policy(config.recovery.precision).delayed:
-        raise ValueError(
-            f"recovery.precision={config.recovery.precision!r} uses delayed scaling, and a"
-            " repeated step has no amax histories: take bf16 or a policy with current scaling"
-        )
+    _refuse_delayed(config, "recovery", "a repeated step")
     ladder = Ladder.parse(config.recovery.ladder)
     if config.recovery.spike_window is None:
         return ladder, None
@@ -416,30 +423,14 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
     return ladder, SpikeDetector(window=window, deviations=deviations)
 
 
-def _gnmr(config: ConfigDict) -> Gnmr | None:
-    """GNMR's settings, None where `gnmr.alpha` is empty."""
-    if as_policy(config.gnmr.precision).delayed:
+def _refuse_delayed(config: ConfigDict, group: str, what: str) -> None:
+    """Raises ValueError if the policy `precision` of a group of the config has delayed scaling."""
+    precision = config[group].precision
+    if as_policy(precision).delayed:
         raise ValueError(
-            f"gnmr.precision={config.gnmr.precision!r} uses delayed scaling, and a promoted"
-            " layer has no amax histories: take a policy with current scaling"
+            f"{group}.precision={precision!r} uses delayed scaling, and {what} has no amax"
+            " histories: take bf16 or a policy with current scaling"
         )
-    if not 0 <= config.gnmr.first <= 1:
-        raise ValueError(f"gnmr.first={config.gnmr.first} does not lie in [0, 1]")
-    gnmr = Gnmr(
-        # Without thresholds, GNMR is off, but its other numbers are checked.
-        alpha=tuple(config.gnmr.alpha) or (1.0,),
-        beta=config.gnmr.beta,
-        most=config.gnmr.most,
-        lock_steps=config.gnmr.lock_steps,
-        window=config.gnmr.window,
-        precision=config.gnmr.precision,
-        random=config.gnmr.random,
-    )
-    if config.gnmr.alpha:
-        return gnmr
-    if config.gnmr.random is not None:
-        raise ValueError(f"gnmr.random={config.gnmr.random} needs a gnmr.alpha: GNMR is off")
-    return None
 
 
 def _sampler(

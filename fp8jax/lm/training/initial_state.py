@@ -10,7 +10,7 @@ What goes on, and what starts anew:
 
     goes on     parameters; the optimizer's state with its own count (Adam's bias correction); the
                 key and the step that stochastic rounding is seeded with; amax histories, spikes and
-                GNMR's norms where their settings agree (optional_state.py); the place in the data
+                the promoter's where their settings agree (optional_state.py); the place in the data
     starts at 0 the loop's steps; the schedules of the learning rate and of the precision; what
                 recovery has spent
 
@@ -95,7 +95,7 @@ class InitialState:
             items = checkpoint_items(run, run.stages[0].state)
             for part in run.optional_state:
                 if part.key(meta["config"], step) != part.key(run.settings.record, 1):
-                    items.pop(part.field)
+                    items.pop(part.item)
             restored = checkpointer.restore(items, at_most=step)
         if restored is None or restored.step != step:
             raise ValueError(

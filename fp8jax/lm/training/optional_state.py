@@ -1,12 +1,12 @@
 """The parts of the train state that only some configs have, each declared in one place.
 
-A part is a field of `TrainState` and an item of a checkpoint under the same name. A resumed run
+A part is a field of `TrainState` and an item of a checkpoint. A resumed run
 reads it where `key` gives the same for the config that wrote the checkpoint and for its own;
 otherwise the part starts anew. So a new part needs one entry, and no special case in resume.py.
 
     histories   amax histories of a delayed policy; they belong to that policy
     spikes      the window of the spike detector (lm/stability/spikes.py)
-    gnmr        norms and promotions of GNMR (lm/stability/gnmr.py)
+    promoter    what decides which layers are promoted (lm/model/promotion.py)
 """
 
 import dataclasses
@@ -24,13 +24,15 @@ class OptionalState:
     """One part.
 
     Attributes:
-      field: of `TrainState`, and name of the checkpoint's item.
+      field: of `TrainState`.
+      item: of a checkpoint.
       key: (config as JSON, finished steps) -> what the part depends on.
       fresh: () -> the part before the first step, {} where the config does not ask for it; None for
         amax histories, which are created with the model.
     """
 
     field: str
+    item: str
     key: Callable[[Record, int], Any]
     fresh: Callable[[], Any] | None
 
@@ -44,11 +46,6 @@ def histories_key(config: Record, step: int) -> Any:
 def spikes_key(config: Record, step: int) -> Any:
     """The window has as many entries as `recovery.spike_window` says."""
     return config["recovery"]["spike_window"]
-
-
-def gnmr_key(config: Record, step: int) -> Any:
-    """Every setting of GNMR: its means and locks were made under them."""
-    return config["gnmr"]
 
 
 def _policy_at(config: Record, step: int) -> Policy | str:

@@ -90,7 +90,7 @@ def read_checkpoint(
     items = checkpoint_items(run, run.at(step).state)
     for part in run.optional_state:
         if part.key(before, step) != part.key(now, step):
-            items.pop(part.field)
+            items.pop(part.item)
     return checkpointer.restore(items), changes
 
 
@@ -114,7 +114,7 @@ def _conversion(source: str) -> ValueError:
 def checkpoint_items(run: Run, state: TrainState) -> dict[str, Any]:
     """The state (of arrays or of abstract ones) as items of a checkpoint, by name."""
     always = {"step": state.step, "opt_state": state.opt_state, "key": state.key}
-    optional = {part.field: getattr(state, part.field) for part in run.optional_state}
+    optional = {part.item: getattr(state, part.field) for part in run.optional_state}
     return {PARAMS: state.params, "state": always, **optional}
 
 
@@ -130,8 +130,8 @@ def initial_position(run: Run, restored: Restored | None) -> Position:
     stage = run.at(restored.step if same_policy else restored.step + 1)
     state = dataclasses.replace(stage.state, params=items[PARAMS], **items["state"])
     for part in run.optional_state:
-        if part.field in items:
-            state = dataclasses.replace(state, **{part.field: items[part.field]})
+        if part.item in items:
+            state = dataclasses.replace(state, **{part.field: items[part.item]})
         elif part.fresh is not None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, getattr(stage.state, part.field))
             fresh = jax.device_put(part.fresh(), shardings)

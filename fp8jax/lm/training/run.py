@@ -17,9 +17,8 @@ from fp8jax.device import xla
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.interop.initial_weights import InitialWeights
-from fp8jax.lm.model.promotion import Promotion
+from fp8jax.lm.model.promotion import Promoter, Promotion
 from fp8jax.lm.model.transformer import Transformer
-from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import LayerChoice
 from fp8jax.lm.training.optional_state import OptionalState
@@ -76,7 +75,7 @@ class Stage:
       state: abstract arrays with shardings, in the place of the state's arrays.
       programs: its compiled functions.
       carried: names of the amax histories that it takes over from the stage before.
-      gnmr: chooses layers that run in another policy; None for none.
+      promoter: chooses layers that run in another policy; None for none.
     """
 
     begins: int
@@ -84,7 +83,7 @@ class Stage:
     state: TrainState
     programs: Programs
     carried: frozenset[str]
-    gnmr: Gnmr | None
+    promoter: Promoter | None
 
     @property
     def policy(self) -> Policy:
@@ -92,7 +91,7 @@ class Stage:
 
     def promotion(self, state: TrainState) -> Promotion | None:
         """Which layers run in another policy in the next step."""
-        return promotion_of(self.gnmr, state)
+        return promotion_of(self.promoter, state)
 
     def gemms(self, step: Any) -> list[Gemm]:
         """The GEMMs of the stage's compiled training step."""
@@ -101,7 +100,7 @@ class Stage:
             self.policy,
             self.model.config.linears,
             backend=self.model.backend,
-            high=None if self.gnmr is None else as_policy(self.gnmr.precision),
+            high=None if self.promoter is None else as_policy(self.promoter.precision),
         )
 
     @property

@@ -24,11 +24,10 @@ from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.lm.model.layer import AMAXES, HIDDEN
-from fp8jax.lm.model.promotion import Promotion
+from fp8jax.lm.model.promotion import Promoter, Promotion
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
-from fp8jax.lm.stability.gnmr import Gnmr, update_gnmr
 from fp8jax.lm.stability.spikes import SpikeDetector, judge
 from fp8jax.nn import HISTORIES, TELEMETRY
 from fp8jax.numerics.names import as_policy
@@ -47,7 +46,7 @@ class TrainState:
       opt_state: the optimizer's.
       key: the run's PRNG key. It never changes: each step folds its number into it.
       spikes: what the spike detector remembers, {} without one.
-      gnmr: what GNMR remembers, {} without it.
+      promoter: what the promoter of layers remembers, {} without one.
     """
 
     step: Any
@@ -56,7 +55,7 @@ class TrainState:
     opt_state: Any
     key: Any
     spikes: Any = dataclasses.field(default_factory=dict)
-    gnmr: Any = dataclasses.field(default_factory=dict)
+    promoter: Any = dataclasses.field(default_factory=dict)
 
 
 @flax.struct.dataclass
@@ -69,12 +68,12 @@ class StepNumbers:
     Attributes:
       learning_rate: float32 [].
       clip_norm: float32 [], the largest norm of the gradients.
-      gnmr_first_steps: int32 [], how many steps use GNMR's first threshold; None without GNMR.
+      promoter: `Promoter.numbers`; None without a promoter.
     """
 
     learning_rate: Any
     clip_norm: Any
-    gnmr_first_steps: Any
+    promoter: Any
 
 
 def as_variables(params: Any, histories: Any, probes: Any = None) -> dict[str, Any]:
@@ -133,11 +132,11 @@ def _loss(
     return chunked_loss(recipe, positions, *out, targets, weights, total), seen
 
 
-def promotion_of(gnmr: Gnmr | None, state: TrainState) -> Promotion | None:
-    """Which layers run in another policy in the next step; None without GNMR."""
-    if gnmr is None:
+def promotion_of(promoter: Promoter | None, state: TrainState) -> Promotion | None:
+    """Which layers run in another policy in the next step; None without a promoter."""
+    if promoter is None:
         return None
-    return Promotion(as_policy(gnmr.precision), state.gnmr["promoted"])
+    return Promotion(as_policy(promoter.precision), state.promoter["promoted"])
 
 
 def accumulate(
@@ -204,7 +203,7 @@ def telemetry_step(
     model: Transformer,
     grad_accum: int,
     probes: Any,
-    gnmr: Gnmr | None = None,
+    promoter: Promoter | None = None,
 ) -> tuple[Any, Promotion | None]:
     """The statistics of every cast in the training step of this state and batch.
 
@@ -214,13 +213,13 @@ def telemetry_step(
 
     Args:
       probes: zeros (lm/model/probes.py).
-      gnmr: as in `train_step`.
+      promoter: as in `train_step`.
 
     Returns:
       A tree like `probes`; and which layers ran in another policy.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    params, promotion = to_float32(state.params), promotion_of(gnmr, state)
+    params, promotion = to_float32(state.params), promotion_of(promoter, state)
 
     def microbatch_loss(probes, micro, index):
         key = _microbatch_key(model, state, index)
@@ -245,21 +244,23 @@ def train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     grad_accum: int,
     detector: SpikeDetector | None = None,
-    gnmr: Gnmr | None = None,
+    promoter: Promoter | None = None,
     inject: Callable[[Any, Batch], Any] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step; a rejected step returns the old state, bit for bit.
 
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.
-      gnmr: chooses the layers that run in another policy in the next step, None for none.
+      promoter: chooses the layers that run in another policy in the next step, None for none.
       inject: changes the gradients where a batch asks for a fault (lm/training/faults.py).
 
     Returns:
       The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
-      learning_rate; verdict with a detector; promoted, bool [layers], with GNMR.
+      learning_rate; verdict with a detector; promoted, bool [layers], with a promoter.
     """
-    loss, grads, histories = accumulate(model, state, batch, grad_accum, promotion_of(gnmr, state))
+    loss, grads, histories = accumulate(
+        model, state, batch, grad_accum, promotion_of(promoter, state)
+    )
     if inject is not None:
         grads = inject(grads, batch)
     grad_norm = optax.tree.norm(grads)
@@ -277,14 +278,14 @@ def train_step(
         opt_state=opt_state,
         key=state.key,
         spikes=state.spikes,
-        gnmr=state.gnmr,
+        promoter=state.promoter,
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
-    if gnmr is not None:
+    if promoter is not None:
         norms = layer_norms(grads)
-        seen = update_gnmr(gnmr, state.gnmr, norms, state.key, numbers.gnmr_first_steps)
-        new = dataclasses.replace(new, gnmr=seen)
-        metrics["promoted"] = state.gnmr["promoted"]
+        seen = promoter.update(state.promoter, norms, state.key, numbers.promoter)
+        new = dataclasses.replace(new, promoter=seen)
+        metrics["promoted"] = state.promoter["promoted"]
     if detector is None:
         return select_if(is_finite(loss, grad_norm), new, state), metrics
     verdict, spikes = judge(detector, state.spikes, loss, grad_norm)
@@ -304,7 +305,7 @@ def layer_norms(grads: Any) -> Float[Array, " layers"]:
 def repeat_step(
     state: TrainState, batch: Batch, numbers: StepNumbers, **settings: Any
 ) -> tuple[TrainState, dict]:
-    """`train_step` without amax histories and GNMR; what the state has of both stays."""
+    """`train_step` without amax histories and a promoter; what the state has of both stays."""
     new, metrics = train_step(dataclasses.replace(state, histories={}), batch, numbers, **settings)
     return dataclasses.replace(new, histories=state.histories), metrics
 
@@ -315,18 +316,18 @@ def eval_step(
     *,
     model: Transformer,
     token_bytes_V: Array,
-    gnmr: Gnmr | None = None,
+    promoter: Promoter | None = None,
 ) -> dict[str, Array]:
     """Sums over one batch: nats, tokens (predicted ones) and bytes (of text, of these tokens); and
     hidden, float32 [layers], the largest magnitude of the input of each layer's mlp/down.
 
     Args:
       token_bytes_V: bytes of UTF-8 text that each token stands for.
-      gnmr: as in `train_step`.
+      promoter: as in `train_step`.
     """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if model.resolved_policy.stochastic else None
-    promotion = promotion_of(gnmr, state)
+    promotion = promotion_of(promoter, state)
     nats, watched = _loss(
         model, state.params, state.histories, batch, key, promotion, 1.0, (AMAXES,)
     )

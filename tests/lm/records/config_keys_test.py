@@ -40,7 +40,7 @@ def test_a_run_of_before_goes_on(data, tmp_path):
         restored, changes = read_checkpoint(checkpointer, run, SimpleNamespace(fingerprint="text"))
     assert restored.step == 3 and changes == []
     assert restored.meta["config"] == run.settings.record
-    assert restored.arrays.keys() == {"params", "state", *(p.field for p in run.optional_state)}
+    assert restored.arrays.keys() == {"params", "state", *(p.item for p in run.optional_state)}
 
 
 def test_a_switch_that_is_gone():

@@ -42,7 +42,7 @@ _FIELDS = {
     ),
     Event.TELEMETRY: ({"compile_s": 3.21}, "compiled what samples casts in 3.2 s"),
     Event.PROFILED: ({"directory": "a/profile"}, "the trace is in a/profile"),
-    Event.PROMOTION: ({"layers": []}, "layers in high precision by GNMR from here on: none"),
+    Event.PROMOTION: ({"layers": []}, "layers in high precision from here on: none"),
     Event.SWIGLU_GROWS: (
         {"amaxes": {3: [1.0], 5: [2.0]}},
         "SwiGLU outputs keep growing in layers 3, 5",

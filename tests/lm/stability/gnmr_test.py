@@ -11,14 +11,16 @@ import pytest
 
 from fp8jax.lm.data.loader import to_devices, train_batches
 from fp8jax.lm.records.jsonl import read_jsonl
-from fp8jax.lm.stability.gnmr import Gnmr, update_gnmr
+from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.runs import corpus, tiny
 
 
 def settings(**changes) -> Gnmr:
-    defaults = dict(alpha=(1.5,), beta=1.3, most=2, lock_steps=1, window=5, precision="bf16")
+    defaults = dict(
+        alpha=(1.5,), beta=1.3, first=0.0, most=2, lock_steps=1, window=5, precision="bf16"
+    )
     return Gnmr(**(defaults | changes))
 
 
@@ -26,7 +28,7 @@ def promoted(config: Gnmr, norms, first_steps=0) -> np.ndarray:
     """Which layers are promoted after each step, [steps, layers]."""
 
     def step(seen, norms):
-        seen = update_gnmr(config, seen, norms, jax.random.key(0), jnp.int32(first_steps))
+        seen = config.update(seen, norms, jax.random.key(0), jnp.int32(first_steps))
         return seen, seen["promoted"]
 
     norms = jnp.asarray(norms, jnp.float32)
@@ -162,8 +164,8 @@ def test_promotions_change_without_a_compilation(data, changes):
     losses, amaxes = [], []
     with jax.set_mesh(run.mesh):
         for flags in ([False, False], [False, True], [True, True]):
-            gnmr = begin.gnmr | {"promoted": jnp.asarray(flags)}
-            state = jax.tree.map(jnp.copy, dataclasses.replace(begin, gnmr=gnmr))
+            promoter = begin.promoter | {"promoted": jnp.asarray(flags)}
+            state = jax.tree.map(jnp.copy, dataclasses.replace(begin, promoter=promoter))
             state, out = programs.step(state, batch, programs.numbers(state))
             assert out["promoted"].tolist() == flags
             losses.append(float(out["loss"]))

@@ -73,14 +73,14 @@ def test_the_numbers_of_a_step_are_those_of_the_config_at_the_count_of_the_state
     got = stage.programs.numbers(dataclasses.replace(stage.state, opt_state=opt_state))
     assert float(got.learning_rate) == float(jax.jit(rate)(jnp.int32(9)))
     assert float(got.clip_norm) == config.optimizer.clip_norm
-    assert int(got.gnmr_first_steps) == round(0.5 * config.num_steps)
+    assert int(got.promoter) == round(0.5 * config.num_steps)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float32", "int32"}
     without = (
         one_device(one_layer(data))
         .stages[0]
         .programs.numbers(dataclasses.replace(stage.state, opt_state=opt_state))
     )
-    assert without.gnmr_first_steps is None
+    assert without.promoter is None
 
 
 def test_every_device_has_the_numbers(data):
