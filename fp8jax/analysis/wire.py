@@ -76,17 +76,16 @@ def _transfers(program: HloProgram) -> Iterator[Transfer]:
         for right in body.values():
             if found := _COLLECTIVE.match(right):
                 results, kind, start, operands = found.groups()
-                given = [program.type_of(computation, each) for each in _names(operands)]
+                given = [
+                    program.type_of(computation, each)
+                    for each in re.findall(r"%([\w.-]+)", operands)
+                ]
                 taken = _types(results)
                 if start:  # its result holds the operands, too, and may hold more after both
                     taken = taken[len(given) : 2 * len(given)] or taken
                 count = program.runs(computation).count
                 for dtype, shape in given if kind == "reduce-scatter" else taken:
                     yield Transfer(kind=kind, dtype=dtype, shape=tuple(shape), count=count)
-
-
-def _names(operands: str) -> list[str]:
-    return re.findall(r"%([\w.-]+)", operands)
 
 
 def _types(text: str) -> list[tuple[str, list[int]]]:

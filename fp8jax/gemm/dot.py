@@ -147,12 +147,13 @@ def dot_general_shared(
     for w in values:
         check_operands(lhs, w, dimension_numbers, preferred_element_type)
     check_out_sharding(out_sharding, lhs, values)
+    filled, (_, (batch_axes, _)) = all(x.size for x in (lhs, *values)), dimension_numbers
     settings = gemm_settings(
         recipe,
         weights,
         lhs.dtype,
         backend=backend,
-        whole=_is_whole(lhs, values, dimension_numbers),
+        whole=filled and not batch_axes,
         preferred_element_type=preferred_element_type,
         seeded=seeded,
     )
@@ -232,11 +233,6 @@ def _with_seed_entries(recipe: Recipe) -> Recipe:
         return dataclasses.replace(cast, scale=scale)
 
     return recipe.map(longer)
-
-
-def _is_whole(lhs, rhs, dimension_numbers) -> bool:
-    """Whether these GEMMs multiply non-empty matrices without a batch axis."""
-    return all(operand.size for operand in (lhs, *rhs)) and not dimension_numbers[1][0]
 
 
 def _merge_axes(x: jax.Array, batch, rows, columns) -> jax.Array:

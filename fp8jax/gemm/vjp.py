@@ -1,4 +1,4 @@
-"""The custom VJP of the quantized GEMM (promotable.py and fused_mlp.py have theirs from its parts).
+"""The custom VJP of the quantized GEMM; those of promotable.py and fused_mlp.py use its parts.
 
     forward    y  = Q(x) Q(w)
     backward   dx = Q(g) Q(w)^T
@@ -8,13 +8,13 @@ Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant al
 axis multiply the result, others multiply block by block. Saved for the backward are
 
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
-         wgrad_x in high precision, x itself. With `requantize`, x itself, too: for an x that the
-         backward of what made it keeps anyway. It is quantized in the backward, to the same codes.
+         wgrad_x in high precision, x itself. With `requantize`, x itself, too: the operation that
+         made x keeps it anyway, for its own backward, and ours quantizes it to the same codes.
     w    the weight as given, with its histories, key and probe (weight.py). Its value is in
          practice the float32 parameter, which exists anyway. The backward quantizes it again, so no
          gathered or cast weight is saved under any rematerialization policy.
-    what the casts of x and w have observed: the next amax histories, and statistics where there are
-    probes (weight.py).
+    what the casts of x and w have observed (weight.py): the next amax histories, and statistics
+         where there are probes.
 
 A rematerialization policy can save what has a name: GEMM_OUTPUT, the results of the forward GEMMs,
 and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` look for
@@ -404,11 +404,8 @@ def differentiable_once(
     if not any(recipe.casts for recipe in recipes):
         return x, tuple(weights)
     x, values = _first_derivative((x, [weight.value for weight in weights]))
-    return x, tuple(map(_with_value, weights, values))
-
-
-def _with_value(weight: Weight, value: Any) -> Weight:
-    return dataclasses.replace(weight, value=value)
+    pairs = zip(weights, values, strict=True)
+    return x, tuple(dataclasses.replace(weight, value=value) for weight, value in pairs)
 
 
 def _matmuls_fwd(settings: GemmSettings, x, weights: tuple[Weight, ...]):

@@ -49,7 +49,8 @@ def quantize_each(
     for i, request in enumerate(requests):
         operand = None
         for earlier, done in zip(requests[:i], operands, strict=True):
-            if _same_values(earlier, request):
+            # Of one array, also along another contracting axis.
+            if request.cast.any_axis and request.cast == earlier.cast:
                 operand = dataclasses.replace(done, axis=request.axis)
         operands.append(quantize_one(x, request) if operand is None else operand)
     return tuple(operands), None
@@ -90,11 +91,6 @@ def quantize_one(
         rotation=rotation,
     )
     return QuantizedOperand(q, cast, axis, signs=request.signs)
-
-
-def _same_values(one: CastRequest, other: CastRequest) -> bool:
-    """Whether two casts of one array, with different contracting axes, give the same values."""
-    return one.cast.any_axis and one.cast == other.cast
 
 
 def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:

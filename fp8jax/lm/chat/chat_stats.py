@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 
 from fp8jax.lm.chat.examples import Examples
 from fp8jax.lm.chat.packing import ExampleRows
@@ -108,7 +107,11 @@ def count_chats(
     def count(number: Callable[[str], Any]) -> dict[str, int]:
         return {split: int(number(split)) for split in SPLITS}
 
-    before = {split: _lengths_of(found[split], kept[split]) for split in SPLITS}
+    # The lengths that the kept examples had before they were cut.
+    before = {
+        split: found[split].lengths[np.searchsorted(found[split].begins, kept[split].begins)]
+        for split in SPLITS
+    }
     return ChatStats(
         name=name,
         seq_len=packed["train"].seq_len,
@@ -123,8 +126,3 @@ def count_chats(
         cut_tokens=count(lambda split: (before[split] - kept[split].lengths).sum()),
         bad=bad,
     )
-
-
-def _lengths_of(found: Examples, kept: Examples) -> Int64[np.ndarray, " kept"]:
-    """Returns the lengths that the kept examples had before they were cut."""
-    return found.lengths[np.searchsorted(found.begins, kept.begins)]

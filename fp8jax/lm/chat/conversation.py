@@ -224,15 +224,11 @@ def check_example(messages: Any, place: str) -> None:
                 f"{place}: message {i + 1}, the assistant's, is blank and calls no tool, there is "
                 "nothing to learn",
             )
-    if not any(map(is_trained, _of_the_assistant(messages))):
+    if not any(is_trained(message) for message in messages if message["role"] == "assistant"):
         raise BadChatError(
             Reason.SUPERVISION,
             f"{place}: weight or train leave all turns of the assistant untrained",
         )
-
-
-def _of_the_assistant(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if message["role"] == "assistant"]
 
 
 def _says_anything(message: Message) -> bool:

@@ -131,7 +131,9 @@ def score_texts(
             f"{model.resolved_policy.name}, {source}",
         )
         for batch in tqdm(batches, total=total, desc=label, unit="batch", disable=None):
-            scores_of_batch = score(*_inputs(batch))
+            scores_of_batch = score(
+                batch["tokens"], batch["targets"], batch["segments"], batch["positions"]
+            )
             if before is not None:
                 sums.append(_row_sums(*before, token_bytes))
             before = batch, scores_of_batch.log_p_BL
@@ -141,10 +143,6 @@ def score_texts(
         used = tokens > 0  # the last batch is padded with empty rows
         scores[source] = TextScores(nats=nats[used], tokens=tokens[used], bytes=sizes[used])
     return scores
-
-
-def _inputs(batch: Row) -> tuple[np.ndarray, ...]:
-    return batch["tokens"], batch["targets"], batch["segments"], batch["positions"]
 
 
 def _row_sums(batch: Row, log_p_BL: Array, token_bytes: np.ndarray) -> np.ndarray:

@@ -143,17 +143,14 @@ def _smollm3(config: Mapping[str, Any], count: int, where: str) -> str:
     return "".join("f" if entry else "n" for entry in turned[:count])
 
 
-def _names(model: ModelConfig) -> list[str]:
-    names = {letter: name for name, letter in _TYPES.items()}
-    return [names[letter] for letter in model.layer_kinds]
-
-
 def _window_or_null(model: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": model.window if "w" in model.layer_kinds else None}
 
 
 def _write_types(model: ModelConfig) -> dict[str, Any]:
-    return {"sliding_window": model.window or 4096, "layer_types": _names(model)}
+    names = {letter: name for name, letter in _TYPES.items()}
+    types = [names[letter] for letter in model.layer_kinds]
+    return {"sliding_window": model.window or 4096, "layer_types": types}
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:

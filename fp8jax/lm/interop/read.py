@@ -9,7 +9,7 @@ Nothing is unpickled: a folder with .bin files only is refused.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -287,7 +287,8 @@ def read_tree(
         return tensor
 
     leaves = []
-    for path, (_, sharding) in zip(_shown(paths), flat, strict=True):
+    shown = tqdm(paths, desc="reading", unit="parameter", disable=None)
+    for path, (_, sharding) in zip(shown, flat, strict=True):
 
         def part(index: Any, path: str = path) -> np.ndarray:
             return read_leaf(where[path], shapes, index, prefix, read, dtype)
@@ -308,8 +309,3 @@ def _shapes_of(model: ModelConfig, paths: Sequence[str]) -> dict[str, tuple[int,
     shapes = parameter_shapes(model)
     assert shapes.keys() == set(paths), shapes.keys() ^ set(paths)
     return shapes
-
-
-def _shown(paths: Sequence[str]) -> Iterator[str]:
-    """The paths, with a progress bar on a terminal."""
-    return iter(tqdm(paths, desc="reading", unit="parameter", disable=None))

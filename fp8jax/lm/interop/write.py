@@ -87,7 +87,9 @@ def write_tensors(
         total += sum(array.nbytes for array in arrays.values())
         shard.clear()  # before the next file's tensors are made
         arrays.clear()
-    files = [_file_name(i, len(shards)) for i in range(len(shards))]
+    count = len(shards)
+    files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    files = [SINGLE] if count == 1 else files
     for i, file in enumerate(files):
         (folder / f"{i}.safetensors").rename(folder / file)
     if len(files) > 1:
@@ -103,10 +105,6 @@ def _save(arrays: dict[str, np.ndarray], path: Path) -> None:
         save_file(arrays, path, metadata={"format": "pt"})
     except SafetensorError as error:  # of the system's calls
         raise OSError(f"{path} cannot be written: {error}") from error
-
-
-def _file_name(i: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
 
 
 def _shards(tensors: Tensors, max_bytes: int) -> Iterator[dict[str, np.ndarray]]:
