@@ -5,7 +5,7 @@ cast, `fwd_w` of the recipe, makes of it: codes and scales, in the layout of the
 whose `kernel` is a `FrozenKernel` quantizes only its activations, by `fwd_x`, and multiplies with
 the stored codes. The results have the bits of the same linear with the float32 kernel. Where a
 recipe leaves activations in high precision (`fp8_block:only=fwd_w`), only the weights are narrow.
-On GPUs, weights_only.py then multiplies most of them, whose sums have another order.
+On GPUs, weights_only.py then multiplies most of them, and adds up in another order.
 
 Frozen kernels have a forward only: differentiation raises. A cast that rounds weights
 stochastically makes other codes in every call, so it cannot be frozen.

@@ -7,7 +7,7 @@ quantizes modules that are not part of this library, such as::
 
 Each module stores its amax histories in the collection `HISTORIES` (amax_history.py); updates.py
 carries them from step to step. A module may be called more than once in a step, or in a loop with
-shared weights (shared_leaf.py); only under `nn.remat` or `nn.jit` does a model that does so need
+shared weights (shared_leaf.py). If these calls are under `nn.remat` or `nn.jit`, the model needs
 `max_combining`.
 
 Recipes that round stochastically take a key: the argument `key`, else the RNG stream `RNG` of

@@ -27,8 +27,8 @@ an overflow, so `quantize` (quantization.py) sets the *scale* to NaN where the s
 finite.
 
 Rounding is arithmetic on float32 numbers, and the conversion that follows is exact. XLA may leave
-out a conversion to a narrow dtype and back (`xla_allow_excess_precision`, on by default on GPUs);
-so it can leave out nothing but the conversion.
+out a conversion to a narrow dtype and back (`xla_allow_excess_precision`, on by default on GPUs).
+Here that changes no number, since the arithmetic has rounded before.
 
 Stochastic rounding rounds x, which lies between its neighbors lo <= x <= hi, up with probability
 (x - lo) / (hi - lo), to the nearest 2^-16 of it: the expected result is x to within 2^-17 of the

@@ -27,7 +27,7 @@ Variants of nvfp4, each with its sources in its class:
     outer128    the outer scale is that of 1 x 128 elements, not of the tensor; outer128_unbiased
     eden        the scales also undo what rounding to nearest takes from the length of a vector
 
-and `Delayed` says that a rule gets past amaxes of the tensor in the place of its own.
+and `Delayed` gives a rule the tensor's past amaxes instead of its current one.
 
 An amax of zero gives the scale 1. Powers of two are computed from the bits of the float32: log2 and
 exp2 are off by one binade at exact powers of two on some backends.

@@ -1,7 +1,8 @@
 """Backends: how operands are quantized and multiplied, and which backend runs where.
 
 A backend has two functions. `quantize` turns one array into the operands that its GEMMs need, one
-for each `CastRequest`. `matmul` multiplies two operands.
+for each `CastRequest`. `matmul` multiplies two operands. One with kernels for a gated MLP has a
+third, `quantize_swiglu`.
 
     emulated   emulated.py: quantizes, dequantizes and multiplies exactly, on every device and for
                every recipe

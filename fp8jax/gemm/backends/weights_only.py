@@ -9,10 +9,10 @@ themselves, which bfloat16 holds exactly, are multiplied, and XLA widens them in
                                          (sum over k in t of x[m, k] * code[n, k]) * scale[n, t]
 
 All sums are float32. Those of tiles are written to memory, 4 M bytes for each tile of a row of
-weights, which pays for few rows only. Many rows are multiplied with the widened weights. bfloat16
-holds these exactly if scales are powers of two: the emulated backend does that. Others are float32
-numbers, whose 24 bits are three bfloat16 numbers of 8 bits each: three GEMMs, where one of float32
-numbers takes as long as fourteen.
+weights, which pays for few rows only. For many rows the weights are widened first. If scales are
+powers of two, bfloat16 holds widened weights exactly, and the emulated backend multiplies them.
+Otherwise they are float32 numbers of 24 bits, which are split into three bfloat16 numbers of 8 bits
+each. That takes three GEMMs; one GEMM of float32 numbers takes as long as fourteen.
 
 XLA widens inside the GEMM where it may use Triton: in programs compiled with
 `xla.compiler_options(weights_only=True)`. The codes lie with the contracting axis last, as the
