@@ -14,7 +14,7 @@ from fp8jax.lm.corpus import Corpus, build_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.sources import parse_sources
-from fp8jax.lm.training.settings import Settings
+from fp8jax.lm.training.settings import Settings, check_numbers
 from fp8jax.lm.training.token_rows import OWN, TokenData, own_corpus
 
 # Keys that decide which examples come when; and how config differences name the files.
@@ -62,6 +62,7 @@ def with_steps(
     """
     if config.num_epochs is None and data is None:
         return config, None
+    check_numbers(config)
     settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
     tokens, counted = tokenizer(config.tokenizer), config.copy_and_resolve_references()
     if data is None:

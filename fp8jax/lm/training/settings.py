@@ -62,8 +62,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, warmup_steps: int) -> "Settings":
-        """The settings of a run's config, with a warm-up of `warmup_steps`."""
-        check_numbers(config)
+        """The settings of a checked config, with a warm-up of `warmup_steps`."""
         names = {field.name for field in dataclasses.fields(cls)} - {"record", "warmup_steps"}
         values = {path.replace(".", "_"): value for path, value in by_path(config).items()}
         return cls(
