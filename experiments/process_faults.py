@@ -84,8 +84,8 @@ FAULTS = (
         "step hangs in the last",
         "hangs",
         True,
-        "has not finished in 60 s",
-        flags=("--step_timeout=60",),  # which the compilation must not take
+        "has not finished in 10 s",
+        flags=("--step_timeout=10",),
     ),
     Fault("kill -9 in the last", "kill", True, _SILENT, dies=True),
     Fault("kill -9 in the first", "kill", False, "has gone", dies=True),

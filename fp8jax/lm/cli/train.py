@@ -51,8 +51,8 @@ _INJECT = flags.DEFINE_string(
 _STEP_TIMEOUT = flags.DEFINE_float(
     "step_timeout",
     STEP_TIMEOUT_S,
-    "Seconds for a step of several processes, with all that belongs to it, or the run ends.",
-    1,
+    "Seconds for a step of several processes, with all but compilation, or the run ends.",
+    10,
 )
 flags.mark_flag_as_required("config")
 

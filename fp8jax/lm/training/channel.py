@@ -14,7 +14,9 @@ from Python, swallows one that comes before the loop, hears no Ctrl-C and does n
 Fail. An exception that ends the run in one process is told to all, and nobody saves alone: all say
 it, with its process and host, let a save end that has begun, and leave. So it is with a process
 that has not been heard from for `SILENT_S`, and with a step that takes longer than `step_timeout`.
-A process leaves by `processes.leave`, without `atexit`, whose barrier would wait for the others.
+Its time does not run while a process compiles, since all wait for that one; a compilation has a
+limit of its own, `COMPILE_TIMEOUT_S`. A process leaves by `processes.leave`, without `atexit`,
+whose barrier would wait for the others.
 """
 
 import atexit
@@ -39,19 +41,22 @@ import jax
 
 from fp8jax.device import processes
 from fp8jax.device.aborts import Aborts
+from fp8jax.device.compiling import Compiling
 from fp8jax.lm.training.agree import DisagreeError, FailedElsewhereError
 from fp8jax.lm.training.stop_request import StopRequest
 
 # The status of a run of several processes that was asked to stop: EX_TEMPFAIL of sysexits.h, which
 # schedulers are told to read as "run me again" (docs/pods.md).
 RUN_AGAIN = 75
-STEP_TIMEOUT_S = 1800.0  # for a step with its data, compilation, validation and save
+STEP_TIMEOUT_S = 1800.0  # for a step with its data, validation and save
+COMPILE_TIMEOUT_S = 7200.0  # for the compilation of one program
 # Longer than C code holds the interpreter's lock. A process that was killed is named within 60 s.
 SILENT_S = 45.0
 SAVING_S = 10.0  # for a save that has begun when another process fails
 ERRORS = "errors"  # folder of the workdir with a file for each process that failed or had to leave
 
 _BEAT_S = 1.0
+_COMPILES = " compiles"  # ends the beat of a process that does
 _LEAVING_S = 12.0  # for process 0, which waits until the others have left
 # What JAX and its collectives say when another process is the cause.
 _OF_OTHERS = re.compile(
@@ -76,7 +81,8 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         """Opens nothing yet.
 
         Args:
-          step_timeout: seconds that a step may take, with all that happens around it.
+          step_timeout: seconds that a step may take, with all that happens around it but
+            compilation.
           store: the functions of device/processes.py.
         """
         self.signal: str | None = None
@@ -101,7 +107,8 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         self._taking: Callable[[], int] | None = None  # the step that the loop takes
         self._failure: Callable[[], BaseException | None] = lambda: None
         self._failed, self._silent_s = False, SILENT_S
-        self._aborts = Aborts()
+        self._aborts, self._compiling = Aborts(), Compiling()
+        self._compiled = ""  # the beat of process 0 at which it last saw a process compile
         self._leaving = threading.Lock()
         self._workdir: Path | None = None
         self._before_leaving: Callable[[list[str]], None] = lambda lines: None
@@ -109,6 +116,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
     def __enter__(self) -> "Channel":
         self._request.__enter__()
         self._aborts.open()
+        self._compiling.open()
         for work in (self._talk, self._watch):
             self._threads.append(threading.Thread(target=work, daemon=True))
             self._threads[-1].start()
@@ -130,6 +138,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             # If another one is asked to stop from now on, it need not wait for this one.
             self._put(f"at/{self._index}", str(self._step or 0))
         self._aborts.close()
+        self._compiling.close()
         self._request.signal = None  # it has become that of all
         self._request.__exit__(kind, error, trace)
         if error is None and self._stops:
@@ -151,12 +160,14 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
           before_leaving: called with what others have said of their failures. It may take
             `SAVING_S` seconds.
         """
+        self._compiling.forget()
         self._workdir, self._before_leaving = Path(workdir), before_leaving
         self._progress, self._taking, self._failure = time.monotonic(), step, failure
 
     def reached(self, step: int) -> bool:
         """Whether the run stops after this step. Ask once for each step that was dispatched."""
         self._progress = time.monotonic()
+        self._compiling.forget()
         with self._lock:
             if not self._frozen:
                 self._step = step
@@ -213,14 +224,16 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             try:
                 if beat == 0:
                     self._put(f"who/{self._index}", json.dumps(who))
-                self._put(f"alive/{self._index}", str(beat))
+                compiles = _COMPILES if self._compiling.seconds() else ""
+                self._put(f"alive/{self._index}", f"{beat}{compiles}")
                 if len(self._who) < self._count:
                     self._who = {int(i): json.loads(text) for i, text in self._keys("who").items()}
                 told = self._keys("told")
                 self._leave_if_failed(told)
+                self._wait_for_compilers(told)
                 self._stop(told)
                 if self._index == 0:
-                    self._look_for_silent()
+                    self._look_for_silent(beat)
                 self._answered = time.monotonic()
             except ConnectionError:
                 pass  # `_watch` waits whether that lasts
@@ -240,9 +253,8 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             late, failure = "", self._failure()
             if failure is not None:
                 late = f"{self._where()}: {_in_a_line(failure)}"
-            elif self._taking is not None and now - self._progress > self._step_timeout:
-                limit = f"{self._step_timeout:g} s"
-                late = f": step {self._taking()} has not finished in {limit}"
+            elif self._taking is not None:
+                late = self._late(self._taking(), now)
             if late and not self._failed:
                 with contextlib.suppress(ConnectionError):
                     self._tell(f"failed/{self._index}", f"{self._me} failed{late}")
@@ -274,8 +286,22 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
 
     # Fail -----------------------------------------------------------------------------------------
 
+    def _late(self, step: int, now: float) -> str:
+        """Says what takes too long, "" if nothing does."""
+        if self._compiling.seconds() > COMPILE_TIMEOUT_S:
+            return f": step {step} has not compiled in {COMPILE_TIMEOUT_S:g} s"
+        if now - self._progress > self._step_timeout:
+            return f": step {step} has not finished in {self._step_timeout:g} s"
+        return ""
+
+    def _wait_for_compilers(self, told: Mapping[str, str]) -> None:
+        """Lets the time of the step begin anew if process 0 has seen any process compile."""
+        compiled = told["compiled"] if "compiled" in told else ""
+        if compiled != self._compiled:
+            self._compiled, self._progress = compiled, time.monotonic()
+
     def _leave_if_failed(self, told: Mapping[str, str]) -> None:
-        failures = {key: line for key, line in told.items() if key != "stop"}
+        failures = {key: line for key, line in told.items() if "/" in key}
         if failures and not self._failed:
             self._leave(failures, 1)
 
@@ -295,9 +321,15 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         telling.join(_BEAT_S)
         self._leave({f"failed/{self._index}": line}, 1)
 
-    def _look_for_silent(self) -> None:
-        """In process 0: tells all of a process that has not been heard from."""
+    def _look_for_silent(self, own: int) -> None:
+        """In process 0: tells all of a process that has not been heard from, and that one compiles.
+
+        Args:
+          own: the beat of process 0.
+        """
         beats, now = self._keys("alive"), time.monotonic()
+        if any(beat.endswith(_COMPILES) for beat in beats.values()):
+            self._tell("compiled", str(own))
         for index in range(self._count):
             beat = beats[str(index)] if str(index) in beats else ""
             if index not in self._heard or self._heard[index][0] != beat:
