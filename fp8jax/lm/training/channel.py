@@ -224,7 +224,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             try:
                 if beat == 0:
                     self._put(f"who/{self._index}", json.dumps(who))
-                compiles = _COMPILES if self._compiling.seconds() else ""
+                compiles = _COMPILES if self._compiling.makes_program() else ""
                 self._put(f"alive/{self._index}", f"{beat}{compiles}")
                 if len(self._who) < self._count:
                     self._who = {int(i): json.loads(text) for i, text in self._keys("who").items()}

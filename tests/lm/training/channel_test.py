@@ -67,6 +67,9 @@ class _Compiling:
     def seconds(self):
         return self.lasts
 
+    def makes_program(self):
+        return self.lasts > 0
+
     def open(self):
         pass
 
