@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -124,6 +124,10 @@ class Processes:
     def said(self, index: int) -> str:
         return self.logs[index].read_text(errors="replace")
 
+    def shows(self, text: str) -> bool:
+        """Whether process 0, which speaks for all, has said a text."""
+        return text in self.said(0)
+
     def catches(self, number: int) -> bool:
         """Whether all processes have a handler for a signal."""
         for process in self.running:
@@ -131,6 +135,17 @@ class Processes:
             if found is None or not int(found[1], 16) >> (number - 1) & 1:
                 return False
         return True
+
+    def until(self, condition: Callable[..., bool], *given: object) -> None:
+        """Waits until condition(*given); raises RuntimeError if a process ends before."""
+        while not condition(*given):
+            for index, process in enumerate(self.running):
+                if process.poll() is not None:
+                    ended = f"process {index} ended with status {process.returncode}"
+                    for other in self.running:
+                        other.kill()
+                    raise RuntimeError(f"{ended} before it was asked to: {self.logs[index]}")
+            time.sleep(0.05)
 
     def wait(self, says: str, faulty: int = -1, limit_s: float = _LIMIT_S) -> dict[str, float]:
         """Waits until all have ended, and kills them at a limit.
@@ -263,14 +278,12 @@ def _stop_at_moments(folder: Path) -> None:
     for moment in range(_MOMENTS.value):
         before = _newest(folder / "run")
         run = Processes(folder / "run", given)
-        while not run.catches(signal.SIGTERM):
-            time.sleep(0.05)
+        run.until(run.catches, signal.SIGTERM)
         # Half of them after the first step; the others from the join on.
         began, index, delay = "the join", rng.randrange(_PROCESSES.value), 15 * rng.random() ** 2
         if moment % 2:
             began, delay = "the first step", 1.5 * rng.random()
-            while "\nstep 1/" not in run.said(0) and f"\nstep {before + 1}/" not in run.said(0):
-                time.sleep(0.05)
+            run.until(run.shows, f"\nstep {before + 1}/")
         time.sleep(delay)
         asked = time.monotonic()
         run.running[index].send_signal(signal.SIGTERM)
