@@ -201,10 +201,11 @@ def test_histories_of_a_model_are_the_amaxes_of_its_linears(name):
     ("name", "recipe"),
     [
         ("mlp", "fp8_block"),
-        ("mlp", "fp8_current"),
         ("mlp", "nvfp4"),
-        ("mixer", DELAYED),
         ("vit", DELAYED),
+        # Its casts are those of delayed scaling; the vision transformer has the Mixer's linears.
+        pytest.param("mlp", "fp8_current", marks=pytest.mark.full),
+        pytest.param("mixer", DELAYED, marks=pytest.mark.full),
     ],
 )
 def test_gradients_of_a_model_are_near_those_of_bf16(name, recipe):

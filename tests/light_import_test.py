@@ -41,20 +41,31 @@ import fp8jax
 
 x, optimizer = jnp.ones((8, 16)), optax.sgd(0.1)
 model = fp8jax.nn.Dense(4, recipe="fp8_delayed")
-variables = model.init(jax.random.key(0), x)
+variables = jax.jit(model.init)(jax.random.key(0), x)
 state, losses = fp8jax.init_update(optimizer, variables), []
-for _ in range(2):
+
+@jax.jit
+def step(variables, state):
     loss_of = lambda variables: jnp.mean((model.apply(variables, x) - 1) ** 2)
     loss, gradients = jax.value_and_grad(loss_of)(variables)
-    variables, state, faults = fp8jax.update(optimizer, variables, state, gradients)
+    return loss, *fp8jax.update(optimizer, variables, state, gradients)
+
+for _ in range(2):
+    loss, variables, state, faults = step(variables, state)
     fp8jax.histories.raise_if(faults)
     losses.append(loss)
 model = fp8jax.nnx.Linear(16, 4, "fp8_delayed", rngs=nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-for _ in range(2):
+
+@nnx.jit
+def step(model, optimizer):
     loss_of = lambda model: jnp.mean((model(x) - 1) ** 2)
     loss, gradients = fp8jax.nnx.value_and_grad(loss_of)(model)
-    fp8jax.histories.raise_if(fp8jax.nnx.update(model, optimizer, gradients))
+    return loss, fp8jax.nnx.update(model, optimizer, gradients)
+
+for _ in range(2):
+    loss, faults = step(model, optimizer)
+    fp8jax.histories.raise_if(faults)
     losses.append(loss)
 assert losses[1] < losses[0] and losses[3] < losses[2], losses
 print(*[name for name in sys.modules if name.startswith("fp8jax.")])

@@ -44,6 +44,8 @@ def two_sources(tmp_path):
     return f"a=0.7*{a},b=0.3*{b}", str(tmp_path / "cache")
 
 
+# Two processes, below, go on with a sharded run; loop_test.py trains on this mesh.
+@pytest.mark.full
 def test_a_sharded_run_resumes_to_the_bit(two_sources, tmp_path):
     """From the checkpoint before the last, as after a death before the last was written."""
     run = tiny_run(

@@ -692,7 +692,11 @@ def test_a_network_on_a_mesh(stand_ins, recipe, layout, how):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    # No kernel of delayed scaling has tiles; those of rows have none either.
+    [pytest.param("fp8_delayed", marks=pytest.mark.full), "fp8_block", "fp8_rowwise"],
+)
 def test_weights_whose_shards_are_not_whole_tiles_are_gathered_as_codes(stand_ins, recipe):
     """768 rows on four devices, 192 each. A CPU gathers codes as float16."""
     (x, g, ws), expected = problem(1024, 768)
@@ -748,15 +752,18 @@ def check_mlp_on_mesh(mesh, recipe, of_x: P, of_w: P, bound: float):
 
 
 @pytest.mark.parametrize(
-    ("of_x", "of_w"), [(P("a", None), P()), (P(("a", "b"), None), P("b", None))]
-)
-@pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "of_x", "of_w"),
     [
-        "fp8_delayed",
-        "fp8_block",
+        ("fp8_delayed", P("a", None), P()),
+        ("fp8_block", P(("a", "b"), None), P("b", None)),
+        # Each recipe and each layout is in one of those above.
+        pytest.param("fp8_delayed", P(("a", "b"), None), P("b", None), marks=pytest.mark.full),
+        pytest.param("fp8_block", P("a", None), P(), marks=pytest.mark.full),
         # The network above has blocks in its weight gradients, too.
-        pytest.param("fp8_block:wgrad_g_tile=block128", marks=pytest.mark.full),
+        *(
+            pytest.param("fp8_block:wgrad_g_tile=block128", *layout, marks=pytest.mark.full)
+            for layout in ((P("a", None), P()), (P(("a", "b"), None), P("b", None)))
+        ),
     ],
 )
 def test_a_gated_mlp_on_a_mesh(stand_ins, recipe, of_x, of_w):

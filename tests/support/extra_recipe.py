@@ -1,5 +1,7 @@
 """A pytest plugin that adds one recipe to the tables, as a user would: recipe_test.py runs it."""
 
+import pytest
+
 NAME = "fp8_tile64"
 
 
@@ -17,3 +19,9 @@ def pytest_configure(config):
         name=NAME, fwd_x=cast, fwd_w=cast, dgrad_g=cast, dgrad_w=cast, wgrad_x=cast, wgrad_g=cast
     )
     POLICIES[NAME] = Policy((("layers/*", RECIPES[NAME]),), name=NAME)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Lists all tests, also those that -k leaves out."""
+    print("", *(item.nodeid for item in items), sep="\n")

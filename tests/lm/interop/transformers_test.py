@@ -25,8 +25,9 @@ pytestmark = [
     pytest.mark.extended,
     pytest.mark.filterwarnings("ignore"),  # those of torch and transformers are theirs
 ]
-torch = pytest.importorskip("torch", reason="transformers runs on it")
+# First, so that nobody who has torch alone imports it to collect tests that are skipped.
 transformers = pytest.importorskip("transformers", reason="the library to compare with")
+torch = pytest.importorskip("torch", reason="transformers runs on it")
 
 SHAPE = ModelConfig(
     vocab_size=1021, d_model=96, n_layers=3, n_heads=6, n_kv_heads=2, d_ff=160, head_dim=16

@@ -8,6 +8,7 @@ import pytest
 from fp8jax import train_and_evaluate
 from fp8jax.numerics.names import as_policy, as_recipe
 from tests.support.runs import numbers, one_layer
+from tests.support.traced_programs import traced_once
 
 _MINE = """
 import optax
@@ -46,10 +47,11 @@ def test_a_run_resumes_to_the_bit_and_names_what_is_the_user_s(data, tmp_path):
         optimizer__schedule="mine:steps_down",
     )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_and_evaluate(config, str(whole))
-    shutil.copytree(whole, parts)
-    shutil.rmtree(parts / "checkpoints" / "6")
-    train_and_evaluate(config, str(parts))
+    with traced_once():
+        train_and_evaluate(config, str(whole))
+        shutil.copytree(whole, parts)
+        shutil.rmtree(parts / "checkpoints" / "6")
+        train_and_evaluate(config, str(parts))
     lines = numbers(whole)
     assert numbers(parts) == lines and lines[-1]["loss"] < lines[0]["loss"]
     rates = [line["learning_rate"] for line in lines]
