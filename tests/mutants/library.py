@@ -1,9 +1,11 @@
-"""The list of mutants: 120 faults, spread over the folders of the library by their size.
+"""The list of mutants: 120 faults, spread over the folders of the library by their size, and those
+of later code (later.py).
 
-They were written on the code, in functions that a seeded draw weighted by the number of their
+The 120 were written on the code, in functions that a seeded draw weighted by the number of their
 statements had named, before it was known which tests find them.
 """
 
+from tests.mutants.later import LATER
 from tests.mutants.mutant import Mutant as M
 
 NUMERICS = (
@@ -441,4 +443,5 @@ LIBRARY_MUTANTS = (
     *FIGURES,
     *TRAINING,
     *TOP,
+    *LATER,
 )

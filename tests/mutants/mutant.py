@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Of the 120 mutants of the list. `past` and `planted` are faults that once were, and the ten of
+# Of the mutants of the list. `past` and `planted` are faults that once were, and the ten of
 # docs/results/test_suite.md.
 KINDS = (
     "sign",

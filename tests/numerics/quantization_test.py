@@ -11,7 +11,7 @@ import pytest
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.hadamard import hadamard
 from fp8jax.numerics.quantization import Quantized, dequantize, quantize
-from fp8jax.numerics.scales import SCALES, Constant, Fp32, NvFp4, Pow2
+from fp8jax.numerics.scales import SCALES, Bias, Constant, Fp32, NvFp4, Pow2
 from fp8jax.numerics.tiles import BLOCK128, MX32, NV16, ROW, TENSOR, TILE128, TOKEN, NV16x16, Tile
 from tests.support import reference
 from tests.support.arrays import normal, rotate
@@ -296,3 +296,17 @@ def test_dequantize_is_not_collapsed_when_compiled():
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_least_squares_may_be_those_of_a_smaller_scale():
+    """An amax just above a binade's end costs little where it saturates; what is small gains more:
+    2^-9 is e4m3's least number under a scale of 1, and a tie that is rounded to 0 under 2."""
+    x = jnp.asarray([448.01] + [2.0**-9] * 999, jnp.float32)
+    plain, least = (quantize(x, "e4m3", "tensor", scale=rule) for rule in ("bias", "mse"))
+    assert (float(plain.scale.squeeze()), float(least.scale.squeeze())) == (2.0, 1.0)
+    np.testing.assert_array_equal(dequantize(least)[1:], x[1:])
+
+
+def test_a_bias_is_limited_before_its_margin_is_taken_off():
+    scale, _ = Bias(margin=3)(jnp.float32(2.0**-80), FORMATS["e4m3"])
+    assert scale == 2.0**-28  # a bias of 31, less 3

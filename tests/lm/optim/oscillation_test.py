@@ -32,7 +32,7 @@ def test_weights_that_oscillate_are_reset_at_the_end_of_a_window():
     w[:, ::16], jump[:, ::16] = 6.0, 0  # the amax of each tile stays
     drift = np.float32(1e-2) * (jump == 0)
     drift[:, ::16] = 0
-    transformation = reset_oscillating("tetrajet2", begin=PERIOD)
+    transformation = reset_oscillating("tetrajet2", begin=2 * PERIOD - WINDOW)  # a window's first
     other = {"embedding": np.ones((4, 4), np.float32)}
     params = nested({PATH: w}) | other
     state = jax.jit(transformation.init)(params)
@@ -60,6 +60,10 @@ def test_weights_that_oscillate_are_reset_at_the_end_of_a_window():
         np.testing.assert_array_equal(updates["embedding"], given["embedding"])
         w = w + got
     (oscillates,) = reset
+    # Sums of WINDOW numbers, each addition rounded to float32.
+    for found, sums in ((state.inner_state.codes, codes), (state.inner_state.weights, weights)):
+        kernel = found["layers"]["mlp"]["up"]["kernel"]
+        np.testing.assert_allclose(kernel, sums, rtol=WINDOW * 2.0**-23)
     assert oscillates[jump > 0].mean() > 0.9 and not oscillates[jump == 0].any()
     np.testing.assert_allclose(w[oscillates], quantized(w)[oscillates], rtol=1e-6)
 
