@@ -12,6 +12,10 @@
         --workdir=runs/parity --corpus=runs/corpus --commit=HASH --budget=570 --machine=1500
     python -m experiments.study parity_table --ledger=docs/parity_ledger.jsonl \\
         --manifest=docs/parity_corpus.json --output=docs/parity.json --setting=dfa4e814d324ced6
+    python -m experiments.study proving --plan=recipes --ledger=docs/proving_ledger.jsonl \\
+        --workdir=runs/proving --commit=HASH --budget=570
+    python -m experiments.study proving_table --ledger=docs/proving_ledger.jsonl \\
+        --output=docs/results/recipes_loss.md
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -22,7 +26,9 @@ often rows of attention share their largest score, and the bias of each arithmet
 `kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
 a batch with requests alone. `intervals` prints the mean over a pipeline's seeds of each difference
 to BF16, with its t-interval; --output draws those of the losses. `corpus`, `parity` and
-`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts.
+`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts. `proving`
+trains all recipes on the proving ground, and `proving_table` writes what they lost into the tables
+of a page.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -53,6 +59,7 @@ from experiments.study import (
     parity_plan,
     parity_runner,
     plots,
+    proving_analysis,
     proving_plan,
     recipe_page,
 )
@@ -72,8 +79,8 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs, tables and fi
 _OUTPUT = flags.DEFINE_string(
     "output",
     "",
-    "The page whose tables `recipes` rewrites; the figure that `intervals` draws; the folder of"
-    " `corpus`; the JSON of `parity_table`.",
+    "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
+    " draws; the folder of `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -134,7 +141,7 @@ _MANIFEST = flags.DEFINE_string("manifest", "", "The committed manifest of the c
 _SETTING = flags.DEFINE_string(
     "setting",
     "",
-    "The digest of the setting whose lines `parity_table` judges; by default configs/study.py's.",
+    "The digest of the setting whose lines a table judges; by default that of the config as it is.",
 )
 
 
@@ -253,7 +260,7 @@ def _parity() -> None:
 
 def _proving() -> None:
     plan = lookup("plan", _PLAN.value, proving_plan.PLANS)
-    seeds = _parse_integers("seeds", _SEEDS.value) if _SEEDS.present else plan.seeds
+    seeds = plan.seeds if _SEEDS.value is None else _parse_integers("seeds", _SEEDS.value)
     arms = plan.arms
     if _ARMS.present:
         names = command.split_specs(_ARMS.value)
@@ -273,6 +280,15 @@ def _proving() -> None:
         parity_runner.run(given)
     finally:
         print(parity_ledger.summary(parity_ledger.read(ledger)))
+
+
+def _proving_table() -> None:
+    setting, page = _SETTING.value or proving_plan.setting(), Path(_OUTPUT.value)
+    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
+    text = proving_analysis.fill_page(page.read_text(encoding="utf-8"), lines)
+    page.write_text(text, encoding="utf-8")
+    if failures := proving_analysis.control_failures(lines):
+        raise ValueError("; ".join(failures))
 
 
 def _parity_table() -> None:
@@ -328,16 +344,22 @@ _COMMANDS = (
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
     _Study(
+        name="parity_table",
+        run=_parity_table,
+        needs=["ledger", "manifest"],
+        takes=["output", "setting"],
+    ),
+    _Study(
         name="proving",
         run=_proving,
         takes=["machine", "arms", "seeds", "runs_per_gpu"],
         needs=["plan", "ledger", "workdir", "commit", "budget"],
     ),
     _Study(
-        name="parity_table",
-        run=_parity_table,
-        needs=["ledger", "manifest"],
-        takes=["output", "setting"],
+        name="proving_table",
+        run=_proving_table,
+        needs=["ledger", "output"],
+        takes=["setting"],
     ),
     _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
 )

@@ -6,6 +6,8 @@ The noise of y = x w is that of its operands, added: each operand of normal data
 an error of relative energy r = E[(Q(x) - x)^2] / E[x^2] that is independent of the other operand.
 r itself is an integral over the normal density, given how far apart the numbers of the format are
 and which scale the tile's amax gives; nothing in it is measured, and no quantizer runs for it.
+Where a scale depends on all of a tile, the integral is a mean over normal tiles instead. What is
+quantized again has the noise of both casts.
 """
 
 import functools
@@ -20,7 +22,16 @@ import pytest
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
-from fp8jax.numerics.scales import E8M0, Constant, Fp32, NvFp4, Pow2, Unbiased
+from fp8jax.numerics.scales import (
+    E8M0,
+    Constant,
+    Eden,
+    FourOverSix,
+    Fp32,
+    NvFp4,
+    Outer128,
+    Pow2,
+)
 from tests.support import reference
 from tests.support.products import normal_operands, three_products
 
@@ -117,11 +128,41 @@ def scale_of(cast: Cast, amax: np.ndarray, tensor_amax: np.ndarray) -> np.ndarra
         return amax / largest * 2.0**rule.margin
     if isinstance(rule, Pow2 | E8M0) and not getattr(rule, "floor", False):
         return 2.0 ** (np.ceil(np.log2(amax / largest)) + getattr(rule, "margin", 0))
-    assert type(rule) in (NvFp4, Unbiased)
-    tile = amax / 6 / (tensor_amax / 6 / 448)
-    table = numbers("e4m3")
-    middle = (table[1:] + table[:-1]) / 2
-    return table[np.searchsorted(middle, tile)] * tensor_amax / 6 / 448 * rule.headroom
+    assert isinstance(rule, NvFp4)
+    outer = tensor_amax / (largest / rule.headroom * rule.bound)
+    if isinstance(rule, Outer128):
+        outer = 2.0 ** np.ceil(np.log2(outer))
+    return nearest(amax / (largest / rule.headroom) / outer, "e4m3") * outer
+
+
+def nearest(z: np.ndarray, fmt: str) -> np.ndarray:
+    """The numbers of the format that are nearest to z, away from ties, which normal data lack."""
+    table = numbers(fmt)
+    rounded = table[np.searchsorted((table[1:] + table[:-1]) / 2, np.abs(z))]
+    return np.where(z < 0, -rounded, rounded)
+
+
+def sampled_noise(cast: Cast, n: int, size: int) -> float:
+    """`noise` of unit normals where the scale depends on all elements: 8192 pairs of tiles of n.
+
+    Four-over-six takes, of two scales, the one with the smaller error. MS-EDEN multiplies scales s
+    by r = <y, y> / <y, q> of 32 elements, with y and q in units of s, and rounds s r
+    stochastically: the error is that of s r, plus the energy of q times (s r - lo) (hi - s r).
+    """
+    z = np.random.default_rng(0).standard_normal((8192, 2, n))
+    amax = np.abs(z).max(axis=-1, keepdims=True)
+    (top,) = amax_quantiles(size, 1)
+    if isinstance(cast.rule, FourOverSix):
+        scales = [scale_of(cast, amax * factor, top) for factor in (1, 6 / 4)]
+        errors = [((nearest(z / s, "e2m1") * s - z) ** 2).sum(axis=-1) for s in scales]
+        return float(np.minimum(*errors).sum() / (z**2).sum())
+    s = scale_of(cast, amax, top)
+    q, y = nearest(z / s, "e2m1"), z / s
+    outer = top / (6 / cast.rule.headroom * cast.rule.bound)
+    wanted = s / outer * ((y * y).sum((1, 2)) / (y * q).sum((1, 2)))[:, None, None]
+    variance = squared_error(wanted, "e4m3", "stochastic") * outer**2
+    error = (z - wanted * outer * q) ** 2 + variance * q**2
+    return float(error.sum() / (z**2).sum())
 
 
 @functools.cache
@@ -136,6 +177,8 @@ def noise(cast: Cast | None, sigma: float, n: int, size: int) -> float:
         return (squared_error(sigma * z, "bf16", "nearest") * density(z)).sum() / (
             sigma**2 * (z**2 * density(z)).sum()
         )
+    if isinstance(cast.rule, FourOverSix | Eden):
+        return sampled_noise(cast, n, size)
     one_level = not isinstance(cast.rule, NvFp4)
     total = []
     for top in amax_quantiles(size, 1 if one_level else 5):
@@ -155,6 +198,11 @@ def tile_size(cast: Cast | None, shape: tuple[int, int], axis: int) -> int:
     return (cast.tile.contract or shape[axis]) * (cast.tile.free or shape[-3 - axis])
 
 
+def noise_of(cast: Cast, sigma: float, shape: tuple[int, int], axis: int) -> float:
+    size = cast.rule.along if isinstance(cast.rule, Outer128) else shape[0] * shape[1]
+    return noise(cast, sigma, tile_size(cast, shape, axis), size)
+
+
 def derived(recipe: Recipe) -> dict[str, float]:
     """dB. x and g are bfloat16 before they are quantized and y and dx afterwards; w is float32,
     rounded to bfloat16 where no cast does it."""
@@ -166,7 +214,10 @@ def derived(recipe: Recipe) -> dict[str, float]:
             if operand != "w" or cast is None:
                 r += noise(None, sigma, 1, 1)
             if cast is not None:
-                r += noise(cast, sigma, tile_size(cast, shape, axis), shape[0] * shape[1])
+                r += noise_of(cast, sigma, shape, axis)
+                if cast.requantizes:
+                    forward = recipe.gemms["fwd"]["xw".index(operand)]
+                    r += noise_of(forward, sigma, shape, axis)
         result[name] = -10 * np.log10(r)
     return result
 
@@ -184,19 +235,15 @@ def test_the_integral_is_the_textbooks_where_there_is_one():
     np.testing.assert_array_equal(numbers("bf16"), finite.astype(np.float64))
 
 
-# Their scales depend on more than amaxes: tests/numerics/fp4_recipes_test.py has their errors.
-CHOSEN = ("nvfp4_4over6", "quartet2", "tetrajet2")
+VARIANTS = ("nvfp4_unbiased", "nvfp4_4over6", "quartet2", "tetrajet2", "fp4_weights")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        # The variants of others here have the same casts but for one.
-        pytest.param(name, marks=pytest.mark.full)
-        if name in ("nvfp4_unbiased", "fp4_weights")
-        else name
+        # The variants of others here have the same casts but for one, or for their scales.
+        pytest.param(name, marks=pytest.mark.full) if name in VARIANTS else name
         for name in RECIPES
-        if name not in CHOSEN
     ],
 )
 def test_sqnr_is_what_the_roundings_imply(name):

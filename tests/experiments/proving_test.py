@@ -1,0 +1,158 @@
+"""The proving ground: what its sizes are for, what runs on it, and what its pages say of that."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from configs import base, proving
+from experiments.study import parity_ledger, proving_analysis, proving_plan
+from experiments.study.parity_parts import VALIDATED, read_validation
+from experiments.study.parity_plan import BASELINE, NULL, Chain
+from experiments.study.proving_plan import ARMS, COMPARISONS, PLANS, RUN
+from fp8jax.lm.model.models import model_config
+from fp8jax.lm.records.config_keys import by_path
+from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.policy import POLICIES
+from tests.support.runs import numbers
+from tests.support.traced_programs import traced_once
+
+# The config ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", proving.SIZES)
+def test_tile_row_block_and_tensor_differ_in_every_linear_and_gemm(size):
+    config = proving.get_config(size)
+    given = {name: value for name, value in config.model_overrides.items() if value is not None}
+    model = model_config(config.model, given)
+    kv, heads = model.n_kv_heads * model.head_dim, model.n_heads * model.head_dim
+    tokens = config.batch_size * config.seq_len
+    for contracted in (model.d_model, model.d_ff, kv, heads, tokens):
+        assert contracted % 128 == 0 and contracted > 128
+    exempt = POLICIES["nvfp4_mixed"].exempt(model.n_layers)
+    assert exempt == (0, 1) and 0.15 <= 1 / model.n_layers < 0.17
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+def test_every_policy_runs_and_every_arm_can_be_honored():
+    assert {arm.precision for arm in PLANS["recipes"].arms} == POLICIES.keys()
+    keys = by_path(base.get_config()).keys()
+    for arm in ARMS.values():
+        assert as_policy(arm.precision).name == arm.precision
+        assert {change.partition("=")[0] for change in arm.changes} <= keys
+    assert {name for pair in COMPARISONS for name in pair} <= ARMS.keys()
+    for plan in PLANS.values():
+        assert plan.arms[0].name == BASELINE and plan.seeds == (0, 1, 2)
+    assert [name for name, arm in ARMS.items() if arm.control] == ["fp4_naive"]
+    assert ARMS[NULL].changes == ("attention=xla", "unroll=6")
+
+
+def test_a_chain_is_one_run_that_is_scored_by_its_last_validation(tmp_path):
+    (run,) = proving_plan.parts(Chain(ARMS["nvfp4"], 2, (RUN,)), RUN, tmp_path)
+    assert run.kind == VALIDATED
+    assert run.text() == (
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false python -m experiments.train"
+        f" --config=configs/proving.py:ranking --workdir={tmp_path}/run"
+        " --config.precision=nvfp4 --config.seed=2"
+    )
+    config = proving.get_config("ranking")
+    assert config.num_steps % config.valid.every == 0 and config.valid.batches is None
+    assert RUN.tokens == 16_384_000
+
+
+def test_the_score_is_the_last_validation(tmp_path):
+    rows = [{"step": 1, "valid_loss": 3.0}, {"step": 2, "valid_loss": 2.0}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_validation(tmp_path, "nvfp4") == {"loss": 2.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "valid_loss": float("nan")}))
+    with pytest.raises(ValueError, match="in nvfp4: no finite loss"):
+        read_validation(tmp_path, "nvfp4")
+
+
+# The tables ---------------------------------------------------------------------------------------
+
+
+def made(arm, *losses, **fields):
+    """Lines of seeds 0, 1, … with these losses."""
+    common = dict(fork=RUN.name, tokens=1, setting="s", data="d", card="H100", trunk="t")
+    common |= dict(commit="c", code="x", versions={}, commands=[], seconds=1.0) | fields
+    return [
+        parity_ledger.Line(arm=arm, seed=seed, loss=loss, **common)
+        for seed, loss in enumerate(losses)
+    ]
+
+
+BASE = made(BASELINE, 2.0, 2.0, 2.0)
+
+
+def test_tables_by_hand():
+    """0.5 + {0, 0.1, -0.1}: a deviation of 0.1, so 4.303 x 0.1 / sqrt(3) = 0.25 to either side."""
+    lines = [*BASE, *made("fp8_block", 2.010, 2.012, 2.008), *made("nvfp4", 2.06, 2.06, 2.06)]
+    lines += [*made("fp8_rowwise", 1.9, 2.1, 2.0), *made("mxfp4", 2.1)]
+    filled = proving_analysis.tables(lines)
+    header, _, *rows = filled["recipes"].splitlines()
+    assert header.startswith(
+        "| precision | loss of seeds 0, 1, 2 | against BF16, % | 95% interval |"
+    )
+    assert rows == [
+        "| `bf16` | 2.0000 2.0000 2.0000 |  |  |  |  |",
+        "| `fp8_rowwise` | 1.9000 2.1000 2.0000 | +0.00 | [-12.42, +12.42] | 2 | not decided |",
+        "| `fp8_block` | 2.0100 2.0120 2.0080 | +0.50 | [+0.25, +0.75] | 2 | worse, within 1.0% |",
+        "| `nvfp4` | 2.0600 2.0600 2.0600 | +3.00 | [+3.00, +3.00] | 2 | worse |",
+        "| `mxfp4` | 2.1000 | +5.00 | – | – | one seed |",
+    ]
+    assert "| `mxfp4` | `nvfp4` | +1.94 | – | – | one seed |" in filled["comparisons"]
+    place = "<!-- table: proving comparisons -->\n<!-- end -->\n"
+    page = proving_analysis.fill_page(place, lines)
+    assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
+    with pytest.raises(ValueError, match="no place for any of recipes, readings, comparisons"):
+        proving_analysis.fill_page("a page", lines)
+
+
+def test_a_control_that_is_not_worse_is_a_failure():
+    for losses, failures in (((2.0, 2.1, 1.9), 1), ((1.9, 1.9, 1.9), 1), ((2.1, 2.1, 2.1), 0)):
+        found = proving_analysis.control_failures([*BASE, *made("fp4_naive", *losses)])
+        assert len(found) == failures, losses
+    stopped = made("fp4_naive", None, stopped="run: not finite after step 3")
+    assert proving_analysis.control_failures([*BASE, *stopped]) == []
+
+
+def test_lines_of_several_texts_or_of_none_are_refused():
+    other = [dataclasses.replace(line, data="e") for line in BASE]
+    assert proving_analysis.lines_of(BASE, "s") == BASE
+    with pytest.raises(ValueError, match=r"of one text, and are of \['d', 'e'\]"):
+        proving_analysis.lines_of([*BASE, *other], "s")
+    with pytest.raises(ValueError, match=r"are of \[\]"):
+        proving_analysis.lines_of(BASE, "of another config")
+
+
+# Resuming -----------------------------------------------------------------------------------------
+
+NEW = ("nvfp4_unbiased", "nvfp4_4over6", "quartet2", "tetrajet2", "fp4_weights")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", [*NEW, "nemotron3", "deepseek_v4"])
+def test_a_new_recipe_trains_the_proving_ground_and_resumes_to_the_bit(precision, data, tmp_path):
+    """With two of its layers, so that the last of `nemotron3` is in BF16, and three short steps.
+
+    The last checkpoint is taken away, which is what a death before it would have left.
+    """
+    config = proving.get_config()
+    config.data, config.cache_dir = data
+    config.precision = precision
+    config.model_overrides.n_layers = 2
+    config.update(num_steps=3, batch_size=2, seq_len=128)
+    config.optimizer.warmup_steps = 1
+    config.checkpoint.every, config.valid.every, config.valid.batches = 2, 3, 1
+    with traced_once():
+        train_and_evaluate(config, str(tmp_path))
+        whole = numbers(tmp_path)
+        assert len(whole) == 3 and whole[-1]["loss"] < whole[0]["loss"]
+        shutil.rmtree(tmp_path / "checkpoints" / "3")
+        train_and_evaluate(config, str(tmp_path))
+    assert numbers(tmp_path) == whole
