@@ -1,7 +1,7 @@
 """What the proving ground's ledger says, as tables of pages; verdicts are parity_analysis.py's.
 
-Written before the first run. An arm is worse or better than another where the t-interval of the
-mean gap leaves zero out, and within the margin where the whole interval does. No intervals are
+Written before a result was known. An arm is worse or better than another where the t-interval of
+the mean gap leaves zero out, and within the margin where the whole interval does. No intervals are
 corrected for their number: of those whose gap is zero, one in twenty leaves zero out by chance.
 """
 
@@ -80,7 +80,7 @@ def _plan_table(lines: Sequence[Line], plan: str) -> str:
     for verdict in found:
         own = {line.seed: line.loss for line in lines if line.arm == verdict.arm}
         rows.append([_name(verdict.arm), _losses(own), *_cells(verdict)])
-    header = ["precision", f"loss of seeds {', '.join(map(str, base))}", "against BF16, %"]
+    header = ["precision", f"loss of seeds {', '.join(map(str, sorted(base)))}", "against BF16, %"]
     return markdown_table([*header, *_INTERVAL], rows)
 
 
@@ -112,5 +112,5 @@ def _mean(verdict: Verdict) -> float:
 
 
 def _losses(losses: dict[int, float | None]) -> str:
-    texts = ["not finite" if loss is None else f"{loss:.4f}" for loss in losses.values()]
+    texts = ["not finite" if loss is None else f"{loss:.4f}" for _, loss in sorted(losses.items())]
     return " ".join(texts)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
+from tests.support import ROOT
 from tests.support.runs import numbers
 from tests.support.traced_programs import traced_once
 
@@ -92,7 +94,7 @@ BASE = made(BASELINE, 2.0, 2.0, 2.0)
 def test_tables_by_hand():
     """0.5 + {0, 0.1, -0.1}: a deviation of 0.1, so 4.303 x 0.1 / sqrt(3) = 0.25 to either side."""
     lines = [*BASE, *made("fp8_block", 2.010, 2.012, 2.008), *made("nvfp4", 2.06, 2.06, 2.06)]
-    lines += [*made("fp8_rowwise", 1.9, 2.1, 2.0), *made("mxfp4", 2.1)]
+    lines += [*made("fp8_rowwise", 1.9, 2.1, 2.0)[::-1], *made("mxfp4", 2.1)]
     filled = proving_analysis.tables(lines)
     header, _, *rows = filled["recipes"].splitlines()
     assert header.startswith(
@@ -128,6 +130,21 @@ def test_lines_of_several_texts_or_of_none_are_refused():
         proving_analysis.lines_of([*BASE, *other], "s")
     with pytest.raises(ValueError, match=r"are of \[\]"):
         proving_analysis.lines_of(BASE, "of another config")
+
+
+def test_the_page_s_tables_are_those_of_the_committed_ledger():
+    docs = ROOT / "docs"
+    lines = parity_ledger.read(docs / "proving_ledger.jsonl")
+    assert len(lines) == 25 * 3
+    lines = proving_analysis.lines_of(lines, proving_plan.setting())
+    page = (docs / "results/recipes_loss.md").read_text(encoding="utf-8")
+    assert proving_analysis.fill_page(page, lines) == page
+    assert proving_analysis.control_failures(lines) == []
+    section = page.partition("## The proving ground")[2].partition("\n## ")[0]
+    verdict = section.rpartition("**Verdict.**")[2]
+    said = re.findall(r"[-+][\d.]+% \[[^]]+\]", verdict)
+    cells = re.findall(r"\| ([-+][\d.]+) \| (\[[^]]+\]) \|", page)
+    assert len(said) > 8 and set(said) <= {f"{mean}% {interval}" for mean, interval in cells}
 
 
 # Resuming -----------------------------------------------------------------------------------------
