@@ -1,6 +1,7 @@
 """Heat maps of what casts lose, by linear and operand, over layers and steps."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ def underflow(run: RunFiles, *, dark: bool = False) -> Any:
     """Returns heat maps of the share of nonzero elements that a cast turns into zero, in percent.
 
     One panel for each linear and operand, layers over steps; the worst cast where a recipe casts an
-    operand more than once. Blank below 0.001%, hatched where nothing is cast.
+    operand more than once. Blank below 0.001%, hatched where nothing is cast. Colors span the
+    decades of this run's shares, so that they differ: compare two runs by the numbers at the bar.
 
     Args:
       run: a run with telemetry.
@@ -83,7 +85,7 @@ def _heat_maps(run: RunFiles, field: str, label: str, dark: bool) -> Any:
         figure, axes = panels(
             len(linears), len(columns), height=0.9 + _panel_height(rows) * len(linears), sharex=True
         )
-        norm = LogNorm(_LEAST, 100)
+        norm = LogNorm(*_decades(found.values()))
         for i, linear in enumerate(linears):
             for axis, operand in zip(axes[i], columns, strict=True):
                 if (linear, operand) in found:
@@ -108,6 +110,17 @@ def _heat_maps(run: RunFiles, field: str, label: str, dark: bool) -> Any:
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
+
+
+def _decades(found: Iterable[Grid]) -> tuple[float, float]:
+    """Powers of ten around all shares that are shown, in percent."""
+    shares = np.concatenate([grid.values.ravel() for grid in found])
+    shown = shares[shares >= _LEAST]  # neither nan
+    if not len(shown):
+        return _LEAST, 100.0
+    low = math.floor(math.log10(shown.min()))
+    high = math.ceil(math.log10(shown.max()))
+    return 10.0**low, 10.0 ** max(high, low + 1)
 
 
 def _panel_height(rows: Sequence[Row]) -> float:

@@ -141,6 +141,23 @@ def test_zero_is_blank_and_what_is_not_cast_is_hatched(tmp_path):
     assert colors[2, 3] == 0 and axis.patch.get_hatch()
 
 
+@pytest.mark.parametrize(
+    ("shares", "percents"),
+    [
+        ((0.02, 0.4), (1, 100)),
+        ((0.0, 5e-7, 3e-4, 0.02), (0.01, 10)),  # the first two are blank
+        ((0.05,), (1, 10)),
+        ((0.1,), (10, 100)),
+        ((0.0, 0.0), (1e-3, 100)),
+    ],
+)
+def test_colors_span_the_decades_of_what_is_shown(tmp_path, shares, percents):
+    """A map whose cells are all between 2 and 40% is not of one color."""
+    rows = [row(layer=i, underflow=share) for i, share in enumerate(shares)]
+    (mesh,) = figures.underflow(write_run(tmp_path, rows=rows)).axes[0].collections
+    assert (mesh.norm.vmin, mesh.norm.vmax) == pytest.approx(percents, rel=1e-12)
+
+
 def test_the_worst_cast_of_an_operand_is_shown(tmp_path):
     rows = [row(underflow=0.1, bias=4), row(cast="wgrad_x", underflow=0.4, bias=3)]
     for i, ordered in enumerate((rows, rows[::-1])):
