@@ -130,12 +130,20 @@ def execute(source: str, monkeypatch, before: dict | None = None) -> dict:
     return module.__dict__
 
 
-def test_examples_of_linen_and_nnx_train(monkeypatch):
-    """The second goes on from the first one's data. Each fits a screen."""
+def test_examples_of_linen_and_nnx_train(monkeypatch, capsys):
+    """The second goes on from the first one's data. Each fits a screen. The first ends with a line
+    that says that it worked, and with what it prints: within a fifth, since the last loss varies
+    with the order of float sums of a CPU, by a few percent between two."""
     linen, nnx = PYTHON[:2]
     for source in (linen, nnx):
         assert sum(bool(line.strip()) for line in source.splitlines()) < 30
     left = execute(linen, monkeypatch)
+    (comment,) = re.findall(r'^print\(.*"\)  # (.*)$', linen, re.M)
+    printed, numbers = capsys.readouterr().out, r"\d+\.\d+"
+    assert re.sub(numbers, "", printed) == re.sub(numbers, "", comment) + "\n"
+    said, seen = (list(map(float, re.findall(numbers, text))) for text in (comment, printed))
+    assert len(said) == 2
+    np.testing.assert_allclose(seen, said, rtol=0.2)
     histories = left["variables"][HISTORIES]
     assert set(histories) == {"Dense_0", "Dense_1"}
     for history in jax.tree.leaves(histories):
