@@ -68,6 +68,9 @@ def test_every_policy_has_its_line():
     section = README.split("## Precision is one word")[1].split("\n## ")[0]
     named = re.findall(r"^- .*", section, re.M)
     assert sorted(re.findall(r"`(\w+)`", "".join(named))) == sorted(POLICIES)
+    landing = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    counted = re.search(r"(\d+) precision policies, (\d+) models", landing)
+    assert counted and counted.groups() == (str(len(POLICIES)), str(len(MODELS)))
 
 
 def test_policies_with_options_exist():
