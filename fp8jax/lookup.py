@@ -71,9 +71,14 @@ def public_names(module: Any) -> list[str]:
 
 
 def unknown(kind: str, name: object, known: Iterable[object]) -> ValueError:
-    """Returns the error for an unknown name. It suggests similar names and lists all known ones."""
+    """Returns the error for an unknown name. It suggests similar names and lists all known ones.
+
+    Those that the name begins come first, in their own order: for 'fp8' fp8_delayed, not mxfp8.
+    """
     names = [str(k) for k in known]
-    similar = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    begun = [n for n in names if len(str(name)) > 2 and n.startswith(str(name))]
+    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    similar = list(dict.fromkeys([*begun, *close]))[:3]
     hint = f"; did you mean {' or '.join(map(repr, similar))}?" if similar else "."
     return ValueError(f"unknown {kind} {brief(name)}{hint} There are: {', '.join(names)}")
 

@@ -30,6 +30,12 @@ def test_several_near_names_are_joined_nearest_first():
     assert "did you mean 'fp8_block' or 'fp8_block_ue8m0'?" in message
 
 
+def test_names_that_go_on_come_before_those_that_are_near():
+    message = str(unknown("policy", "fp8", ["mxfp8", "fp8_delayed", "fp8_current", "fp8_amax"]))
+    assert "did you mean 'fp8_delayed' or 'fp8_current' or 'fp8_amax'?" in message
+    assert "unknown policy ''. There" in str(unknown("policy", "", ["mxfp8", "fp8_delayed"]))
+
+
 def test_nothing_near_lists_all_without_a_guess():
     message = str(unknown("recipe", "zzz", TABLE))
     assert message == "unknown recipe 'zzz'. There are: fp8_block, fp8_current, bf16"

@@ -54,7 +54,11 @@ _STEP_TIMEOUT = flags.DEFINE_float(
     "Seconds for a step of several processes, with all but compilation, or the run ends.",
     10,
 )
-flags.mark_flag_as_required("config")
+flags.register_validator(
+    "config",
+    lambda config: config is not None,
+    "a run needs one: --config=smoke, say, or --config=FILE.py; --help has examples",
+)
 
 ERRORS = (*command.ERRORS, StoppedError, DamagedError)  # that end in one line
 VERBOSITY = logging.INFO
