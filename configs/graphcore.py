@@ -12,6 +12,10 @@ baseline is --config.precision=bf16. Options cover what is open:
                                                             three binades left free for gradients
     --config.precision=fp8_amax:scale=mse,margin=3          scales of least squared error
     --config.precision=fp8_amax:qkv=shared,formats=fnuz     formats with the largest number 240
+    --config.optimizer.loss_scale=dynamic                   loss scaling, as in the paper's FP16
+
+Gradients are BF16 here, and follow any loss scale. It matters where biases are clipped (margin=3),
+since gradients of large batches are small, and to one constant (fp8_cscale:qkv=shared).
 
 The paper's sizes are --config=configs/graphcore.py:SIZE with SIZE one of gpt_111m, gpt_590m,
 gpt_1.3b, gpt_6.7b, gpt_13b, llama2_7b, llama2_13b, llama2_70b, with rows of 2048 tokens; gpt_256m

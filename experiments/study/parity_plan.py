@@ -171,7 +171,10 @@ ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
 # Keys that the config has had since the first run, with the values that leave a run as it was.
 _LATER = {
     "require_fp8_gathers": False,
-    "optimizer": {"reset": "", "reset_from": 0.6},
+    "optimizer": {
+        **{"reset": "", "reset_from": 0.6},
+        **{"loss_scale": "none", "loss_scale_window": 2000},
+    },
     "model_overrides": dict.fromkeys(
         ("norm_at", "qk_norm_joint", "query_scalar", "layer_pattern", "window")
         + ("joined_projections", "scale_embedding", "window_rope_theta", "rotary_dim")

@@ -55,7 +55,12 @@ OLD_KEYS = {
 REMOVED = {"size_gate": "docs/benchmarks has the sizes at which FP8 is slower than BF16"}
 
 # Keys that came later, with the values that leave a run as it was: old configs have these.
-LATER = {"optimizer.reset": "", "optimizer.reset_from": 0.6}
+LATER = {
+    "optimizer.reset": "",
+    "optimizer.reset_from": 0.6,
+    "optimizer.loss_scale": "none",
+    "optimizer.loss_scale_window": 2000,
+}
 
 
 def by_path(config: ConfigDict) -> dict[str, Any]:

@@ -71,6 +71,10 @@ _WORDS: dict[Event, Callable[[_Fields], str]] = {
     Event.PROFILED: lambda fields: f"the trace is in {fields['directory']}",
     Event.PROMOTION: _promoted,
     Event.SWIGLU_GROWS: _growing,
+    Event.OVERFLOW: lambda fields: (
+        f"gradients overflowed under loss_scale={fields['loss_scale']:g}, which is halved; the"
+        " batch is left out"
+    ),
     Event.REPEAT: _rejected("the step is repeated"),
     Event.SKIP: _rejected("the batch is skipped"),
     Event.ROLLBACK: _rejected("back to the newest checkpoint"),

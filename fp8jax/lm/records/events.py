@@ -29,6 +29,7 @@ class Event(enum.StrEnum):
     PROFILED = "profiled"  # directory: where the trace lies
     PROMOTION = "promotion"  # layers: that run in another policy from now on
     SWIGLU_GROWS = "swiglu_grows"  # amaxes: of layers whose SwiGLU output keeps growing
+    OVERFLOW = "overflow"  # loss_scale: under which gradients overflowed; it is halved
     # A rejected step, and what was done about it: cause, loss, grad_norm, spent.
     REPEAT = "repeat"
     SKIP = "skip"

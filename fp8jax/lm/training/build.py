@@ -36,6 +36,7 @@ from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_master
 from fp8jax.lm.optim.optimizers import make_optimizer, schedule_steps
 from fp8jax.lm.stability.gnmr import Gnmr
+from fp8jax.lm.stability.loss_scaling import LossScaling
 from fp8jax.lm.stability.spikes import SpikeDetector
 from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.ladder import Ladder
@@ -46,7 +47,12 @@ from fp8jax.lm.training.layer_choice import (
     memory_limit,
     sizes_of,
 )
-from fp8jax.lm.training.optional_state import OptionalState, histories_key, spikes_key
+from fp8jax.lm.training.optional_state import (
+    OptionalState,
+    histories_key,
+    loss_scale_key,
+    spikes_key,
+)
 from fp8jax.lm.training.policy_switch import carried_histories
 from fp8jax.lm.training.programs import device_bytes
 from fp8jax.lm.training.run import Programs, Run, Stage
@@ -64,7 +70,7 @@ from fp8jax.lm.training.step_memory import gradient_bytes
 from fp8jax.lookup import lookup
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
-from fp8jax.numerics.schedule import as_schedule
+from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
 
 # Layers in one iteration of the seeding step's loop (docs/results/steps_and_memory.md).
 _SEEDING_UNROLL = 2
@@ -82,6 +88,7 @@ class _Shared:
     master_weights: jnp.dtype
     detector: SpikeDetector | None
     promoter: Promoter | None
+    scaling: LossScaling | None
     optional_state: tuple[OptionalState, ...]
     initial_weights: InitialWeights | None
 
@@ -101,6 +108,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     ladder, detector = _recovery(config)
     _refuse_delayed(config, "gnmr", "a promoted layer")
     promoter = Gnmr.from_config(config.gnmr)
+    scaling = _loss_scaling(config, precision)
     shape = shape_of_model(config.model, dict(config.model_overrides))
     warn_of_unknown_keys(config.model)
     weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
@@ -116,8 +124,8 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
         numbers=_numbers(config, optimizing, schedule, promoter, mesh),
         master_weights=lookup("master weights", config.optimizer.master_weights, MASTER_WEIGHTS),
-        detector=detector, promoter=promoter, initial_weights=weights,
-        optional_state=_optional_state(detector, promoter, shape.n_layers),
+        detector=detector, promoter=promoter, scaling=scaling, initial_weights=weights,
+        optional_state=_optional_state(detector, promoter, scaling, shape.n_layers),
     )  # fmt: skip
     drafts = [_draft(config, shared, policy) for policy in precision.policies]
     layers = choose_layers(
@@ -132,8 +140,8 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     return Run(
         settings=settings, stages=tuple(stages), mesh=mesh, tokenizer=shared.tokenizer,
         batch_sharding=NamedSharding(mesh, spec("batch", "length")), ladder=ladder,
-        optional_state=shared.optional_state, initial_weights=shared.initial_weights,
-        layers=layers,
+        scaling=scaling, optional_state=shared.optional_state,
+        initial_weights=shared.initial_weights, layers=layers,
         with_layers=lambda remat, unroll: build(_with_layers(config, remat, unroll), devices),
     )  # fmt: skip
 
@@ -166,7 +174,10 @@ def _numbers(
 
 
 def _optional_state(
-    detector: SpikeDetector | None, promoter: Promoter | None, n_layers: int
+    detector: SpikeDetector | None,
+    promoter: Promoter | None,
+    scaling: LossScaling | None,
+    n_layers: int,
 ) -> tuple[OptionalState, ...]:
     return (
         OptionalState(field="histories", item="histories", key=histories_key, fresh=None),
@@ -181,6 +192,12 @@ def _optional_state(
             item="gnmr",
             key=lambda config, step: config["gnmr"],  # it remembers what they gave
             fresh=dict if promoter is None else lambda: promoter.init(n_layers),
+        ),
+        OptionalState(
+            field="loss_scale",
+            item="loss_scale",
+            key=loss_scale_key,
+            fresh=dict if scaling is None else scaling.init,
         ),
     )
 
@@ -272,6 +289,7 @@ def _programs(
                 grad_accum=config.grad_accum,
                 detector=shared.detector,
                 promoter=shared.promoter if kind is train_step else None,
+                scaling=shared.scaling,
                 inject=inject_gradient,
             )
 
@@ -325,6 +343,7 @@ def _telemetry(
             grad_accum=config.grad_accum,
             probes=probes,
             promoter=shared.promoter,
+            scaling=shared.scaling,
         )
 
     return jax.jit(
@@ -431,6 +450,19 @@ def _refuse_delayed(config: ConfigDict, group: str, what: str) -> None:
             f"{group}.precision={precision!r} uses delayed scaling, and {what} has no amax"
             " histories: take bf16 or a policy with current scaling"
         )
+
+
+def _loss_scaling(config: ConfigDict, precision: PrecisionSchedule) -> LossScaling | None:
+    """What the loss is multiplied by; None for 1."""
+    scaling = LossScaling.parse(config.optimizer.loss_scale, config.optimizer.loss_scale_window)
+    delayed = [policy.name for policy in precision.policies if policy.delayed]
+    if scaling is not None and scaling.static is None and delayed:
+        raise ValueError(
+            f"optimizer.loss_scale=dynamic changes the size of all gradients at once, and the amax"
+            f" histories of {delayed[0]} would clip them for a step: take a power of two, or a"
+            " policy with current scaling"
+        )
+    return scaling
 
 
 def _sampler(

@@ -101,6 +101,8 @@ def base_config() -> ml_collections.ConfigDict:
     config.optimizer.b2 = 0.95  # decay rate of the second moment
     config.optimizer.eps = 1e-8  # added to the root of the second moment
     config.optimizer.clip_norm = 1.0  # gradients with a larger global norm are scaled down to it
+    config.optimizer.loss_scale = "none"  # of the backward pass: none, a power of two, or dynamic
+    config.optimizer.loss_scale_window = 2000  # accepted steps after which a dynamic one doubles
     config.optimizer.gradients = "float32"  # format, once clipped: float32 or e5m2, unscaled
     config.optimizer.moments = "float32"  # how they are stored: a key of MOMENTS (lm/optim)
     config.optimizer.reset = ""  # recipe by whose cast oscillating kernels are reset; "": none are

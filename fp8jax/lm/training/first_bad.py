@@ -53,6 +53,7 @@ def find_bad(
     grad_accum: int,
     promotion: Promotion | None = None,
     *,
+    scale: Any = None,
     inject: Callable[[Any, Batch], Any] | None = None,
 ) -> dict[str, dict[str, Array]]:
     """Flags of the tensors that are not finite: kind -> name -> bool [], or [n_layers] in layers.
@@ -61,9 +62,10 @@ def find_bad(
 
     Args:
       promotion: of the step.
+      scale: of its loss, None for none.
       inject: as in `train_step`.
     """
-    loss, grads, _ = accumulate(model, state, batch, grad_accum, promotion)
+    loss, grads, _ = accumulate(model, state, batch, grad_accum, promotion, scale)
     if inject is not None:
         grads = inject(grads, batch)
     key = state.key if model.resolved_policy.stochastic else None

@@ -27,7 +27,7 @@ from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.new_programs import NewPrograms
 from fp8jax.lm.training.policy_switch import enter_policy
 from fp8jax.lm.training.profile import Profile
-from fp8jax.lm.training.recovery import Recovery, rejection_cause
+from fp8jax.lm.training.recovery import Recovery, overflowed, rejection_cause
 from fp8jax.lm.training.resume import Position, checkpoint_items
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.stop_request import StopRequest
@@ -271,6 +271,8 @@ def _read(tools: Tools, now: Now, dispatched: Dispatched) -> Scalars:
     scalars = tools.watch.stepped(step, host)
     end = time.perf_counter()
     step_s, now.clock = end - now.clock, end
+    if overflowed(scalars):
+        tools.metrics.event(step, Event.OVERFLOW, loss_scale=scalars["loss_scale"])
     if rejection_cause(scalars):
         # A seeding step that was rejected has seeded nothing: the next one seeds.
         now.position.seeding = dispatched.seeded

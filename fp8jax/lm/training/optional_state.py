@@ -7,6 +7,7 @@ otherwise the part starts anew. So a new part needs one entry, and no special ca
     histories   amax histories of a delayed policy; they belong to that policy
     spikes      the window of the spike detector (lm/stability/spikes.py)
     promoter    what decides which layers are promoted (lm/model/promotion.py)
+    loss_scale  a dynamic loss scale and its count (lm/stability/loss_scaling.py)
 """
 
 import dataclasses
@@ -46,6 +47,11 @@ def histories_key(config: Record, step: int) -> Any:
 def spikes_key(config: Record, step: int) -> Any:
     """The window has as many entries as `recovery.spike_window` says."""
     return config["recovery"]["spike_window"]
+
+
+def loss_scale_key(config: Record, step: int) -> Any:
+    """Whether there is a dynamic scale, which goes on under another window."""
+    return config["optimizer"]["loss_scale"] == "dynamic"
 
 
 def _policy_at(config: Record, step: int) -> Policy | str:

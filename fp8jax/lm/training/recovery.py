@@ -18,6 +18,7 @@ from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.first_bad import find_bad, first_bad
 from fp8jax.lm.training.resume import Position, checkpoint_items, initial_position
 from fp8jax.lm.training.run import Run
+from fp8jax.lm.training.step import scale_of
 
 
 class StoppedError(RuntimeError):
@@ -107,15 +108,26 @@ class Recovery:
         """The first tensor of the step that is not finite, from computing the step once more."""
         stage = position.stage
         model = stage.model.clone(seeded=not position.seeding)
-        parts = self.run.settings.grad_accum
-        find = jax.jit(lambda s, b, p: find_bad(model, s, b, parts, p, inject=inject_gradient))
+        parts, scaling = self.run.settings.grad_accum, self.run.scaling
+        find = jax.jit(
+            lambda s, b, p: find_bad(
+                model, s, b, parts, p, scale=scale_of(scaling, s), inject=inject_gradient
+            )
+        )
         promotion = stage.promotion(position.state)
         flags = jax.device_get(find(position.state, batch, promotion))
         return first_bad(flags) or "nothing, when computed again"
 
 
+def overflowed(scalars: dict[str, Any]) -> bool:
+    """Whether the step was left out because its gradients overflowed under a dynamic loss scale."""
+    return bool("overflow" in scalars and scalars["overflow"])
+
+
 def rejection_cause(scalars: dict[str, Any]) -> Cause | None:
-    """Why the step was rejected, None if it was applied."""
+    """Why the step was rejected; None if it was applied, or left out for its loss scale."""
+    if overflowed(scalars):
+        return None
     if not (math.isfinite(scalars["loss"]) and math.isfinite(scalars["grad_norm"])):
         return Cause.NON_FINITE
     return Cause.SPIKE if "verdict" in scalars and scalars["verdict"] == SPIKE else None

@@ -19,6 +19,7 @@ from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.model.promotion import Promoter, Promotion
 from fp8jax.lm.model.transformer import Transformer
+from fp8jax.lm.stability.loss_scaling import LossScaling
 from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import LayerChoice
 from fp8jax.lm.training.optional_state import OptionalState
@@ -120,6 +121,7 @@ class Run:
       tokenizer: of the run's text.
       batch_sharding: of every array of a batch, [B, L].
       ladder: what is tried on a rejected step.
+      scaling: of the loss in the backward pass; None for none.
       optional_state: the parts of the train state that only some configs have.
       initial_weights: what step 0 starts from; None for random numbers.
       layers: how its layers run.
@@ -132,6 +134,7 @@ class Run:
     tokenizer: Tokenizer
     batch_sharding: NamedSharding
     ladder: Ladder
+    scaling: LossScaling | None
     optional_state: tuple[OptionalState, ...]
     initial_weights: InitialWeights | None
     layers: LayerChoice

@@ -28,6 +28,7 @@ from fp8jax.lm.model.promotion import Promoter, Promotion
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
+from fp8jax.lm.stability.loss_scaling import LossScaling
 from fp8jax.lm.stability.spikes import SpikeDetector, judge
 from fp8jax.nn import HISTORIES, TELEMETRY
 from fp8jax.numerics.names import as_policy
@@ -47,6 +48,7 @@ class TrainState:
       key: the run's PRNG key. It never changes: each step folds its number into it.
       spikes: what the spike detector remembers, {} without one.
       promoter: what the promoter of layers remembers, {} without one.
+      loss_scale: a dynamic loss scale and its count, {} without one.
     """
 
     step: Any
@@ -56,6 +58,7 @@ class TrainState:
     key: Any
     spikes: Any = dataclasses.field(default_factory=dict)
     promoter: Any = dataclasses.field(default_factory=dict)
+    loss_scale: Any = dataclasses.field(default_factory=dict)
 
 
 @flax.struct.dataclass
@@ -139,30 +142,48 @@ def promotion_of(promoter: Promoter | None, state: TrainState) -> Promotion | No
     return Promotion(as_policy(promoter.precision), state.promoter["promoted"])
 
 
+def scale_of(scaling: LossScaling | None, state: TrainState) -> Any:
+    """What the loss of the next step is multiplied by; None without scaling."""
+    return None if scaling is None else scaling.scale(state.loss_scale)
+
+
+def _scaled(loss: Array, scale: Any) -> Array:
+    return loss if scale is None else loss * scale
+
+
 def accumulate(
     model: Transformer,
     state: TrainState,
     batch: Batch,
     grad_accum: int,
     promotion: Promotion | None = None,
+    scale: Any = None,
 ) -> tuple[Float[Array, ""], Any, Any]:
     """Mean loss, its float32 gradients and the next histories, over `grad_accum` microbatches.
 
     Microbatch j holds the rows j, j + grad_accum, …: a batch that is sharded over devices stays
     where it is. Each microbatch's loss is divided by the weights of the whole batch, so that
     gradients add up. Histories combine by maximum.
+
+    With a `scale` the backward pass starts from it instead of 1 (lm/stability/loss_scaling.py). It
+    is a power of two: to divide loss and gradients by it here changes no digit.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     params = to_float32(state.params)  # here, so that gradients are not rounded to bfloat16
 
     def microbatch_loss(params, histories, micro, index):
         key = _microbatch_key(model, state, index)
-        return loss_sum(model, params, histories, micro, key, promotion, total)
+        return _scaled(loss_sum(model, params, histories, micro, key, promotion, total), scale)
+
+    def unscaled(loss, grads, histories):
+        if scale is not None:
+            loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
+        return loss, grads, histories
 
     grad = jax.value_and_grad(microbatch_loss, argnums=(0, 1))
     if grad_accum == 1:
         loss, (grads, histories) = grad(params, state.histories, batch, 0)
-        return loss, grads, histories
+        return unscaled(loss, grads, histories)
 
     def body(carry, scanned):
         loss, grads, histories = carry
@@ -176,7 +197,7 @@ def accumulate(
         jax.tree.map(jnp.zeros_like, params),
         empty_max(state.histories),
     )
-    return lax.scan(body, start, _microbatches(batch, grad_accum))[0]
+    return unscaled(*lax.scan(body, start, _microbatches(batch, grad_accum))[0])
 
 
 def _microbatch_key(model: Transformer, state: TrainState, index: Any) -> Array | None:
@@ -204,6 +225,7 @@ def telemetry_step(
     grad_accum: int,
     probes: Any,
     promoter: Promoter | None = None,
+    scaling: LossScaling | None = None,
 ) -> tuple[Any, Promotion | None]:
     """The statistics of every cast in the training step of this state and batch.
 
@@ -213,17 +235,19 @@ def telemetry_step(
 
     Args:
       probes: zeros (lm/model/probes.py).
-      promoter: as in `train_step`.
+      promoter, scaling: as in `train_step`.
 
     Returns:
       A tree like `probes`; and which layers ran in another policy.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
     params, promotion = to_float32(state.params), promotion_of(promoter, state)
+    scale = scale_of(scaling, state)
 
     def microbatch_loss(probes, micro, index):
         key = _microbatch_key(model, state, index)
-        return loss_sum(model, params, state.histories, micro, key, promotion, total, probes)
+        loss = loss_sum(model, params, state.histories, micro, key, promotion, total, probes)
+        return _scaled(loss, scale)
 
     grad = jax.grad(microbatch_loss)
     if grad_accum == 1:
@@ -245,6 +269,7 @@ def train_step(
     grad_accum: int,
     detector: SpikeDetector | None = None,
     promoter: Promoter | None = None,
+    scaling: LossScaling | None = None,
     inject: Callable[[Any, Batch], Any] | None = None,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Takes one optimizer step; a rejected step returns the old state, bit for bit.
@@ -252,14 +277,16 @@ def train_step(
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.
       promoter: chooses the layers that run in another policy in the next step, None for none.
+      scaling: of the loss in the backward pass, None for none.
       inject: changes the gradients where a batch asks for a fault (lm/training/faults.py).
 
     Returns:
       The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
-      learning_rate; verdict with a detector; promoted, bool [layers], with a promoter.
+      learning_rate; verdict with a detector; promoted, bool [layers], with a promoter; loss_scale
+      and overflow with a dynamic loss scale.
     """
     loss, grads, histories = accumulate(
-        model, state, batch, grad_accum, promotion_of(promoter, state)
+        model, state, batch, grad_accum, promotion_of(promoter, state), scale_of(scaling, state)
     )
     if inject is not None:
         grads = inject(grads, batch)
@@ -279,6 +306,7 @@ def train_step(
         key=state.key,
         spikes=state.spikes,
         promoter=state.promoter,
+        loss_scale=state.loss_scale,
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
     if promoter is not None:
@@ -286,11 +314,32 @@ def train_step(
         seen = promoter.update(state.promoter, norms, state.key, numbers.promoter)
         new = dataclasses.replace(new, promoter=seen)
         metrics["promoted"] = state.promoter["promoted"]
+    return _settled(state, new, metrics, detector, scaling)
+
+
+def _settled(
+    state: TrainState,
+    new: TrainState,
+    metrics: dict[str, Array],
+    detector: SpikeDetector | None,
+    scaling: LossScaling | None,
+) -> tuple[TrainState, dict[str, Array]]:
+    """The new state, or the old one if it is rejected; what judges steps has seen this one."""
+    loss, grad_norm = metrics["loss"], metrics["grad_norm"]
     if detector is None:
-        return select_if(is_finite(loss, grad_norm), new, state), metrics
-    verdict, spikes = judge(detector, state.spikes, loss, grad_norm)
-    new = dataclasses.replace(select_if(verdict == ACCEPTED, new, state), spikes=spikes)
-    return new, metrics | {"verdict": verdict}
+        accepted = is_finite(loss, grad_norm)
+        settled = select_if(accepted, new, state)
+    else:
+        verdict, spikes = judge(detector, state.spikes, loss, grad_norm)
+        accepted = verdict == ACCEPTED
+        settled = dataclasses.replace(select_if(accepted, new, state), spikes=spikes)
+        metrics = metrics | {"verdict": verdict}
+    if scaling is None or not state.loss_scale:
+        return settled, metrics
+    overflow = scaling.overflows(state.loss_scale, loss, grad_norm)
+    seen = scaling.update(state.loss_scale, overflow, accepted)
+    scales = {"loss_scale": state.loss_scale["scale"], "overflow": overflow}
+    return dataclasses.replace(settled, loss_scale=seen), metrics | scales
 
 
 def layer_norms(grads: Any) -> Float[Array, " layers"]:

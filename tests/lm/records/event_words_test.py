@@ -47,6 +47,10 @@ _FIELDS = {
         {"amaxes": {3: [1.0], 5: [2.0]}},
         "SwiGLU outputs keep growing in layers 3, 5",
     ),
+    Event.OVERFLOW: (
+        {"loss_scale": 65536.0},
+        "gradients overflowed under loss_scale=65536, which is halved; the batch is left out",
+    ),
     Event.REPEAT: (_REJECTED, "loss 7.5, grad_norm inf: not finite; the step is repeated"),
     Event.SKIP: (_REJECTED, "loss 7.5, grad_norm inf: not finite; the batch is skipped"),
     Event.ROLLBACK: (
