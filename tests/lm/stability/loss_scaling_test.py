@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from fp8jax.lm.data.loader import to_devices, train_batches
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.stability.loss_scaling import LossScaling
+from fp8jax.lm.training import step
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.loop import train_and_evaluate
-from fp8jax.lm.training.step import accumulate
+from fp8jax.lm.training.step import TrainState, accumulate
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import RECIPES
 from tests.support.runs import corpus, happened, numbers, one_layer, tiny
@@ -44,14 +47,14 @@ def test_a_dynamic_scale_step_by_step(likely):
     scaling = LossScaling.parse("dynamic", 3)
     kinds = np.random.default_rng(1).choice(3, 400, p=likely)
 
-    def step(seen, kind):
+    def one(seen, kind):
         loss = jnp.float32(3)
         grad_norm = jnp.where(kind == OVERFLOW, jnp.inf, 1.0)
         overflow = scaling.overflows(seen, loss, grad_norm)
         seen = scaling.update(seen, overflow, kind == GOOD)
         return seen, (seen["scale"], seen["good"])
 
-    _, found = jax.lax.scan(step, scaling.init(), jnp.asarray(kinds))
+    _, found = jax.lax.scan(one, scaling.init(), jnp.asarray(kinds))
     expected = by_hand(list(kinds), 3)
     np.testing.assert_array_equal(np.transpose(found), expected)
     least, largest = min(expected)[0], max(expected)[0]
@@ -97,6 +100,32 @@ def first_batch(run, data):
     return batch
 
 
+@jax.custom_vjp
+def flushing(w):
+    """w, whose gradient is lost where it is below 1, as in a format with a bounded exponent."""
+    return w
+
+
+flushing.defvjp(lambda w: (w, None), lambda _, g: (jnp.where(jnp.abs(g) < 1, 0, g),))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_scale_saves_gradients_that_would_be_lost(monkeypatch, microbatches):
+    """In place of the loss: w times the mean of the rows. Rows of 2^-9 need a scale of 2^9 each."""
+
+    def loss(model, params, histories, micro, key, promotion, total):
+        return jnp.sum(flushing(params["w"]) * micro["rows"]) / total
+
+    monkeypatch.setattr(step, "loss_sum", loss)
+    model = Transformer(MODELS["llama_tiny"], "bf16")
+    state = TrainState(jnp.asarray(0), {"w": jnp.float32(3)}, {}, {}, jax.random.key(0))
+    batch = {"rows": np.full(4, 2.0**-9, np.float32), "weights": np.full(4, 0.25, np.float32)}
+    for scale, gradient in ((None, 0), (1.0, 0), (2.0**9, 2.0**-7), (jnp.float32(2**11), 2.0**-7)):
+        mean, grads, _ = accumulate(model, state, batch, microbatches, None, scale)
+        assert mean == 3 * 2.0**-7 and grads["w"] == gradient
+
+
+@pytest.mark.full
 def test_a_power_of_two_changes_no_bit_of_the_gradients(data):
     """One program with 1 and with 2^12, two microbatches, casts with scales of powers of two: every
     operation of the backward pass is linear in the gradient, and so is its rounding."""
