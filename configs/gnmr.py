@@ -11,6 +11,10 @@ E2M1, and in E4M3 in promoted layers. All else is BF16. The choice of the two fo
     --config.gnmr.alpha='()' --config.precision=fp8_rowwise:only=wgrad_x,wgrad_tile=token
                                                             the run in 8 bits throughout.
 
+The paper's 6 bits with 8, in all three GEMMs, are
+
+    --config.precision=fp8_rowwise:formats=e3m2,wgrad_tile=token --config.gnmr.precision=fp8_current
+
 The paper's sizes are --config=configs/gnmr.py:SIZE with SIZE one of llama_60m, llama_125m (its
 130M), llama_350m, llama_1b (its 1.3B): C4, 512 rows of 256 tokens in a step, warm-up over a tenth
 of the run, at most 4 layers promoted at a time at 130M and 6 of 24 layers above. At 60M a quarter

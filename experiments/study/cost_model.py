@@ -52,7 +52,7 @@ class Speeds:
     def of(self, casts: GemmCasts) -> float:
         """Returns the speed of a GEMM, which is that of its wider operand."""
         return min(
-            self.bf16 if cast is None else {8: self.fp8, 4: self.fp4}[cast.format.bits]
+            self.bf16 if cast is None else (self.fp4 if cast.format.bits == 4 else self.fp8)
             for cast in casts
         )
 

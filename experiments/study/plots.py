@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from experiments.study.intervals import CONFIDENCE, t_interval
 from fp8jax.lm.figures.style import Style, panels, style
 
-_INDEX = {"FP8": 0, "FP4": 1}  # group -> which of the style's curves
+_INDEX = {"FP8": 0, "FP6": 0, "FP4": 1}  # group -> which of the style's curves
 _OTHER = 2
 
 

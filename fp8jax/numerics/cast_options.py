@@ -81,9 +81,9 @@ def _parse_cast(text: str) -> str:
 
 
 def _parse_formats(text: str) -> dict[Format, Format]:
-    if text != "fnuz":
-        raise ValueError(f"expected fnuz, got {text!r}")
-    return _FNUZ
+    if text not in _OTHERS:
+        raise ValueError(f"expected {' or '.join(_OTHERS)}, got {text!r}")
+    return _OTHERS[text]
 
 
 def _parse_format(text: str) -> Format:
@@ -101,7 +101,12 @@ def _parse_fp4_tile(text: str) -> Tile:
     return tile
 
 
-_FNUZ = {FORMATS[name]: FORMATS[f"{name}fnuz"] for name in ("e4m3", "e5m2")}
+_OCP = (FORMATS["e4m3"], FORMATS["e5m2"])
+# What may stand in place of OCP's FP8 formats: a value of the option -> format -> the other one.
+_OTHERS = {
+    "fnuz": {fmt: FORMATS[f"{fmt.name}fnuz"] for fmt in _OCP},
+    "e3m2": {fmt: FORMATS["e3m2"] for fmt in _OCP},
+}
 CAST_NAMES = tuple(Recipe().by_name())
 
 
@@ -161,7 +166,7 @@ def _has_free_wgrad_g_tile(name: str, cast: Cast) -> bool:
 
 
 def _is_ocp_fp8(name: str, cast: Cast) -> bool:
-    return cast.format in _FNUZ
+    return cast.format in _OCP
 
 
 def _is_rotated(name: str, cast: Cast) -> bool:
@@ -298,7 +303,8 @@ OPTIONS: dict[str, Option] = {
         parse=_parse_formats,
         applies=_is_ocp_fp8,
         change=_set_formats,
-        help="`fnuz`: `e4m3fnuz` (largest number 240) and `e5m2fnuz` instead of OCP's formats",
+        help="`fnuz`: `e4m3fnuz` (largest number 240) and `e5m2fnuz` instead of OCP's formats;"
+        " `e3m2`: 6 bits instead of them",
     ),
     "fp4_tile": Option(
         parse=_parse_fp4_tile,

@@ -1,4 +1,4 @@
-"""The 8-bit and 4-bit number formats, and `cast`, which converts arrays to them.
+"""The 8-, 6- and 4-bit number formats, and `cast`, which converts arrays to them.
 
 In a format with m mantissa bits and exponent bias b, a code with sign bit s, exponent field E and
 mantissa field M has the value
@@ -12,14 +12,16 @@ mantissa field M has the value
 | e5m2     | s5.2   | 15   | 57344   | 2^-14           | 2^-16    | yes | yes            |
 | e4m3fnuz | s4.3   | 8    | 240     | 2^-7            | 2^-10    | no  | one (10000000) |
 | e5m2fnuz | s5.2   | 16   | 57344   | 2^-15           | 2^-17    | no  | one (10000000) |
+| e3m2     | s3.2   | 3    | 28      | 2^-2            | 2^-4     | no  | no             |
 | e2m1     | s2.1   | 1    | 6       | 2^0             | 2^-1     | no  | no             |
 | e8m0     | 8.0    | 127  | 2^127   | 2^-127          | 2^-127   | no  | one (0xFF)     |
 
 (Sources: OCP OFP8 and OCP Microscaling v1.0; the fnuz formats, which have neither infinities nor a
 negative zero, arXiv 2206.02915.) e8m0 represents only powers of two and has neither a sign nor a
-zero: it stores scales, not values. The relative spacing of normal numbers is at most 2^-m, so
-rounding to nearest has a relative error of at most u = 2^-(m+1): 2^-4 with three mantissa bits,
-2^-3 with two, 2^-2 with one.
+zero: it stores scales, not values. XLA has no type for e3m2: its numbers are stored as those of
+e4m3, which has them all, so that an array takes 8 bits an element. The relative spacing of normal
+numbers is at most 2^-m, so rounding to nearest has a relative error of at most u = 2^-(m+1): 2^-4
+with three mantissa bits, 2^-3 with two, 2^-2 with one.
 
 Saturation. A plain ``astype`` turns 1e4 into NaN (e4m3) or an infinity (e5m2), and a single outlier
 would destroy the result of a GEMM. `cast` clips first, so 1e4 becomes 448 in e4m3. Clipping hides
@@ -58,8 +60,8 @@ class Format:
 
     Attributes:
       name: the format's key in `FORMATS`.
-      dtype: the JAX dtype of its arrays.
-      bits: bits per element.
+      dtype: the JAX dtype of its arrays, for e3m2 that of e4m3.
+      bits: bits per element of the format.
       mantissa: the number m of explicit mantissa bits.
       min_exponent: log2 of the smallest normal number; below it the spacing is constant.
       max: the largest finite magnitude.
@@ -124,6 +126,15 @@ _ALL = (
         max=57344.0,
     ),
     Format(
+        name="e3m2",
+        dtype=jnp.dtype(jnp.float8_e4m3fn),
+        bits=6,
+        mantissa=2,
+        min_exponent=-2,
+        max=28.0,
+        has_nan=False,
+    ),
+    Format(
         name="e2m1",
         dtype=jnp.dtype(jnp.float4_e2m1fn),
         bits=4,
@@ -143,7 +154,7 @@ _ALL = (
     ),
 )
 FORMATS: Table[Format] = Table("format", {fmt.name: fmt for fmt in _ALL})
-"""The number formats by name, of 8 or 4 bits; e8m0 is for scales.
+"""The number formats by name, of 8, 6 or 4 bits; e8m0 is for scales.
 
 `max` is the largest finite magnitude, `tiny` the smallest positive number, and `unit_roundoff` the
 largest relative error of rounding a normal number to nearest. An unknown name raises ValueError
@@ -151,7 +162,7 @@ with similar names.
 
 Example:
   >>> list(fp8jax.FORMATS)
-  ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e2m1', 'e8m0']
+  ['e4m3', 'e5m2', 'e4m3fnuz', 'e5m2fnuz', 'e3m2', 'e2m1', 'e8m0']
   >>> e4m3 = fp8jax.FORMATS["e4m3"]
   >>> e4m3.max, e4m3.tiny, e4m3.unit_roundoff
   (448.0, 0.001953125, 0.0625)
@@ -177,7 +188,7 @@ def as_format(fmt: FormatLike) -> Format:
         return fmt
     if isinstance(fmt, str):
         return lookup("format", fmt, FORMATS)
-    dtypes = {known.dtype: known for known in FORMATS.values()}
+    dtypes = {known.dtype: known for known in FORMATS.values() if known.name != "e3m2"}
     if isinstance(fmt, np.dtype | type) or hasattr(fmt, "dtype"):
         try:
             return dtypes[jnp.dtype(fmt)]
@@ -256,8 +267,8 @@ def cast(
 
     Returns:
       An array with x's shape and the format's dtype. NaN stays NaN if the format has NaN, and
-      becomes zero in e2m1. Infinities saturate like any large number. In e8m0, which has neither
-      sign nor zero, zero and negative numbers become NaN.
+      becomes zero in e3m2 and e2m1. Infinities saturate like any large number. In e8m0, which has
+      neither sign nor zero, zero and negative numbers become NaN.
 
     Raises:
       TypeError: for an x that is not an array of a float dtype of 16 or more bits.

@@ -56,6 +56,7 @@ CASES = RECIPES | {
         "fp4_naive:fp4_tile=row",
         "fp4_naive:fp4_tile=row,wgrad_tile=token",
         "fp8_amax:formats=fnuz",
+        "fp8_rowwise:formats=e3m2",
         "fp8_block:dgrad=bf16",
         "fp4_naive:only=wgrad_x,wgrad_tile=token",
         "fp8_block:wgrad_g_tile=block128",
@@ -331,6 +332,9 @@ def test_a_refusal_names_what_is_missing():
     assert "a T4 has no FP8 matrix unit" in refuses(RECIPES["fp8_current"], t4)
     assert "high-precision operand" in refuses(Recipe(fwd_x=e4m3), hopper)
     assert "e5m2 by e5m2" in refuses(Recipe(fwd_x=e5m2, fwd_w=e5m2), hopper)
+    assert "e3m2: XLA has no GEMM for this 6-bit" in refuses(
+        variant("fp8_rowwise:formats=e3m2"), BLACKWELL
+    )
     assert "4-bit" in refuses(Recipe(fwd_x=Cast(format=FORMATS["e2m1"]), fwd_w=e4m3), hopper)
     assert "change along the contracting axis" in refuses(RECIPES["fp8_block"], BLACKWELL)
     assert "one scale per 32 elements" in refuses(RECIPES["mxfp8"], hopper)

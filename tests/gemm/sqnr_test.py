@@ -98,6 +98,7 @@ def numbers(fmt: str) -> np.ndarray:
         "e5m2": (range(-14, 16), 2, 57344),
         "e4m3fnuz": (range(-7, 8), 3, 240),
         "e5m2fnuz": (range(-15, 16), 2, 57344),
+        "e3m2": (range(-2, 5), 2, 28),
         "e2m1": (range(0, 3), 1, 6),
         "bf16": (range(-126, 128), 7, np.inf),
     }[fmt]

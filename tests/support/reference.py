@@ -34,10 +34,12 @@ DTYPES = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e3m2": ml_dtypes.float6_e3m2fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
 }
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0, "e2m1": 6.0}
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e4m3fnuz": 240.0, "e5m2fnuz": 57344.0, "e3m2": 28.0}
+MAX |= {"e2m1": 6.0}
 KEY_ORDER = ["fwd_x", "fwd_w", "dgrad_g", "dgrad_w", "wgrad_x", "wgrad_g"]
 SIGNS = {"dgrad": 13, "wgrad": 14}
 # Rule -> how much larger than needed its scales are, and the largest scale of a tile.
@@ -74,12 +76,18 @@ def tiles(shape, tile: Tile, contract_axis: int):
 
 
 def saturating_cast(x: np.ndarray, fmt: str) -> np.ndarray:
-    return np.clip(x, -MAX[fmt], MAX[fmt]).astype(np.float32).astype(DTYPES[fmt])
+    return stored(np.clip(x, -MAX[fmt], MAX[fmt]).astype(np.float32), fmt)
+
+
+def stored(x: np.ndarray, fmt: str) -> np.ndarray:
+    """The format's nearest numbers of float32 `x`; those of e3m2 as e4m3, which has them all."""
+    codes = x.astype(DTYPES[fmt])
+    return codes.astype(np.float32).astype(DTYPES["e4m3"]) if fmt == "e3m2" else codes
 
 
 def finite_values(fmt: str) -> np.ndarray:
     """Every finite number of a format in float64, ascending, zero once and positive."""
-    bits = 4 if fmt == "e2m1" else 8
+    bits = 4 if fmt == "e2m1" else 6 if fmt == "e3m2" else 8
     values = np.arange(2**bits, dtype=np.uint8).view(DTYPES[fmt]).astype(np.float64)
     return np.unique(values[np.isfinite(values)] + 0.0)
 
@@ -90,7 +98,7 @@ def stochastic_cast(x: np.ndarray, fmt: str, draws: np.ndarray) -> np.ndarray:
     x = np.clip(np.asarray(x, np.float32).astype(np.float64), table[0], table[-1])
     above = np.searchsorted(table, x, side="right").clip(1, len(table) - 1)
     lo, hi = table[above - 1], table[above]
-    return np.where(draws < (x - lo) / (hi - lo), hi, lo).astype(np.float32).astype(DTYPES[fmt])
+    return stored(np.where(draws < (x - lo) / (hi - lo), hi, lo).astype(np.float32), fmt)
 
 
 def mixed(bits: np.ndarray, word) -> np.ndarray:
@@ -401,7 +409,7 @@ def apply_cast(
 
 
 # The smallest step of the numbers -3 to 3 times this, all of which the format holds.
-_STEP = {"e4m3": 1.0, "e5m2": 128.0, "e4m3fnuz": 1.0, "e5m2fnuz": 128.0, "e2m1": 0.5}
+_STEP = {"e4m3": 1.0, "e5m2": 128.0, "e4m3fnuz": 1.0, "e5m2fnuz": 128.0, "e3m2": 0.5, "e2m1": 0.5}
 
 
 def unit(cast: Cast | None) -> float:

@@ -96,7 +96,10 @@ def _xla_gemm_refuses(casts: GemmCasts, device: Device) -> str | None:
         )
     for cast in (lhs, rhs):
         if cast.format.bits != 8:
-            return f"has an operand in {cast.format.name}: XLA has no GEMM for this 4-bit format"
+            return (
+                f"has an operand in {cast.format.name}: XLA has no GEMM for this"
+                f" {cast.format.bits}-bit format"
+            )
         if cast.format.name not in _NATIVE_FP8:
             return f"has an operand in {cast.format.name}: matrix units take {_FP8_NAMES}"
         if not cast.separable:

@@ -16,9 +16,11 @@ _IN_A_BINADE = 32  # samples of the rounding error
 def positive_values(fmt: FormatLike) -> np.ndarray:
     """Returns all positive finite numbers of a format, ascending, in float64 [count]."""
     known = as_format(fmt)
-    codes = np.arange(2**known.bits, dtype=np.uint8).view(known.dtype)
-    values = codes.astype(np.float64)
-    return np.unique(values[np.isfinite(values) & (values > 0)])
+    steps = 2**known.mantissa  # in a binade
+    significands = 1 + np.arange(steps) / steps
+    largest = int(np.log2(known.max))
+    normal = significands * 2.0 ** np.arange(known.min_exponent, largest + 1)[:, None]
+    return np.append(np.arange(1, steps) * known.tiny, normal[normal <= known.max])
 
 
 def number_formats(formats: Sequence[FormatLike] = tuple(FORMATS), *, dark: bool = False) -> Any:
