@@ -66,7 +66,7 @@ def store_errors(url: str) -> Iterator[str]:
         ) from error
     except Exception as error:  # of the package, its client, the connection, the credentials
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{url} cannot be read by {PACKAGES[scheme]}: {why}") from error
+        raise ValueError(f"{url} cannot be reached by {PACKAGES[scheme]}: {why}") from error
 
 
 def as_path(path: str) -> Path:

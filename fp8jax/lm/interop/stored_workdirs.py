@@ -1,9 +1,8 @@
-"""Workdirs in object stores, `gs://…` and `s3://…`, to read weights from: copied, then read here.
+"""Workdirs in object stores, `gs://…` and `s3://…`, to read: copied, then read here.
 
-Of a checkpoint its weights and amax histories are copied, not the optimizer's state, with the
-hashes of their files, which are checked here as those of any checkpoint. Nothing is written there:
-a run appends to files, holds a lock and commits checkpoints by renaming, and stores have none of
-these.
+Of a checkpoint the items asked for are copied, with the hashes of their files, which are checked
+here as those of any checkpoint. A step without hashes does not count: they are uploaded last
+(lm/training/stored_run.py). Nothing is written there.
 """
 
 import concurrent.futures
@@ -19,6 +18,7 @@ from fp8jax.lm.data.cache_folder import LOCKS, turn
 from fp8jax.lm.data.urls import as_path, changed_at, is_url, size_of, store_errors
 from fp8jax.lm.interop.folders import HUGGING_FACE
 from fp8jax.lm.interop.write import new_folder
+from fp8jax.lm.records.checkpoint_files import HASHES
 
 CACHE = "~/.cache/fp8jax/workdirs"  # nothing deletes the copies
 
@@ -26,12 +26,12 @@ _META = "meta"  # the checkpointer's own item
 _THREADS = 16
 
 
-def local_workdir(source: str, items: Collection[str], step: int | None = None) -> Path:
+def local_workdir(source: str, items: Collection[str] | None, step: int | None = None) -> Path:
     """Returns the path of a workdir: for a URL that of a copy of what is read of it.
 
     Args:
       source: a path, or a URL.
-      items: of the checkpoint, that are copied.
+      items: of the checkpoint, that are copied; None for all.
       step: of the checkpoint; None for the newest, even if it turns out damaged.
 
     Raises:
@@ -44,7 +44,8 @@ def local_workdir(source: str, items: Collection[str], step: int | None = None) 
         root = as_path(source.rstrip("/"))
         folder = root / "checkpoints"
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        steps = [int(name) for name in names if name.isdigit()]
+        uploaded = (name for name in names if name.isdigit() and (folder / name / HASHES).exists())
+        steps = [int(name) for name in uploaded]
         found = max(steps, default=None) if step is None else step
         if found not in steps:
             what = "checkpoints" if step is None else f"checkpoint of step {step}"
@@ -54,7 +55,7 @@ def local_workdir(source: str, items: Collection[str], step: int | None = None) 
         for path in (folder / str(found)).iterdir():
             if not path.is_dir():
                 files.append(path)
-            elif path.name in (*items, _META):
+            elif items is None or path.name in (*items, _META):
                 files += _below(path)
         stats = [[str(path), size_of(path), changed_at(path)] for path in files]
         digest = hashlib.sha256(json.dumps([source, sorted(stats)]).encode()).hexdigest()

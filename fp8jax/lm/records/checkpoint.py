@@ -81,7 +81,15 @@ class Checkpointer:
     rejected: list[tuple[int, str]]
     failure: BaseException | None
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int, keep: int, keep_best: int):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: int,
+        keep: int,
+        keep_best: int,
+        on_commit: Callable[[], None] | None = None,
+    ):
         """Stores the settings; changes nothing on disk.
 
         Args:
@@ -89,6 +97,8 @@ class Checkpointer:
           every: `should_save` is true at multiples of this number of steps.
           keep: how many of the latest steps stay on disk.
           keep_best: how many of the steps with the lowest metric stay as well, however old.
+          on_commit: called in the background, in the first process, once a step and its hashes are
+            on disk. The step counts as saved when it returns, and as failed if it raises.
 
         Raises:
           ValueError: `every` or `keep` is less than 1, `keep_best` is negative, or the directory is
@@ -108,6 +118,8 @@ class Checkpointer:
         if self._directory.exists() and not self._directory.is_dir():
             raise NotADirectoryError(f"{self._directory} is a file: checkpoints need a directory")
         self._every, self._keep, self._keep_best = every, keep, keep_best
+        self._on_commit = on_commit
+        self._commit_failure: Exception | None = None  # that `wait` has yet to raise
         self._manager: ocp.CheckpointManager | None = None  # the first save creates it
         self._hashing: threading.Thread | None = None
         self._tip = -1  # the last saved or restored step
@@ -261,6 +273,9 @@ class Checkpointer:
             self._hashing = None
         if self._manager is not None:
             self._manager.wait_until_finished()
+        if (failure := self._commit_failure) is not None:
+            self._commit_failure = None
+            raise failure
 
     def close(self) -> None:
         """Waits for the last save, then ends Orbax's threads. Call it before Python exits."""
@@ -431,6 +446,12 @@ class Checkpointer:
             os.replace(written, path / HASHES)
         except OSError as error:
             logging.warning("could not write the hashes of checkpoint %s: %s", path, error)
+            return
+        try:
+            if self._on_commit is not None:
+                self._on_commit()
+        except Exception as error:  # of a thread, which nobody would see
+            self._commit_failure, self.failure = error, self.failure or error
 
 
 def has_steps(directory: Path) -> bool:

@@ -29,6 +29,7 @@ from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import TimedIterator, train_batches
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
+from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
@@ -56,6 +57,7 @@ from fp8jax.lm.training.resume import (
 )
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.stop_request import StopRequest
+from fp8jax.lm.training.stored_run import StoredRun, stored_run
 from fp8jax.lm.training.telemetry import Telemetry
 from fp8jax.lm.training.token_rows import TokenData
 from fp8jax.lm.training.watch import LayerWatch
@@ -102,7 +104,8 @@ def train_and_evaluate(
       config: all keys of `fp8jax.base_config()`.
       workdir: the run's directory: config.json, data.txt, precision.txt, metrics.jsonl,
         samples.jsonl, events.jsonl, checkpoints/, tensorboard/, telemetry/, profile/; hugging_face/
-        with the files of a model or tokenizer that the config names by path.
+        with the files of a model or tokenizer that the config names by path. `s3://BUCKET/NAME` and
+        `gs://BUCKET/NAME` are uploaded at each checkpoint (stored_run.py).
       data: rows of your own in place of `config.data`, such as a `grain.MapDataset`: element i is
         an array [seq_len + 1] of ids of `config.tokenizer`, one document. The last `valid.fraction`
         of them validate. A run that is resumed needs the same ones.
@@ -137,6 +140,25 @@ def train_and_evaluate(
     """
     if not workdir:
         raise ValueError("workdir is empty: name the run's directory")
+    if not is_url(workdir):
+        return _train_in(workdir, None, config, data, profile, faults, defaults, channel)
+    with stored_run(workdir) as stored:
+        copy = str(stored.folder)
+        return _train_in(copy, stored, config, data, profile, faults, defaults, channel)
+
+
+def _train_in(
+    workdir: str,
+    stored: StoredRun | None,
+    config: ConfigDict,
+    data: TokenData | None,
+    profile: tuple[int, int] | None,
+    faults: Faults,
+    defaults: ConfigDict | None,
+    channel: Channel | None,
+) -> Scalars:
+    """Trains in a folder of this machine, which may be the copy of a workdir in a store."""
+    shown = workdir if stored is None else stored.url
     together("config", lambda: None, lambda _: config_facts(config))
     xla.set_compilation_cache()
     config, corpus = together("num_steps", lambda: with_steps(config, data))
@@ -155,6 +177,8 @@ def train_and_evaluate(
         if channel is None and jax.process_count() > 1:
             channel = stack.enter_context(Channel())
         lock_together(stack, workdir)  # before anything is written there
+        if stored is not None:
+            stored.claim()
         model_changes = _model_changes(run, workdir)
         corpus = together(
             "data", lambda: corpus or read_corpus(settings, run.tokenizer), data_facts
@@ -167,6 +191,7 @@ def train_and_evaluate(
                 every=settings.checkpoint_every,
                 keep=settings.checkpoint_keep,
                 keep_best=settings.checkpoint_keep_best,
+                on_commit=None if stored is None else stored.upload,
             )
         )
         # Before the compilation begins, whose seconds are a part of the run's.
@@ -209,9 +234,9 @@ def train_and_evaluate(
         )
         now = Now(run=run, position=position, step=start, finished=start, clock=began)
         _report_start(
-            tools, now, workdir, changes, None if defaults is None else defaults.to_dict()
+            tools, now, workdir, shown, changes, None if defaults is None else defaults.to_dict()
         )
-        stack.push(functools.partial(_report_end, tools, now, workdir, began))
+        stack.push(functools.partial(_report_end, tools, now, workdir, shown, began))
         if channel is not None:
             channel.trains(
                 workdir,
@@ -300,12 +325,14 @@ def _report_start(
     tools: Tools,
     now: Now,
     workdir: str,
+    shown: str,
     changes: list[str] | None,
     defaults: dict[str, Any] | None,
 ) -> None:
     """Says and records what starts.
 
     Args:
+      shown: the workdir as the user named it.
       changes: since the checkpoint that the run resumes from; None for a fresh run.
     """
     run, metrics, start = now.run, tools.metrics, tools.start
@@ -314,7 +341,7 @@ def _report_start(
     write_file(workdir, "data.txt", tools.corpus.summary())
     if jax.process_index() == 0:
         keep_small_files(run.settings.record, Path(workdir))
-    for line in [*labeled("workdir", workdir), *start_lines(run, tools.corpus, defaults)]:
+    for line in [*labeled("workdir", shown), *start_lines(run, tools.corpus, defaults)]:
         metrics.say(line)
     metrics.event(
         start,
@@ -328,8 +355,8 @@ def _report_start(
         policies=run.policies,
     )
     for file, lines in metrics.damaged.items():
-        shown = [*lines[:_MOST_LINES], *(["…"] if len(lines) > _MOST_LINES else [])]
-        metrics.event(start, Event.DAMAGED_LINES, file=file, lines=shown)
+        said = [*lines[:_MOST_LINES], *(["…"] if len(lines) > _MOST_LINES else [])]
+        metrics.event(start, Event.DAMAGED_LINES, file=file, lines=said)
     if metrics.missing:
         metrics.event(start, Event.MISSING_STEPS, steps=metrics.missing[:_MOST_LINES])
     for step, reason in tools.checkpointer.rejected:
@@ -360,6 +387,7 @@ def _report_end(
     tools: Tools,
     now: Now,
     workdir: str,
+    shown: str,
     began: float,
     kind: type[BaseException] | None,
     *_: Any,
@@ -383,4 +411,4 @@ def _report_end(
         best_valid_loss=None if best is None else best["valid_loss"],
         best_step=None if best is None else best["step"],
     )
-    tools.metrics.say_last(closing_line(reason, now.finished, seconds, validated, workdir))
+    tools.metrics.say_last(closing_line(reason, now.finished, seconds, validated, shown))
