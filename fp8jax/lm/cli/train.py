@@ -32,7 +32,9 @@ from fp8jax.lm.training.profile import parse_profile
 from fp8jax.lm.training.recovery import StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory; created if missing.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "The run's directory, or s3://BUCKET/NAME; created if missing."
+)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print what the run would cost in FLOPs, memory and disk; train nothing."
 )

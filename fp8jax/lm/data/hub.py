@@ -1,8 +1,9 @@
-"""Hugging Face folders by name: `hf:DIR`, or `hf:ORG/NAME[@REVISION]` of the hub.
+"""Hugging Face folders by name: `hf:DIR`, `hf:ORG/NAME[@REVISION]` of the hub, `hf:s3://…`.
 
-A folder that exists goes first. Files of the hub lie in the cache of the package huggingface_hub
-(HF_HUB_CACHE), whose variables hold here too: HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE. Without a
-connection, what the cache has of a revision is taken.
+A folder that exists goes first. Of an object store the files are copied (stored_folders.py). Files
+of the hub lie in the cache of the package huggingface_hub (HF_HUB_CACHE), whose variables hold here
+too: HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE. Without a connection, what the cache has of a revision
+is taken.
 
 A process asks once which commit a revision is. Branches move, so a run that must be the same later
 names a commit.
@@ -18,6 +19,7 @@ from urllib.parse import unquote
 
 from absl import logging
 
+from fp8jax.lm.data.stored_folders import stored_folder
 from fp8jax.lm.data.urls import is_url
 
 SHAPE_FILES = ("config.json", "generation_config.json")
@@ -49,12 +51,12 @@ def names_folder(spec: str) -> bool:
 
 
 def as_folder(spec: str) -> Path | None:
-    """Returns the folder that `hf:DIR` or `hf:ORG/NAME` names, and None for every other spec.
+    """Returns the folder that `hf:DIR`, `hf:ORG/NAME` or `hf:s3://…` names; None for other specs.
 
-    Of the hub, it has the small files; `add_files` brings others.
+    Of the hub or of a store, it has the small files; `add_files` brings others.
 
     Raises:
-      ValueError: there is no such folder, and the hub does not give it; or the name is empty.
+      ValueError: there is no such folder, and hub or store does not give it; or the name is empty.
     """
     if not names_folder(spec):
         return None
@@ -65,7 +67,7 @@ def as_folder(spec: str) -> Path | None:
     if folder.is_dir():
         return folder
     if is_url(path):
-        raise ValueError(f"{spec}: {path} is a URL: copy it, and name the folder, or hf:ORG/NAME")
+        return stored_folder(path, _SMALL)
     named = _MODEL.fullmatch(path)
     if named is None or folder.exists():
         what = "is not a folder" if folder.exists() else "does not exist"
@@ -73,21 +75,31 @@ def as_folder(spec: str) -> Path | None:
     return _download(spec, "model", named["name"], named["revision"], _SMALL)
 
 
-def tokenizer_json(name: str) -> Path:
-    """Returns the path of the tokenizer.json of `hf:NAME`, be there such a file or not.
+def tokenizer_json(spec: str) -> Path:
+    """Returns the path of the tokenizer.json that `bpe:PATH` or `hf:NAME` names.
+
+    There may be no such file. Of a store, the files beside it are copied as well.
 
     Raises ValueError as `as_folder` does.
     """
-    folder = as_folder(f"hf:{name}")
-    assert folder is not None
-    return folder / "tokenizer.json"
+    folder = as_folder(spec)
+    if folder is not None:
+        return folder / "tokenizer.json"
+    path = spec.removeprefix("bpe:")
+    if not is_url(path):
+        return Path(path).expanduser()
+    above, _, name = path.rpartition("/")
+    return stored_folder(above, (name, *BESIDE_TOKENIZER)) / name
 
 
 def add_files(spec: str, names: Iterable[str]) -> None:
-    """Brings further files into the folder of `hf:ORG/NAME`; other folders have what they have.
+    """Brings further files into the copy of a hub's or a store's folder, as far as it has them.
 
-    Raises ValueError as `as_folder` does. Files that the hub does not have are not brought.
+    Raises ValueError as `as_folder` does.
     """
+    if is_url(spec.removeprefix("hf:")):
+        stored_folder(spec.removeprefix("hf:"), names)
+        return
     folder = as_folder(spec)
     named = _MODEL.fullmatch(spec.removeprefix("hf:"))
     if folder is None or named is None or Path(spec.removeprefix("hf:")).is_dir():

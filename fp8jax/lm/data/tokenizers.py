@@ -26,13 +26,13 @@ def _bpe(argument: str) -> Tokenizer:
         raise ValueError("tokenizer bpe needs the path of a tokenizer.json: give bpe:PATH")
     from fp8jax.lm.data.bpe import load_bpe  # imports the package tokenizers
 
-    return load_bpe(argument)
+    return load_bpe(tokenizer_json(f"bpe:{argument}"))
 
 
 def _hf(argument: str) -> Tokenizer:
     from fp8jax.lm.data.bpe import load_bpe
 
-    return load_bpe(tokenizer_json(argument))
+    return load_bpe(tokenizer_json(f"hf:{argument}"))
 
 
 # Kind -> a function from the ARGUMENT of a spec ("" if there is none) to a tokenizer.
@@ -44,7 +44,7 @@ def tokenizer(spec: str) -> Tokenizer:
 
     Args:
       spec: KIND[:ARGUMENT]: `bytes`; `bpe:PATH` of a tokenizer.json; `hf:DIR` of a folder with one,
-        or `hf:ORG/NAME[@REVISION]` of the hub.
+        or `hf:ORG/NAME[@REVISION]` of the hub. PATH and DIR may be URLs, s3://… or gs://….
 
     Returns:
       A `Tokenizer`.

@@ -1,16 +1,20 @@
-"""Files of data in object stores, `gs://…` and `s3://…`, through etils.epath.
+"""Files in object stores, `gs://…` and `s3://…`, through etils.epath.
 
-They are read where they are, once for their hash and once for their tokens. epath needs the package
+Data is read where it is, once for its hash and once for its tokens. epath needs the package
 of the store, and that package finds endpoint and credentials as always.
 """
 
+import concurrent.futures
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # scheme -> what epath needs
+
+_THREADS = 16  # that copy
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -88,3 +92,19 @@ def changed_at(url: Path) -> float:
     """Returns when the store got an object, in seconds since 1970; many stores count whole ones."""
     stat: Any = url.stat()
     return stat.mtime
+
+
+def copy_files(files: Iterable[Path], root: Path, target: Path) -> None:
+    """Copies files below `root` of a store to the same places below a folder here.
+
+    Raises what the store or the disk raises first.
+    """
+
+    def one(path: Path) -> None:
+        here = target / path.relative_to(root)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as stored, here.open("wb") as written:
+            shutil.copyfileobj(stored, written, 2**24)
+
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(one, files))  # raises what a thread raised

@@ -93,9 +93,8 @@ def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     folder = as_folder(record["model"])
     if folder is not None and not _same(folder, kept):
         copy_small_files(folder, kept, with_tokenizer=False)
-    kind, _, argument = record["tokenizer"].partition(":")
-    if kind in ("bpe", "hf"):
-        path = tokenizer_json(argument) if kind == "hf" else Path(argument).expanduser()
+    if record["tokenizer"].startswith(("bpe:", "hf:")):
+        path = tokenizer_json(record["tokenizer"])
         if not _same(path.parent, kept):
             _copy_tokenizer(path, kept)
 

@@ -5,17 +5,15 @@ here as those of any checkpoint. A step without hashes does not count: they are 
 (lm/training/stored_run.py). Nothing is written there.
 """
 
-import concurrent.futures
 import hashlib
 import json
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from absl import logging
 
 from fp8jax.lm.data.cache_folder import LOCKS, turn
-from fp8jax.lm.data.urls import as_path, changed_at, is_url, size_of, store_errors
+from fp8jax.lm.data.urls import as_path, changed_at, copy_files, is_url, size_of, store_errors
 from fp8jax.lm.interop.folders import HUGGING_FACE
 from fp8jax.lm.interop.write import new_folder
 from fp8jax.lm.records.checkpoint_files import HASHES
@@ -23,7 +21,6 @@ from fp8jax.lm.records.checkpoint_files import HASHES
 CACHE = "~/.cache/fp8jax/workdirs"  # nothing deletes the copies
 
 _META = "meta"  # the checkpointer's own item
-_THREADS = 16
 
 
 def local_workdir(source: str, items: Collection[str] | None, step: int | None = None) -> Path:
@@ -65,7 +62,7 @@ def local_workdir(source: str, items: Collection[str] | None, step: int | None =
             if not copy.exists():
                 logging.info("%s: copying step %d to %s", source, found, copy)
                 with new_folder(copy) as new:
-                    _copy(files, root, new)
+                    copy_files(files, root, new)
         return copy
 
 
@@ -76,14 +73,3 @@ def _below(folder: Path) -> Iterator[Path]:
             yield from _below(path)
         else:
             yield path
-
-
-def _copy(files: list[Path], root: Path, new: Path) -> None:
-    def one(path: Path) -> None:
-        target = new / path.relative_to(root)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as stored, target.open("wb") as written:
-            shutil.copyfileobj(stored, written, 2**24)
-
-    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(one, files))  # raises what a thread raised

@@ -32,9 +32,11 @@ class Sink(Protocol):
 class _PackageSink:
     """A `Sink` over a package with the functions of wandb."""
 
-    def __init__(self, package: Any, project: str, workdir: Path, config: Mapping[str, Any]):
+    def __init__(
+        self, package: Any, project: str, workdir: Path, url: str | None, config: Mapping[str, Any]
+    ):
         # The same workdir is the same run, so that a resumed one goes on where it was.
-        run = hashlib.sha256(str(workdir.resolve()).encode()).hexdigest()[:12]
+        run = hashlib.sha256((url or str(workdir.resolve())).encode()).hexdigest()[:12]
         name = f"{workdir.name}-{run}"
         self._package = package
         if package.__name__ == "wandb":
@@ -62,10 +64,17 @@ def check_sink(spec: str) -> None:
         _imported(spec, _parse(spec)[0])
 
 
-def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> Sink | None:
+def open_sink(
+    spec: str,
+    workdir: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    url: str | None = None,
+) -> Sink | None:
     """Returns the sink that KIND:PROJECT names, None for an empty text.
 
     Args:
+      workdir: the run's directory.
+      url: of the workdir in a store, of which `workdir` is a copy.
       config: what the sink shows as the run's configuration.
 
     Raises:
@@ -75,7 +84,7 @@ def open_sink(spec: str, workdir: str | os.PathLike[str], config: Mapping[str, A
     if not spec:
         return None
     kind, project = _parse(spec)
-    return _PackageSink(_imported(spec, kind), project, Path(workdir), config)
+    return _PackageSink(_imported(spec, kind), project, Path(workdir), url, config)
 
 
 def _imported(spec: str, kind: str) -> Any:

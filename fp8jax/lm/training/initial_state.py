@@ -20,12 +20,14 @@ agree. Only a run of `num_epochs` reads its data from the beginning.
 """
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
 from fp8jax.lm.interop.folders import HUGGING_FACE, small_file
 from fp8jax.lm.interop.initial_weights import refuse_other_shapes
+from fp8jax.lm.interop.stored_workdirs import local_workdir
 from fp8jax.lm.interop.trained import (
     read_record,
     refuse_not_finite,
@@ -48,7 +50,7 @@ class InitialState:
     """The checkpoint of another run.
 
     Attributes:
-      source: its workdir.
+      source: its workdir, which may be a URL.
       step: of the checkpoint; None for the newest sound one.
     """
 
@@ -83,6 +85,10 @@ class InitialState:
         with self._checkpointer() as checkpointer:
             self._read_meta(checkpointer, run)
 
+    @functools.cached_property
+    def _workdir(self) -> Path:
+        return local_workdir(self.source, None, self.step)
+
     def read(self, run: Run) -> Restored:
         """Returns the checkpoint as one of step 0 of the run.
 
@@ -102,7 +108,7 @@ class InitialState:
                 f"initial_state: the checkpoint of step {step} of {self.source} is damaged"
             )
         arrays = restored.arrays
-        refuse_not_finite(arrays[PARAMS], Path(self.source))
+        refuse_not_finite(arrays[PARAMS], self._workdir)
         opt_state = restart_schedule(arrays["state"]["opt_state"])
         return Restored(
             step=0,
@@ -116,7 +122,7 @@ class InitialState:
         )
 
     def _read_meta(self, checkpointer: Checkpointer, run: Run) -> tuple[int, dict[str, Any]]:
-        step, meta = read_record(checkpointer, Path(self.source), self.step)
+        step, meta = read_record(checkpointer, self._workdir, self.step)
         if CONVERTED_FROM in meta:
             raise ValueError(
                 f"initial_state={self.source} holds weights that were converted from"
@@ -132,7 +138,7 @@ class InitialState:
             )
         refuse_other_shapes(
             f"initial_state={self.source} is that of another model",
-            shape_of_workdir(Path(self.source), before),
+            shape_of_workdir(self._workdir, before),
             run.stages[0].model.config,
         )
         self._refuse_other_tokenizer(before, run)
@@ -140,23 +146,23 @@ class InitialState:
 
     def _refuse_other_tokenizer(self, before: dict[str, Any], run: Run) -> None:
         """Raises ValueError if the model's ids stood for other tokens; paths do not count."""
-        text_tokenizer = tokenizer_of_workdir(Path(self.source), before)
+        text_tokenizer = tokenizer_of_workdir(self._workdir, before)
         assert text_tokenizer is not None  # a run has one
         if text_tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise ValueError(
                 f"initial_state={self.source} was trained with another tokenizer, so that the ids"
                 f" of tokenizer={run.settings.record['tokenizer']} mean other text: set tokenizer="
-                f"{_spec_of_kept(Path(self.source), before)}"
+                f"{_spec_of_kept(self._workdir, before)}"
             )
 
     def _checkpointer(self) -> Checkpointer:
-        if not Path(self.source, "checkpoints").is_dir():
-            what = "has no checkpoints" if Path(self.source).is_dir() else "is not a folder"
+        if not (self._workdir / "checkpoints").is_dir():
+            what = "has no checkpoints" if self._workdir.is_dir() else "is not a folder"
             raise ValueError(
                 f"initial_state: {self.source} {what}: name the workdir of a run as WORKDIR, or as"
                 " WORKDIR@STEP with a number"
             )
-        return Checkpointer(Path(self.source, "checkpoints"), every=1, keep=1, keep_best=0)
+        return Checkpointer(self._workdir / "checkpoints", every=1, keep=1, keep_best=0)
 
 
 def _spec_of_kept(workdir: Path, record: dict[str, Any]) -> str:

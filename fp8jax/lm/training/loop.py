@@ -158,7 +158,8 @@ def _train_in(
     channel: Channel | None,
 ) -> Scalars:
     """Trains in a folder of this machine, which may be the copy of a workdir in a store."""
-    shown = workdir if stored is None else stored.url
+    url = None if stored is None else stored.url
+    shown = url or workdir
     together("config", lambda: None, lambda _: config_facts(config))
     xla.set_compilation_cache()
     config, corpus = together("num_steps", lambda: with_steps(config, data))
@@ -210,7 +211,7 @@ def _train_in(
         traced.require_within(start, settings.num_steps)
         stack.callback(traced.stop)
         first = jax.process_index() == 0
-        sink = open_sink(settings.log_to, workdir, settings.record) if first else None
+        sink = open_sink(settings.log_to, workdir, settings.record, url) if first else None
         last = max(settings.num_steps, start)
         metrics = stack.enter_context(Metrics(workdir, num_steps=last, start_step=start, sink=sink))
         telemetry = stack.enter_context(Telemetry(workdir, run, metrics, start))
