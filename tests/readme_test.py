@@ -76,7 +76,7 @@ def test_every_policy_has_its_line():
 def test_policies_with_options_exist():
     specs = re.findall(r"`(\w+:[^`/]*=[^`]*)`", README + RUNNING)
     named = [spec for spec in specs if not spec.startswith("my_recipes:")]  # of a user's file
-    assert len(named) == 4
+    assert len(named) == 5
     for spec in named:
         as_policy(spec)
 

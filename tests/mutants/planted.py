@@ -54,7 +54,7 @@ PLANTED = (
         "wrong key: all casts share one",
     ),
     _planted(
-        "train_and_evaluate",
+        "_train_in",
         'corpus.train.start(meta["position"])',
         "corpus.train.start(None)",
         "missed resume field: the data's position",
