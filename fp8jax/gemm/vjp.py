@@ -8,8 +8,8 @@ Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant al
 axis multiply the result, others multiply block by block. Saved for the backward are
 
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
-         wgrad_x in high precision, x itself. With `requantize`, x itself, too: the operation that
-         made x keeps it anyway, for its own backward, and ours quantizes it to the same codes.
+         wgrad_x in high precision, x itself. With `requantize`, x itself instead of codes: what
+         made x keeps it for its own backward anyway, and ours quantizes it to the same codes.
     w    the weight as given, with its histories, key and probe (weight.py). Its value is in
          practice the float32 parameter, which exists anyway. The backward quantizes it again, so no
          gathered or cast weight is saved under any rematerialization policy.

@@ -15,11 +15,9 @@ returned   The new histories are the *cotangent* of the old ones: the collection
            Histories must never reach clipping, weight decay or an optimizer.
 combined   JAX adds the cotangents of a leaf that is used more than once in a step (a module that is
            called twice, a loop with shared weights), but the sum of two histories is not a history.
-           `Model = fp8jax.nn.max_combining(Model)` wraps a model so that its histories are float32
-           outside it, and inside it have flax's max-combining dtype, whose addition is the maximum.
-           They are converted once, where they enter the model. Converting in each GEMM was
-           rejected: every call would return float32 before the addition, which is right only for
-           modules that are called once.
+           So each history is converted, once, to flax's max-combining dtype, whose addition is the
+           maximum (shared_leaf.py). Where each call is under `nn.remat` or `nn.jit`, that is not
+           once: `Model = fp8jax.nn.max_combining(Model)` then converts where they enter the model.
            Max-combining arrays must not leave the model: Orbax cannot save them, and JAX cannot
            differentiate with respect to them. Over microbatches, `empty_max` and `combine_max`
            compute the maximum outside the model.

@@ -1,1 +1,1 @@
-"""Axes of a mesh that a caller handles itself."""
+"""GEMMs inside `shard_map`, and on explicit axes of a mesh."""
