@@ -130,8 +130,8 @@ def measure_accuracy(
 def _room(model: Transformer, longest: int, max_tokens: int) -> int:
     """Returns the slots for the longest prompt and its response, a power of two if they fit."""
     room = bucket(max(longest, _SHORTEST) + max_tokens)
-    learned = model.config.learned_positions
-    return min(room, learned) if learned else room
+    longest_row = model.config.max_positions
+    return min(room, longest_row) if longest_row else room
 
 
 def _prompt(

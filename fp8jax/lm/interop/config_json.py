@@ -26,6 +26,7 @@ from fp8jax.lm.interop.layer_kinds_json import (
 )
 from fp8jax.lm.interop.rope_json import read_rope, read_ropes, write_rope
 from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.rope import LongRope
 from fp8jax.lookup import brief
 
 # Fields of models of which no family says otherwise.
@@ -88,8 +89,12 @@ def _llama_fields(
         rope, local = read_rope(config, where), None
     else:
         rope, local = read_ropes(config, family.local_theta or None, where)
-    if rope.scaling is not None and not family.scaled:
-        raise ValueError(f"{where}: {family.architecture} has no scaled RoPE, got {rope.scaling}")
+    if rope.scaling is not None and not isinstance(rope.scaling, family.scaled):
+        kinds = " or ".join(kind.__name__ for kind in family.scaled)
+        raise ValueError(
+            f"{where}: RoPE scaled by {type(rope.scaling).__name__} is not supported for "
+            f"{family.architecture}, only {kinds}"
+        )
     if rope.part != 1 and not family.partial:
         raise ValueError(f"{where}: partial_rotary_factor={rope.part} is not supported, only 1")
     apart = "w" in pattern and local is not None
@@ -227,6 +232,8 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
     older: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
         older["rope_scaling"] = rope
+    if isinstance(model.rope_scaling, LongRope):  # Phi's classes take this one first
+        older["original_max_position_embeddings"] = model.rope_scaling.original
     if family.local_theta is not None:
         local = model.window_rope_theta or model.rope_theta
         rope = {"full_attention": rope, "sliding_attention": write_rope(local, None, length)[0]}
@@ -282,7 +289,7 @@ def family_for(model: ModelConfig) -> Family:
             and (family.layers.mixed or len(kinds) == 1)
             and (scalar or model.query_scalar in (0, model.head_dim))
             and (family.partial or model.rotary_dim in (0, model.head_dim))
-            and (family.scaled or model.rope_scaling is None)
+            and (model.rope_scaling is None or isinstance(model.rope_scaling, family.scaled))
             and _has_windowed_rope(family, model)
         )
 

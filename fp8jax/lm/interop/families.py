@@ -19,6 +19,7 @@ from fp8jax.lm.interop.layer_kinds_json import (
     SOME_WITHOUT_POSITIONS,
     Layers,
 )
+from fp8jax.lm.model.rope import Linear, Llama3, LongRope, Yarn
 from fp8jax.lookup import brief, lookup, unknown
 
 # Keys that change nothing of what the model computes for a row of tokens.
@@ -89,7 +90,8 @@ class Family:
       layers: the kinds of its layers.
       local_theta: key of the base of windowed layers; "" for that of full layers, which are scaled
         alone; None where all layers are rotated alike.
-      scaled, partial: whether RoPE may be scaled, or rotate a part of each head.
+      scaled: how RoPE may be scaled.
+      partial: whether RoPE may rotate a part of each head.
     """
 
     architecture: str
@@ -101,7 +103,7 @@ class Family:
     fields: Mapping[str, Any]
     layers: Layers = FULL
     local_theta: str | None = None
-    scaled: bool = True
+    scaled: tuple[type, ...] = (Linear, Llama3, Yarn)
     partial: bool = False
 
     @property
@@ -221,7 +223,7 @@ _ALL = (
         without_effect=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
         fields=dict(joined_projections=True),
         layers=ONE_WINDOW,
-        scaled=False,
+        scaled=(LongRope,),
         partial=True,
     ),
     Family(

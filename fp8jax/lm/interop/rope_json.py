@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from fp8jax.lm.model.rope import Linear, Llama3, RopeScaling, Yarn
+from fp8jax.lm.model.rope import Linear, Llama3, LongRope, RopeScaling, Yarn
 from fp8jax.lookup import brief
 
 # Type -> the keys that it has besides rope_type and rope_theta.
@@ -23,7 +23,15 @@ _KEYS: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+    ),
 }
+_OLDER_NAMES = {"su": "longrope"}  # of Phi 3's first files
 
 
 class Rope(NamedTuple):
@@ -101,9 +109,11 @@ def read_ropes(
 def _kind(rope: dict[str, Any], where: str) -> str:
     """Takes the type out of `rope`; `type` is its older name."""
     given = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
-    kind = given[0]
-    if any(other != kind for other in given):
+    if any(other != given[0] for other in given):
         raise ValueError(f"{where}: rope_type and type contradict each other: {brief(given)}")
+    kind = given[0]
+    if isinstance(kind, str) and kind in _OLDER_NAMES:
+        kind = _OLDER_NAMES[kind]
     if not isinstance(kind, str) or kind not in _KEYS:
         raise ValueError(
             f"{where}: RoPE of type {brief(kind)} is not supported. There are: {', '.join(_KEYS)}"
@@ -135,6 +145,8 @@ class _Reader:
         if kind == "linear":
             return Linear(factor=self._factor())
         original = self._original(config)
+        if kind == "longrope":
+            return self._longrope(original, config)
         if kind == "llama3":
             low, high = self._number("low_freq_factor"), self._number("high_freq_factor")
             if low >= high:
@@ -146,10 +158,7 @@ class _Reader:
         return self._yarn(original, config)
 
     def _yarn(self, original: int, config: Mapping[str, Any]) -> Yarn:
-        if self._has("factor"):
-            factor = self._factor()
-        else:
-            factor = self._length(config, "max_position_embeddings") / original
+        factor = self._factor_of(original, config)
         truncate = self._rope["truncate"] if "truncate" in self._rope else True
         if type(truncate) is not bool:
             raise ValueError(
@@ -162,6 +171,17 @@ class _Reader:
             beta_fast=self._number("beta_fast") if self._has("beta_fast") else 32.0,
             beta_slow=self._number("beta_slow") if self._has("beta_slow") else 1.0,
             truncate=truncate,
+        )
+
+    def _longrope(self, original: int, config: Mapping[str, Any]) -> LongRope:
+        return LongRope(
+            short=self._numbers("short_factor"),
+            long=self._numbers("long_factor"),
+            original=original,
+            factor=self._factor_of(original, config),
+            attention_factor=(
+                self._number("attention_factor") if self._has("attention_factor") else None
+            ),
         )
 
     def _attention_factor(self, factor: float) -> float | None:
@@ -187,6 +207,20 @@ class _Reader:
         if factor < 1:
             raise ValueError(f"{self._where}: RoPE's factor={factor} must be at least 1")
         return factor
+
+    def _factor_of(self, original: int, config: Mapping[str, Any]) -> float:
+        """The given factor; without one, that of the lengths."""
+        if self._has("factor"):
+            return self._factor()
+        return self._length(config, "max_position_embeddings") / original
+
+    def _numbers(self, key: str) -> tuple[float, ...]:
+        given = self._rope[key] if key in self._rope else None
+        if not isinstance(given, list) or not given:
+            raise ValueError(
+                f"{self._where}: RoPE's {key} must be a list of numbers, got {brief(given)}"
+            )
+        return tuple(_positive(value, key, self._where) for value in given)
 
     def _original(self, config: Mapping[str, Any]) -> int:
         """Positions of training; without them, max_position_embeddings, as in transformers."""
@@ -219,7 +253,7 @@ def write_rope(
         return {"rope_type": "default", **base}, max_length
     if isinstance(scaling, Linear):
         return {"rope_type": "linear", **base, "factor": scaling.factor}, max_length
-    assert isinstance(scaling, Llama3 | Yarn)
+    assert isinstance(scaling, Llama3 | Yarn | LongRope)
     shared = {
         **base,
         "factor": scaling.factor,
@@ -230,6 +264,9 @@ def write_rope(
         bounds = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
         return {"rope_type": "llama3", **shared, **bounds}, length
     given = {} if scaling.attention_factor is None else {"attention_factor": scaling.magnitude}
+    if isinstance(scaling, LongRope):
+        divisors = {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+        return {"rope_type": "longrope", **shared, **divisors, **given}, length
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     ends = {} if scaling.truncate else {"truncate": False}
     return {"rope_type": "yarn", **shared, **betas, **given, **ends}, length

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fp8jax.lm.model.rope import ROPE_SCALINGS, RopeScaling
+from fp8jax.lm.model.rope import ROPE_SCALINGS, LongRope, RopeScaling
 from fp8jax.lookup import lookup
 from fp8jax.numerics.module_paths import MODULES
 
@@ -218,6 +218,11 @@ class ModelConfig:
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             scaling = lookup("RoPE scaling", self.rope_scaling, ROPE_SCALINGS)
             object.__setattr__(self, "rope_scaling", scaling)
+        half = (self.rotary_dim or self.head_dim) // 2
+        if isinstance(self.rope_scaling, LongRope) and len(self.rope_scaling.short) != half:
+            raise ValueError(
+                f"LongRope has {len(self.rope_scaling.short)} divisors, but heads have {half} pairs"
+            )
 
     def _check_layers(self) -> None:
         for letter in self.layer_pattern:
@@ -272,8 +277,21 @@ class ModelConfig:
                     f"{name}={getattr(self, name)} does not divide over tensor={tensor} devices"
                 )
 
+    @property
+    def max_positions(self) -> int:
+        """The longest rows that can be computed; 0 for any."""
+        if isinstance(self.rope_scaling, LongRope):
+            return self.rope_scaling.original
+        return self.learned_positions
+
     def check_length(self, seq_len: int) -> None:
-        """Raises ValueError if rows are longer than the table of learned positions."""
+        """Raises ValueError if rows are longer than `max_positions`."""
+        if isinstance(self.rope_scaling, LongRope) and seq_len > self.max_positions:
+            raise ValueError(
+                f"{seq_len=} is more than the original_max_position_embeddings="
+                f"{self.max_positions} of RoPE of type 'longrope': its long_factor for longer "
+                "texts is not supported; use shorter rows"
+            )
         if self.learned_positions and seq_len > self.learned_positions:
             raise ValueError(
                 f"{seq_len=} is more than the model's learned_positions={self.learned_positions}: "

@@ -15,9 +15,13 @@ that the model has seen. A scaling multiplies each frequency by a number between
     Yarn     the same, but linear in the index i between the dimensions that turn beta_fast and
              beta_slow times within `original` positions; cos and sin are also multiplied by
              0.1 ln(factor) + 1, or a given number, which sharpens attention (arXiv 2309.00071)
+    LongRope 1 / a number for each i, searched for; cos and sin are also multiplied
+             (arXiv 2402.13753)
 
 Dynamic NTK scaling is left out: its frequencies depend on the length of the text so far, so that
-the same weights would see different frequencies at different steps of a generation.
+the same weights would see different frequencies at different steps of a generation. So do those of
+LongRoPE, which has other numbers for texts of more than `original` positions; longer ones are
+refused here.
 """
 
 import dataclasses
@@ -122,6 +126,36 @@ class Yarn:
         width = high - low if high != low else 1e-3
         divided = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
         return divided / self.factor + (1 - divided)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope:
+    """Divides each frequency by a number of its own, in texts of up to `original` positions.
+
+    Attributes:
+      short: the divisors, [H/2].
+      long: those of longer texts; kept for an export alone.
+      original: positions the model was trained on, and the most that are computed.
+      factor: of the positions that the published model is for.
+      attention_factor: multiplies cos and sin; None: sqrt(1 + ln(factor) / ln(original)).
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original: int
+    factor: float
+    attention_factor: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
+
+    def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
+        return 1 / np.array(self.short)
 
 
 ROPE_SCALINGS: dict[str, RopeScaling] = {

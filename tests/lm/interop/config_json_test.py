@@ -16,7 +16,7 @@ from fp8jax.lm.interop.config_json import (
 from fp8jax.lm.interop.families import FAMILIES
 from fp8jax.lm.interop.fp8_read import read_layout
 from fp8jax.lm.model.models import MODELS
-from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, Yarn
+from fp8jax.lm.model.rope import ROPE_SCALINGS, Linear, Llama3, LongRope, Yarn
 from tests.support.hf_folders import config_json
 
 LLAMA3 = dict(
@@ -28,6 +28,7 @@ LLAMA3 = dict(
 )
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024)
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0, 1.5], long_factor=[1.0, 4.0], factor=4.0)
 
 # Published files, without the keys that say nothing about the shape.
 LLAMA_2 = dict(
@@ -399,11 +400,15 @@ def test_a_length_beside_the_scaling_takes_priority():
             dict(auto_map={"AutoModel": "modeling_x.Y"}),
             "auto_map=.*modeling_x.* is not sup",
         ),
-        ("phi3", dict(rope_parameters=YARN), "Phi3ForCausalLM has no scaled RoPE, got Yarn"),
         (
             "phi3",
-            dict(rope_parameters=dict(rope_type="longrope")),
-            "type 'longrope' is not supported",
+            dict(rope_parameters=YARN),
+            "scaled by Yarn is not supported for Phi3ForCausalLM, only LongRope",
+        ),
+        (
+            "phi3",
+            dict(rope_parameters=LONGROPE | dict(short_factor=[1.0])),
+            "LongRope has 1 divisors, but heads have 4 pairs",
         ),
         (
             "olmo3",
@@ -440,7 +445,10 @@ def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, 
     ("rope", "message"),
     [
         (dict(rope_type="dynamic", factor=2.0), "type 'dynamic' is not supported. There are: def"),
-        (dict(rope_type="longrope"), "type 'longrope' is not supported"),
+        (dict(rope_type="longrope"), "RoPE's short_factor must be a list of numbers, got None"),
+        (LONGROPE | dict(long_factor=[1.0, 0]), "long_factor must be a positive number, got 0"),
+        (LONGROPE | dict(mscale=1.0), "type 'longrope' has mscale, which is not supported"),
+        (LONGROPE, "scaled by LongRope is not supported for LlamaForCausalLM, only Linear or"),
         (dict(type="linear", rope_type="yarn", factor=2.0), "rope_type and type contradict"),
         (dict(rope_type="linear"), "RoPE's factor is missing"),
         (dict(rope_type="linear", factor=0.5), "factor=0.5 must be at least 1"),
@@ -464,6 +472,25 @@ def test_other_ropes_are_refused_by_name(rope, message):
     for key in ("rope_parameters", "rope_scaling"):
         with pytest.raises(ValueError, match=message):
             to_model_config(LLAMA_2 | {"rope_scaling": None, key: rope})
+
+
+def test_longrope_is_that_of_the_published_files():
+    """As Phi-3-mini-128k (`su` first, then `longrope`) and Phi-4-mini have it."""
+    short, long = [1.0 + i / 48 for i in range(48)], [1.0 + i for i in range(48)]
+    for kind in ("su", "longrope"):
+        rope = dict(type=kind, short_factor=short, long_factor=long)
+        mini = PHI_3 | dict(rope_scaling=rope, max_position_embeddings=131072)
+        model = to_model_config(mini)
+        assert model.rope_scaling == LongRope(
+            short=tuple(short), long=tuple(long), original=4096, factor=32.0
+        )
+        # sqrt(1 + log_4096(32)) = sqrt(1 + 5 / 12)
+        assert math.isclose(model.rope_scaling.magnitude, math.sqrt(17 / 12))
+    part = mini | dict(partial_rotary_factor=0.75, head_dim=128)
+    assert to_model_config(part).rotary_dim == 96
+    model.check_length(4096)
+    with pytest.raises(ValueError, match="seq_len=4097 .*=4096 of RoPE of type 'longrope'"):
+        model.check_length(4097)
 
 
 @pytest.mark.parametrize("length", [None, "4096", 0.5])
@@ -511,6 +538,7 @@ def test_values_of_any_type_are_read_or_refused_with_the_files_name(family):
     more = ("beta_fast", "attention_factor", "mscale", "truncate", "rope_theta")
     ropes += [YARN | {key: odd} for key in (*YARN, *more) for odd in ODD]
     ropes += [YARN | dict(factor=None, type=odd) for odd in ODD]
+    ropes += [LONGROPE | {key: odd} for key in LONGROPE for odd in ODD]
     changes = [{key: odd} for key in keys for odd in ODD]
     changes += [{"rope_scaling": rope, "rope_parameters": None} for rope in ropes]
     for change in changes:

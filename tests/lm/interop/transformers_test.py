@@ -17,7 +17,7 @@ from fp8jax.lm.interop.export import export_model
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.models import MODELS
-from fp8jax.lm.model.rope import Linear, Llama3, RopeScaling, Yarn
+from fp8jax.lm.model.rope import Linear, Llama3, LongRope, RopeScaling, Yarn
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.training.step import loss_sum
 
@@ -64,6 +64,13 @@ def scaled(scaling: RopeScaling) -> ModelConfig:
     return dataclasses.replace(SHAPE, head_dim=32, rope_scaling=scaling, rope_theta=5e5)
 
 
+LONGROPE = LongRope(
+    short=(1.0, 1.1, 1.5, 2.0, 3.0, 4.0),
+    long=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+    original=40,  # all of TOKENS
+    factor=8.0,
+)
+
 # GQA and an odd vocabulary everywhere.
 SHAPES = {
     "llama": SHAPE,
@@ -86,6 +93,15 @@ SHAPES = {
     "phi3": dataclasses.replace(SHAPE, joined_projections=True),
     "phi3_window": dataclasses.replace(
         SHAPE, joined_projections=True, layer_pattern="w", window=9, rotary_dim=12
+    ),
+    "phi3_longrope": dataclasses.replace(
+        SHAPE, joined_projections=True, rope_scaling=LONGROPE, rotary_dim=12
+    ),
+    "phi3_longrope_fields": dataclasses.replace(
+        SHAPE,
+        joined_projections=True,
+        rope_scaling=dataclasses.replace(LONGROPE, attention_factor=1.3),
+        rotary_dim=12,
     ),
     "olmo2": OLMO,
     "olmo3": dataclasses.replace(
