@@ -257,7 +257,7 @@ WORKDIRS = [
     ("workdir file", ["--workdir=DIR/file"], "the workdir .*/file cannot be made: it, or"),
     ("workdir below a file", ["--workdir=DIR/file/run"], "workdir .*/file/run .* is a file"),
     ("workdir not writable", ["--workdir=/proc/run"], "the workdir /proc/run cannot be made: "),
-    ("workdir URL", ["--workdir=gs://bucket/run"], "the workdir gs://bucket/run is a URL"),
+    ("workdir URL", ["--workdir=http://host/run"], "http://host/run: http:// is not read"),
     (
         "damaged",
         ["--workdir=DIR/damaged"],
