@@ -6,7 +6,7 @@ recipes (gemm/promotable.py). A `Promoter` decides which layers they are, in eac
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Shaped
@@ -34,6 +34,7 @@ class Promotion:
         return Promotion(self.policy, self.layers[index])
 
 
+@runtime_checkable
 class Promoter(Protocol):
     """Decides in each training step which layers run in another policy in the next one."""
 
