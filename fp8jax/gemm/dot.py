@@ -111,12 +111,12 @@ def dot_general(
     result_dtype = check_lax_arguments(recipe, positional, precision, preferred_element_type)
     weight = Weight(rhs, {} if state is None else state, key, probe)
     options: Any = dict(preferred_element_type=result_dtype, out_sharding=out_sharding)
-    return dot_general_shared(
+    return dot_general_together(
         lhs, (weight,), dimension_numbers, recipe=recipe, backend=backend, seeded=seeded, **options
     )[0]
 
 
-def dot_general_shared(
+def dot_general_together(
     lhs: Float[Array, "..."],
     weights: Sequence[Weight],
     dimension_numbers,
@@ -126,19 +126,19 @@ def dot_general_shared(
     preferred_element_type=None,
     out_sharding: Any = None,
     seeded: bool = False,
-    requantize: bool = False,
+    recompute_codes: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
     """`dot_general` of one lhs with each weight; lhs is quantized once for all.
 
     The results equal separate calls if the histories of lhs are equal, as they are for weights that
-    have always shared lhs, and the recipe has no shared casts. Otherwise the scale of lhs comes
-    from the largest history. With shared casts (`Recipe.sharing`) the scale of each rhs comes from
+    have always shared lhs, and the recipe shares no scales. Otherwise the scale of lhs comes from
+    the largest history. With shared scales (`Recipe.sharing_scales`) that of each rhs comes from
     the largest amax of all, and so does that of the gradients of the results.
 
     Args:
       weights: their values are rhs of `dot_general`. If the recipe rounds lhs stochastically, it
         uses the key of the first.
-      requantize: as in `fp8jax.nn.Dense`.
+      recompute_codes: as in `fp8jax.nn.Dense`.
 
     Returns:
       One result per weight. Other arguments and errors are those of `dot_general`.
@@ -164,7 +164,10 @@ def dot_general_shared(
             " check_vma=True"
         )
     settings = dataclasses.replace(
-        settings, requantize=requantize, x_axes=varying(lhs), pooled=pooled_axes(lhs, values)
+        settings,
+        recompute_codes=recompute_codes,
+        x_axes=varying(lhs),
+        pooled=pooled_axes(lhs, values),
     )
 
     def multiply(lhs, weights):

@@ -192,8 +192,8 @@ def _measured_matmuls(
     """`_frozen_matmuls`, whose results leave the statistics of x in the cotangents of probes."""
     probes = tuple(peaks_by_max(weight.probe) for weight in weights)
     ys, _, observed = forward(settings, *lax.stop_gradient((x, weights)), {"fwd_x": -1})
-    rows = [each.rows for each in observed]
-    return deposit(x, ys, probes, tuple(map(as_cotangent, probes, rows)))
+    statistics = [each.statistics for each in observed]
+    return deposit(x, ys, probes, tuple(map(as_cotangent, probes, statistics)))
 
 
 @_frozen_matmuls.defjvp
@@ -212,7 +212,7 @@ def frozen_dot(
     preferred_element_type: Any = None,
     seeded: bool = False,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """Returns x times each weight, as `dot_general_shared` with the kernels that were frozen.
+    """Returns x times each weight, as `dot_general_together` with the kernels that were frozen.
 
     Other arguments are as there. Amax histories are read and not updated.
 

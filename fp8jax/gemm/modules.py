@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from fp8jax.gemm.arguments import check_sizes
-from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
+from fp8jax.gemm.dot import dot_general, dot_general_together, einsum
 from fp8jax.gemm.frozen import FrozenKernel, frozen_dot
 from fp8jax.gemm.histories.amax_history import module_histories
 from fp8jax.gemm.probe import module_probe
@@ -169,9 +169,9 @@ class Dense(nn.Module):
       kernel_init: initializer of the float32 kernel.
       kernel_axes: logical axis names of the kernel, for sharding; () for none.
       preferred_element_type: dtype of y; None for x's.
-      requantize: whether the backward quantizes x again, to the same codes, instead of keeping them
-        since the forward. That needs less memory if x is kept anyway, for the backward of what
-        made it; else it needs more.
+      recompute_codes: whether the backward quantizes x again, to the same codes, instead of keeping
+        them since the forward. That needs less memory if x is kept anyway, for the backward of
+        what made it; else it needs more.
 
     Example:
       >>> x = jnp.ones((2, 8), jnp.bfloat16)
@@ -191,7 +191,7 @@ class Dense(nn.Module):
     kernel_axes: tuple[str | None, ...] = ()
     preferred_element_type: Any = None
     seeded: bool = False
-    requantize: bool = False
+    recompute_codes: bool = False
 
     @nn.compact
     def variables_for(self, size: int, key: Any = None, scope: str = "") -> tuple[Weight, Any]:
@@ -241,7 +241,7 @@ def together(
     """Applies several layers to one x; the results equal separate calls, bit for bit.
 
     If the layers have the same settings and do not round x stochastically, x is quantized once for
-    all of them and saved once for the backward. Only layers whose recipe has shared casts differ
+    all of them and saved once for the backward. Only layers whose recipe shares scales differ
     from separate calls: their weights have one scale, and so have the gradients of their results.
 
     Args:
@@ -255,7 +255,7 @@ def together(
 
     Raises:
       TypeError: for an x that is no array of a float dtype of 16 or more bits.
-      ValueError: without layers or with another number of keys, and for layers with shared casts
+      ValueError: without layers or with another number of keys, and for layers that share scales
         that have other settings than the rest or round x stochastically.
 
     Example:
@@ -281,7 +281,7 @@ def together(
     same_settings = all(_settings(layer) == _settings(layers[0]) for layer in layers)
     if same_settings and as_recipe(layers[0].recipe).quantizes_x_once:
         return apply_together(layers, scopes, x, keys, input_scale)
-    if any(as_recipe(layer.recipe).shared for layer in layers):
+    if any(as_recipe(layer.recipe).shares_scales for layer in layers):
         raise ValueError(
             f"layers {', '.join(scopes)} cannot share scales: they need equal settings, and a"
             " recipe that does not round x stochastically"
@@ -295,7 +295,7 @@ def together(
 def _settings(layer: Dense) -> tuple[Any, ...]:
     """Returns the settings that must be equal for layers to share a quantized x."""
     recipe, dtype = as_recipe(layer.recipe), layer.preferred_element_type
-    return recipe, layer.backend, dtype, layer.seeded, layer.requantize
+    return recipe, layer.backend, dtype, layer.seeded, layer.recompute_codes
 
 
 def apply_together(
@@ -333,7 +333,7 @@ def apply_together(
             for weight in weights
         )
     matmul = (((x.ndim - 1,), (0,)), ((), ()))
-    ys = dot_general_shared(x, weights, matmul, requantize=first.requantize, **settings)
+    ys = dot_general_together(x, weights, matmul, recompute_codes=first.recompute_codes, **settings)
     return tuple(add_bias(y, bias) for y, bias in zip(ys, biases, strict=True))
 
 

@@ -134,7 +134,7 @@ def measure(
     cast_axes: dict[str, int],
     key: Any,
 ) -> Statistics:
-    """Returns the rows of the named casts of one array; {} without a probe.
+    """Returns the statistics of the named casts of one array, a row each; {} without a probe.
 
     Args:
       x: the array [..., rows, columns] before its casts.
@@ -188,7 +188,7 @@ def _what_if(
         if cast is None:
             operands[f"what_if.{name}"] = PlainOperand(x, axis)
             continue
-        cast = dataclasses.replace(cast.current(), shared=False, requantizes=False)
+        cast = dataclasses.replace(cast.current(), shared_scale=False, requantizes=False)
         cast_key = signs = None
         own = len(CASTS) + CASTS.index(name)
         if cast.rounding == "stochastic":

@@ -70,8 +70,8 @@ def _bwd(pair: Pair, saved: Any, g: jax.Array):
         def branch(x, weight: Weight, observed: Observed, g):
             casts = {"wgrad_x": X_CASTS["wgrad_x"]}
             qx, _ = quantize_operand(settings, x, casts, weight)
-            rows = measure(weight.probe, x, qx, casts, weight.key)
-            observed = observed.also(Observed({}, rows))
+            statistics = measure(weight.probe, x, qx, casts, weight.key)
+            observed = observed.also(Observed({}, statistics))
             return backward(settings, qx["wgrad_x"], weight, observed, g, JointAmax())
 
         return branch
@@ -114,7 +114,7 @@ def promotable_dot(
             f"high recipe {high.name!r} needs amax histories: choose one without delayed scaling"
         )
     for recipe in (low, high):
-        if recipe.shared:
+        if recipe.shares_scales:
             raise ValueError(
                 f"recipe {recipe.name!r} shares scales between weights, and a linear that can be"
                 " promoted has its own: drop qkv=shared or turn promotions off"

@@ -8,8 +8,8 @@ Each Q is a cast of the recipe (numerics/recipe.py). Scales that are constant al
 axis multiply the result, others multiply block by block. Saved for the backward are
 
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
-         wgrad_x in high precision, x itself. With `requantize`, x itself instead of codes: what
-         made x keeps it for its own backward anyway, and ours quantizes it to the same codes.
+         wgrad_x in high precision, x itself. With `recompute_codes`, x itself instead of codes:
+         what made x keeps it for its own backward anyway, and ours quantizes it to the same codes.
     w    the weight as given, with its histories, key and probe (weight.py). Its value is in
          practice the float32 parameter, which exists anyway. The backward quantizes it again, so no
          gathered or cast weight is saved under any rematerialization policy.
@@ -21,7 +21,7 @@ and QUANTIZED_INPUT, the quantized x. The policies of `jax.checkpoint_policies` 
 `dot_general` and would miss GEMMs that are kernels.
 
 Several weights may share one x (queries, keys and values). It is quantized once and saved once.
-With `shared` casts the weights have one scale, as if they were one array, and so have their
+With a `shared_scale` the weights have one scale, as if they were one array, and so have their
 gradients g.
 
 Dtypes: y and dx have x's dtype (y another one on request), dw has w's. With bfloat16 activations
@@ -97,7 +97,7 @@ class GemmSettings:
       out_dtype: of y.
       seeded: promise that no history is empty; if False, an empty one is read as the operand's own
         amax (amax_history.py).
-      requantize: whether x is saved for the backward and quantized there, instead of its codes.
+      recompute_codes: whether x is saved for the backward and quantized there, not its codes.
       x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
       pooled: mesh axes whose devices share the scale of an operand.
     """
@@ -107,7 +107,7 @@ class GemmSettings:
     dtype: jnp.dtype
     out_dtype: jnp.dtype
     seeded: bool
-    requantize: bool = False
+    recompute_codes: bool = False
     x_axes: Axes = frozenset()
     pooled: PooledAxes = PooledAxes()
 
@@ -123,7 +123,7 @@ class _Residuals(NamedTuple):
 class JointAmax(NamedTuple):
     """The largest amax of all weights that share x, and of all gradients g of their results.
 
-    For shared casts; None where each has its own scale.
+    For shared scales; None where each has its own.
     """
 
     w: jax.Array | None = None
@@ -180,7 +180,7 @@ def quantize_operand(
       x: the operand x, w or g of a GEMM of the weight.
       cast_axes: as in `cast_requests`.
       weight: has the operand's history and the PRNG key.
-      joint: the amax for shared casts, None for x's own.
+      joint: the amax for a shared scale, None for x's own.
       wgrad_signs: as in `cast_requests`.
 
     Returns:
@@ -206,7 +206,7 @@ def quantize_operand(
         requests = _with_amax(requests, largest_over(tensor_amax(x), pooled))
     if joint is not None:
         requests = {
-            name: request._replace(amax=joint) if request.cast.shared else request
+            name: request._replace(amax=joint) if request.cast.shared_scale else request
             for name, request in requests.items()
         }
     operands: dict[str, Operand] = {name: PlainOperand(x, axis) for name, axis in cast_axes.items()}
@@ -271,9 +271,11 @@ def _with_amax(requests: dict[str, CastRequest], amax: jax.Array) -> dict[str, C
 def shared_amax(
     settings: GemmSettings, casts: Sequence[str], arrays: Sequence[jax.Array]
 ) -> jax.Array | None:
-    """Returns max|x| over the arrays if one of the named casts is shared, else None."""
+    """Returns max|x| over the arrays if one of the named casts has a shared scale, else None."""
     recipe_casts = settings.recipe.by_name()
-    shared = [cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared]
+    shared = [
+        cast for name in casts if (cast := recipe_casts[name]) is not None and cast.shared_scale
+    ]
     if not shared or len(arrays) < 2:
         return None
     amax = joint_amax(arrays)
@@ -331,7 +333,7 @@ def forward(
       y for each weight, the operands of `x_casts`, and for each weight what the casts of x and w
       have observed.
     """
-    qx, amax = quantize_operand(settings, x, x_casts, _sharing(weights))
+    qx, amax = quantize_operand(settings, x, x_casts, _of_shared_x(weights))
     joint = shared_amax(
         settings, ("fwd_w",), [w.value for w in weights if isinstance(w.value, jax.Array)]
     )
@@ -350,7 +352,7 @@ def forward(
     return tuple(ys), qx, tuple(observed)
 
 
-def _sharing(weights: Sequence[Weight]) -> Weight:
+def _of_shared_x(weights: Sequence[Weight]) -> Weight:
     """Returns the weight whose key and history of x quantize an x that all of these share."""
     largest = largest_of(tuple(weight.histories_of("x") for weight in weights))
     return dataclasses.replace(weights[0], histories=largest)
@@ -410,10 +412,10 @@ def differentiable_once(
 
 def _matmuls_fwd(settings: GemmSettings, x, weights: tuple[Weight, ...]):
     # What is saved is what was given: a loop over layers stacks anything else a second time.
-    requantizes = _requantizes(settings, weights)
-    casts = {"fwd_x": -1} if requantizes else X_CASTS
+    recomputes = _recomputes_codes(settings, weights)
+    casts = {"fwd_x": -1} if recomputes else X_CASTS
     ys, qx, observed = forward(settings, *differentiable_once(x, weights, settings.recipe), casts)
-    if requantizes:
+    if recomputes:
         kept: Operand = PlainOperand(x, X_CASTS["wgrad_x"])
     else:
         # The barrier keeps XLA from saving x itself and quantizing it in the backward.
@@ -421,18 +423,18 @@ def _matmuls_fwd(settings: GemmSettings, x, weights: tuple[Weight, ...]):
     return ys, _Residuals(kept, weights, observed)
 
 
-def _requantizes(settings: GemmSettings, weights: Sequence[Weight]) -> bool:
+def _recomputes_codes(settings: GemmSettings, weights: Sequence[Weight]) -> bool:
     """Whether the backward quantizes x. Not with probes: they measure both casts in the forward."""
-    return settings.requantize and all(weight.probe is None for weight in weights)
+    return settings.recompute_codes and all(weight.probe is None for weight in weights)
 
 
 def _wgrad_x(settings: GemmSettings, saved: _Residuals) -> Operand:
     """Returns the operand x of wgrad, quantized now if the forward has saved x itself."""
-    if not _requantizes(settings, saved.weights):
+    if not _recomputes_codes(settings, saved.weights):
         return saved.x
     assert isinstance(saved.x, PlainOperand)
     casts = {"wgrad_x": X_CASTS["wgrad_x"]}
-    return quantize_operand(settings, saved.x.x, casts, _sharing(saved.weights))[0]["wgrad_x"]
+    return quantize_operand(settings, saved.x.x, casts, _of_shared_x(saved.weights))[0]["wgrad_x"]
 
 
 def _matmuls_bwd(settings: GemmSettings, saved: _Residuals, gs: tuple[jax.Array, ...]):
@@ -466,7 +468,7 @@ def backward(
     Args:
       x: the operand x of wgrad.
       observed: by the casts of x and w in the forward.
-      joint: amaxes for shared casts.
+      joint: amaxes for shared scales.
 
     Returns:
       dx and the cotangent of the weight.

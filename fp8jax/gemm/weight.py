@@ -63,15 +63,16 @@ class Observed(NamedTuple):
 
     Attributes:
       histories: operand -> its next history, of those that have one.
-      rows: statistics by the names of casts, {} without a probe.
+      statistics: by the names of casts, {} without a probe.
     """
 
     histories: Histories
-    rows: Statistics
+    statistics: Statistics
 
     def also(self, other: "Observed") -> "Observed":
         """Returns both."""
-        return Observed(self.histories | other.histories, self.rows | other.rows)
+        histories = self.histories | other.histories
+        return Observed(histories, self.statistics | other.statistics)
 
 
 def observe(
@@ -100,14 +101,14 @@ def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe)
         operand: largest_like(observed.histories[operand], varying(history))
         for operand, history in weight.histories.items()
     }
-    rows = observed.rows
+    statistics = observed.statistics
     if weight.probe is not None:  # XLA then drops what the forward measured of the same codes
-        rows = rows | repeated(recipe, weight.probe.what_if, rows)
+        statistics = statistics | repeated(recipe, weight.probe.what_if, statistics)
     return dataclasses.replace(
         weight,
         value=summed_like(dw, varying(weight.value)),
         histories=amax_history.as_cotangent(weight.histories, histories),
-        probe=probe_cotangent(weight.probe, rows),
+        probe=probe_cotangent(weight.probe, statistics),
         key=None,
     )
 

@@ -22,7 +22,7 @@ def timing_name(cast: Any) -> str:
 def tile_name(cast: Any) -> str:
     """Returns a cast's tile, and whether several weights share its scale: "tensor, shared"; or
     whether it tiles what the forward multiplied: "nv16, again"."""
-    how = ", shared" if cast.shared else ", again" if cast.requantizes else ""
+    how = ", shared" if cast.shared_scale else ", again" if cast.requantizes else ""
     return f"{cast.tile}{how}"
 
 

@@ -181,11 +181,11 @@ def _with_shared_qkv(policy: Policy, value: str) -> Policy:
             f"qkv={value}: policy {policy.name!r} gives queries, keys and values different recipes"
         )
     (recipe,) = recipes
-    if not recipe.sharing().shared:
+    if not recipe.sharing_scales().shares_scales:
         raise ValueError(
             f"qkv={value}: no cast of {recipe.name!r} has one current scale for the whole tensor"
         )
-    rule = ("layers/attention/[qkv]", recipe.sharing())
+    rule = ("layers/attention/[qkv]", recipe.sharing_scales())
     return dataclasses.replace(policy, rules=(rule, *policy.rules))
 
 

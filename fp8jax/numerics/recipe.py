@@ -71,9 +71,9 @@ class Cast:
         two operands of a GEMM must agree.
       requantizes: whether the cast quantizes what the forward GEMM multiplied, and not the source
         of that: gradients are then those of the quantized forward. Of dgrad_w and wgrad_x only.
-      shared: whether weights that are multiplied with one x share this scale, as one fused weight
-        would (query, key and value, for instance): it comes from their largest amax, for w, and
-        from that of their results' gradients, for g. Only for one current scale per tensor.
+      shared_scale: whether weights that are multiplied with one x share this scale, as one fused
+        weight would (query, key and value, for instance): it comes from their largest amax, for w,
+        and from that of their results' gradients, for g. Only for one current scale per tensor.
 
     Raises:
       TypeError: for fields of another type.
@@ -97,7 +97,7 @@ class Cast:
     hadamard: int = 1
     redrawn: bool = False
     requantizes: bool = False
-    shared: bool = False
+    shared_scale: bool = False
 
     def __post_init__(self):
         for field, resolve in (("format", as_format), ("tile", as_tile), ("scale", _as_scale)):
@@ -122,9 +122,9 @@ class Cast:
                 f"hadamard={self.hadamard} contradicts scale={self.scale}: only current scaling"
                 " takes the amax of the transformed tensor; use a rule such as Fp32"
             )
-        if self.shared and (self.timing, self.tile, self.hadamard) != ("current", TENSOR, 1):
+        if self.shared_scale and (self.timing, self.tile, self.hadamard) != ("current", TENSOR, 1):
             raise ValueError(
-                f"shared=True contradicts scale={self.scale}, tile={self.tile},"
+                f"shared_scale=True contradicts scale={self.scale}, tile={self.tile},"
                 f" hadamard={self.hadamard}: weights share one current scale for the whole tensor;"
                 " use a rule such as Fp32, tile=TENSOR, hadamard=1"
             )
@@ -144,11 +144,14 @@ class Cast:
                 f"redrawn=True needs a Hadamard transform of 2 to 32 elements, got"
                 f" hadamard={self.hadamard}"
             )
-        if isinstance(self.scale, Mse) and self.shared:
-            raise ValueError("scale rule mse contradicts shared=True: each tensor has its errors")
-        if self.requantizes and (self.timing != "current" or self.shared):
+        if isinstance(self.scale, Mse) and self.shared_scale:
             raise ValueError(
-                f"requantizes=True contradicts scale={self.scale}, shared={self.shared}: what the"
+                "scale rule mse contradicts shared_scale=True: each tensor has its errors"
+            )
+        if self.requantizes and (self.timing != "current" or self.shared_scale):
+            raise ValueError(
+                f"requantizes=True contradicts scale={self.scale},"
+                f" shared_scale={self.shared_scale}: what the"
                 " forward multiplied has a current scale of its own"
             )
 
@@ -265,9 +268,9 @@ class Recipe:
     Raises:
       TypeError: for fields of another type.
       ValueError: the casts of one operand have histories of different lengths, the two casts of
-        one GEMM have different `hadamard` or `redrawn`, a cast of x is `shared`, one but dgrad_w
-        and wgrad_x requantizes, and for a split accumulation of a GEMM that has no choice of
-        accumulation.
+        one GEMM have different `hadamard` or `redrawn`, a cast of x has a `shared_scale`, one but
+        dgrad_w and wgrad_x requantizes, and for a split accumulation of a GEMM that has no choice
+        of accumulation.
 
     Example:
       >>> tile = fp8jax.Cast(format=fp8jax.FORMATS["e4m3"], tile=fp8jax.TILE128)
@@ -305,8 +308,10 @@ class Recipe:
                 raise ValueError(
                     f"{operand} has one history, but its casts set the lengths {sorted(lengths)}"
                 )
-        if any(cast.shared for cast in self._operands()["x"]):
-            raise ValueError("a cast of x is shared: weights share w's and g's scales; x is one")
+        if any(cast.shared_scale for cast in self._operands()["x"]):
+            raise ValueError(
+                "a cast of x has a shared scale: weights share w's and g's scales; x is one"
+            )
         for name, pair in self.gemms.items():
             sizes = [1 if cast is None else cast.hadamard for cast in pair]
             if sizes[0] != sizes[1]:
@@ -402,9 +407,9 @@ class Recipe:
         return all(cast is None or cast.rounding == "nearest" or cast.redrawn for cast in casts)
 
     @property
-    def shared(self) -> bool:
+    def shares_scales(self) -> bool:
         """Whether weights that are multiplied with one x share a scale."""
-        return any(cast.shared for cast in self.casts)
+        return any(cast.shared_scale for cast in self.casts)
 
     def map(self, change: Callable[[str, Cast], Cast | None]) -> "Recipe":
         """Returns the recipe with each cast replaced by change(name, cast), name such as "dgrad_g".
@@ -421,12 +426,12 @@ class Recipe:
         """Returns the recipe whose delayed casts take current scales: it has no histories."""
         return self.map(lambda _, cast: cast.current())
 
-    def sharing(self) -> "Recipe":
-        """Returns the recipe whose casts of w and g that have one current scale are shared."""
+    def sharing_scales(self) -> "Recipe":
+        """Returns the recipe whose casts of w and g that have one current scale share it."""
 
         def share(name: str, cast: Cast) -> Cast:
             alone = cast.tile == TENSOR and cast.timing == "current" and cast.hadamard == 1
-            return dataclasses.replace(cast, shared=alone and not name.endswith("_x"))
+            return dataclasses.replace(cast, shared_scale=alone and not name.endswith("_x"))
 
         return self.map(share)
 

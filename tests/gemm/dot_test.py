@@ -15,7 +15,7 @@ from jax import lax
 from fp8jax.device import hardware
 from fp8jax.gemm import vjp
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
-from fp8jax.gemm.dot import dot_general, dot_general_shared, einsum
+from fp8jax.gemm.dot import dot_general, dot_general_together, einsum
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.weight import Weight
 from fp8jax.kernels import blackwell
@@ -660,7 +660,7 @@ def test_weights_that_share_an_operand_add_its_gradients_as_jax_does():
     x, ws = jnp.ones((1, 1)), [jnp.full((1, 1), value) for value in (2.0**24, 1.0, -(2.0**24))]
 
     def shared(x):
-        return [*dot_general_shared(x, [*map(Weight, ws)], MATMUL, recipe="bf16")]
+        return [*dot_general_together(x, [*map(Weight, ws)], MATMUL, recipe="bf16")]
 
     def separate(x):
         return [x @ w for w in ws]
@@ -700,7 +700,7 @@ def test_stochastic_casts_follow_the_key():
     keys = jax.random.key(0), jax.random.key(1)
     np.testing.assert_array_equal(f(key=keys[0]), f(key=keys[0]))
     assert (f(key=keys[0]) != f(key=keys[1])).any()
-    for y in dot_general_shared(
+    for y in dot_general_together(
         x, [Weight(w, key=key) for key in keys], MATMUL, recipe=recipe, backend="emulated"
     ):  # the first key rounds x for all
         np.testing.assert_array_equal(y, f(key=keys[0]))
@@ -718,7 +718,7 @@ def test_the_first_key_rounds_a_shared_x_for_the_gradients_of_all_weights():
     def gradients(*keys):
         def shared(w):
             weights = [Weight(w, key=key) for key in keys]
-            return dot_general_shared(x, weights, MATMUL, recipe=recipe, backend="emulated")
+            return dot_general_together(x, weights, MATMUL, recipe=recipe, backend="emulated")
 
         return jax.vjp(shared, w)[1](tuple(g for _ in keys))[0]
 

@@ -143,14 +143,14 @@ class Shared(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        recipe = as_recipe(self.recipe).sharing()
+        recipe = as_recipe(self.recipe).sharing_scales()
         layers = [Dense(N, recipe, use_bias=True, name=name, seeded=True) for name in "ab"]
         return together(layers, x, (None, None))
 
 
 def test_weights_that_share_a_scale():
     """The second kernel's own amax is half of the first's, so a scale of its own would differ."""
-    recipe, pair = as_recipe("fp8_current").sharing(), kernels(2)
+    recipe, pair = as_recipe("fp8_current").sharing_scales(), kernels(2)
     model, bias = Shared("fp8_current"), jnp.arange(N, dtype=jnp.float32)
     params = {k: {"kernel": w, "bias": bias} for k, w in zip("ab", pair, strict=True)}
     made = freeze_kernels([*map(Weight, pair)], recipe)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8jax.device import hardware
-from fp8jax.gemm.dot import dot_general_shared
+from fp8jax.gemm.dot import dot_general_together
 from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.weight import Weight
@@ -41,7 +41,7 @@ def apart(x, ws, states, *, recipe, backend):
     """down(silu(gate(x)) * up(x)) of three products."""
     gate, up, down = map(Weight, ws, states)
     f = functools.partial(
-        dot_general_shared, dimension_numbers=MATMUL, recipe=recipe, backend=backend
+        dot_general_together, dimension_numbers=MATMUL, recipe=recipe, backend=backend
     )
     return f(swiglu(*f(x, (gate, up))), (down,))[0]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from fp8jax.gemm.dot import dot_general, dot_general_shared
+from fp8jax.gemm.dot import dot_general, dot_general_together
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.names import as_recipe
@@ -192,7 +192,7 @@ def test_without_check_vma_histories_are_refused_and_current_scaling_is_right():
 
 def test_weights_of_one_x_must_be_sharded_alike():
     def both(x, one, other):
-        return dot_general_shared(x, (Weight(one), Weight(other)), MATMUL, recipe="fp8_current")
+        return dot_general_together(x, (Weight(one), Weight(other)), MATMUL, recipe="fp8_current")
 
     x, w = arrays()
     with pytest.raises(ValueError, match="must vary over the same mesh axes, got .*'tensor'"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from fp8jax.gemm.dot import dot_general, dot_general_shared
+from fp8jax.gemm.dot import dot_general, dot_general_together
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.probe import (
     BEYOND,
@@ -265,7 +265,7 @@ def test_weights_that_share_x_have_the_statistics_of_separate_calls():
     @jax.jit
     def statistics(x):
         def loss(probes):
-            ys = dot_general_shared(
+            ys = dot_general_together(
                 x,
                 [Weight(w, probe=probe) for w, probe in zip(both, probes, strict=True)],
                 MATMUL,

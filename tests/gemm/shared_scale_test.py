@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fp8jax.gemm import vjp
-from fp8jax.gemm.dot import dot_general, dot_general_shared
+from fp8jax.gemm.dot import dot_general, dot_general_together
 from fp8jax.gemm.modules import Dense, together
 from fp8jax.gemm.promotable import promotable_dot
 from fp8jax.gemm.weight import Weight
@@ -26,7 +26,7 @@ from fp8jax.numerics.recipes import RECIPES
 from tests.support.products import MATMUL
 
 ALONE = RECIPES["fp8_amax"]
-SHARED = ALONE.sharing()
+SHARED = ALONE.sharing_scales()
 M, K, N, LARGE = 8, 16, 6, 4
 
 
@@ -58,7 +58,7 @@ def rounded(x: jax.Array, spacing: float) -> np.ndarray:
 @jax.jit
 def run_shared(x, ws, gs):
     def multiply(x, ws):
-        return dot_general_shared(
+        return dot_general_together(
             x, tuple(map(Weight, ws)), MATMUL, recipe=SHARED, backend="emulated"
         )
 

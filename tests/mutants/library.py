@@ -49,7 +49,7 @@ LINEAR = (
     ),
     M("contracting_last", "axis", "tile=q.tile[::-1]", "tile=q.tile"),
     M(
-        "vjp:_sharing",
+        "vjp:_of_shared_x",
         "key",
         "replace(weights[0], histories",
         "replace(weights[-1], histories",

@@ -38,7 +38,7 @@ def test_the_table_by_hand():
         name="mine",
         fwd_x=Cast(format=FORMATS["e4m3"], tile=Tile(2, 64), scale=Pow2(3), rounding="stochastic"),
         fwd_w=Cast(format=FORMATS["e5m2"], scale=Delayed(4)),
-        wgrad_g=Cast(format=FORMATS["e5m2"], shared=True),
+        wgrad_g=Cast(format=FORMATS["e5m2"], shared_scale=True),
     )
     words = [line.split("  ") for line in recipe.table().splitlines()]
     rows = [[cell.strip() for cell in line if cell.strip()] for line in words]

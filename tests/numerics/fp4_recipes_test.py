@@ -9,7 +9,7 @@ import pytest
 
 from fp8jax.gemm.backends.emulated import quantize_one
 from fp8jax.gemm.backends.operands import CastRequest
-from fp8jax.gemm.dot import dot_general_shared
+from fp8jax.gemm.dot import dot_general_together
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.quantization import dequantize, quantize
@@ -180,7 +180,7 @@ def test_weights_that_share_x_share_its_signs(name):
     def gradients(ws):
         def products(ws):
             weights = [Weight(w, key=k) for w, k in zip(ws, jax.random.split(KEY), strict=True)]
-            return dot_general_shared(x, weights, MATMUL, recipe=name)
+            return dot_general_together(x, weights, MATMUL, recipe=name)
 
         return jax.vjp(products, ws)[1]((g, g))[0]
 
@@ -199,7 +199,7 @@ def test_weights_that_share_x_share_its_signs(name):
         (dict(scale=SCALES["eden"], redrawn=False), "contradicts redrawn=False"),
         (dict(scale=SCALES["unbiased"], format=FORMATS["e4m3"]), "unbiased needs format e2m1"),
         (dict(hadamard=1), "redrawn=True needs a Hadamard"),
-        (dict(scale=SCALES["fp32"], shared=True, tile=TENSOR), "shared"),
+        (dict(scale=SCALES["fp32"], shared_scale=True, tile=TENSOR), "shared"),
     ],
 )
 def test_what_contradicts_is_refused(change, message):

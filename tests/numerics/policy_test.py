@@ -278,15 +278,15 @@ def test_queries_keys_and_values_share_the_scales_of_one_fused_weight():
     plain = as_recipe("fp8_amax:margin=3")
     for path in MODULES[:-1]:
         recipe = policy.recipe(path)
-        shared = {name for name, cast in recipe.by_name().items() if cast.shared}
+        shared = {name for name, cast in recipe.by_name().items() if cast.shared_scale}
         if path in ("layers/attention/q", "layers/attention/k", "layers/attention/v"):
-            assert shared == {"fwd_w", "dgrad_w", "dgrad_g", "wgrad_g"} and recipe.shared
-            unshared = recipe.map(lambda _, cast: dataclasses.replace(cast, shared=False))
+            assert shared == {"fwd_w", "dgrad_w", "dgrad_g", "wgrad_g"} and recipe.shares_scales
+            unshared = recipe.map(lambda _, cast: dataclasses.replace(cast, shared_scale=False))
             assert unshared == plain != recipe
         else:
-            assert recipe == plain and not recipe.shared
+            assert recipe == plain and not recipe.shares_scales
     policy.check(MODULES, 1)
-    assert not any(as_policy(name).recipe("layers/attention/q").shared for name in POLICIES)
+    assert not any(as_policy(name).recipe("layers/attention/q").shares_scales for name in POLICIES)
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,11 @@ CURRENT = Cast(format=E4M3)
             dict(format=E4M3, scale=Constant(2.0), hadamard=16),
             ["hadamard=16", "Constant(value=2.0)"],
         ),
-        (dict(format=E4M3, tile=ROW, shared=True), ["shared=True", "tile=row"]),
-        (dict(format=E4M3, shared=True, hadamard=16), ["shared=True", "hadamard=16"]),
+        (dict(format=E4M3, tile=ROW, shared_scale=True), ["shared_scale=True", "tile=row"]),
+        (dict(format=E4M3, shared_scale=True, hadamard=16), ["shared_scale=True", "hadamard=16"]),
         (
-            dict(format=E4M3, scale=Delayed(4), shared=True),
-            ["shared=True", "Delayed(history=4"],
+            dict(format=E4M3, scale=Delayed(4), shared_scale=True),
+            ["shared_scale=True", "Delayed(history=4"],
         ),
     ],
 )
@@ -125,10 +125,13 @@ def test_a_scale_is_separable_if_constant_along_the_contraction():
 
 
 def test_weights_do_not_share_x():
-    shared = Cast(format=E4M3, shared=True)
-    assert Recipe(fwd_w=shared, wgrad_g=shared).shared and not Recipe(fwd_w=CURRENT).shared
+    shared = Cast(format=E4M3, shared_scale=True)
+    assert (
+        Recipe(fwd_w=shared, wgrad_g=shared).shares_scales
+        and not Recipe(fwd_w=CURRENT).shares_scales
+    )
     for field in ("fwd_x", "wgrad_x"):
-        with pytest.raises(ValueError, match="a cast of x is shared"):
+        with pytest.raises(ValueError, match="a cast of x has a shared scale"):
             Recipe(**{field: shared})
 
 

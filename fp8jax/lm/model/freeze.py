@@ -142,8 +142,8 @@ def _frozen_group(
         return plain
     states = {name: _histories(recipes[name], histories, paths[name]) for name in cast}
     states = jax.tree.map(lambda history: history[begin:end], states)
-    # The scale of a shared cast comes from all weights of the group, which then have one recipe.
-    shared = recipes[cast[0]].shared
+    # A shared scale comes from all weights of the group, which then have one recipe.
+    shared = recipes[cast[0]].shares_scales
 
     def layer(arguments) -> dict[str, FrozenKernel]:
         kernels, states = arguments

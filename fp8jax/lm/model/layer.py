@@ -45,13 +45,13 @@ class LinearSpec(NamedTuple):
     Attributes:
       name, features: of the linear and its output.
       axes: logical axes of its kernel.
-      requantize: as in `Dense`.
+      recompute_codes: as in `Dense`.
     """
 
     name: str
     features: int
     axes: tuple[str, str]
-    requantize: bool = False
+    recompute_codes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Linears:
             kernel_init=nn.initializers.normal(0.02 / shrink),
             kernel_axes=linear.axes,
             seeded=self.seeded,
-            requantize=linear.requantize,
+            recompute_codes=linear.recompute_codes,
             name=linear.name,
         )
 
@@ -231,7 +231,7 @@ class Attention(nn.Module):
         else:
             y_BLNH = attend_cached(q_BLNH, updated, positions_BL, kind.window)
         y = constrain(y_BLNH.reshape(*y_BLNH.shape[:2], -1), "batch", "length", "heads")
-        o = LinearSpec("o", c.d_model, ("heads", "embed"), requantize=keeps_y)
+        o = LinearSpec("o", c.d_model, ("heads", "embed"), recompute_codes=keeps_y)
         y = self.linears(y, o)[0]
         return y if cache is None else (y, updated)
 

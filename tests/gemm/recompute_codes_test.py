@@ -1,4 +1,4 @@
-"""`requantize`: x itself is saved for the backward, and quantized there to the same codes."""
+"""`recompute_codes`: x itself is saved for the backward, and quantized there to the same codes."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.gemm.dot import dot_general_shared
+from fp8jax.gemm.dot import dot_general_together
 from fp8jax.gemm.histories.amax_history import HISTORIES, init_state
 from fp8jax.gemm.modules import Dense, together
 from fp8jax.gemm.weight import Weight
@@ -29,23 +29,23 @@ def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, w, g
 
 
-def product(name: str, requantize: bool, seeded: bool, x, ws, states):
+def product(name: str, recompute_codes: bool, seeded: bool, x, ws, states):
     keys = [jax.random.key(7 + i) for i in range(len(ws))]
-    return dot_general_shared(
+    return dot_general_together(
         x,
         tuple(map(Weight, ws, states, keys)),
         MATMUL,
         recipe=name,
         backend="emulated",
         seeded=seeded,
-        requantize=requantize,
+        recompute_codes=recompute_codes,
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def results(name: str, requantize: bool, seeded: bool, x, ws, gs, states):
+def results(name: str, recompute_codes: bool, seeded: bool, x, ws, gs, states):
     """ys, dx, dws and the next histories."""
-    f = functools.partial(product, name, requantize, seeded)
+    f = functools.partial(product, name, recompute_codes, seeded)
     ys, vjp = jax.vjp(f, x, ws, states)
     return ys, vjp(gs)
 
@@ -66,7 +66,7 @@ DEFAULT = ("bf16", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
 @pytest.mark.parametrize(
     ("name", "seeded"),
     [
-        # One recipe of each tile; the others requantize by the same function.
+        # One recipe of each tile; the others recompute them by the same function.
         (name, True) if name in DEFAULT else pytest.param(name, True, marks=pytest.mark.full)
         for name in RECIPES
     ]
@@ -89,9 +89,9 @@ def test_the_largest_history_of_x_sets_the_scale_of_both_passes():
     assert_same(one, other)
 
 
-def residuals(requantize: bool, name: str) -> list[jax.ShapeDtypeStruct]:
+def residuals(recompute_codes: bool, name: str) -> list[jax.ShapeDtypeStruct]:
     x, w, _ = operands()
-    f = functools.partial(product, name, requantize, True)
+    f = functools.partial(product, name, recompute_codes, True)
     _, vjp = jax.eval_shape(lambda x, w: jax.vjp(f, x, (w,), (init_state(name),)), x, w)
     return [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "shape", ()) == (M, K)]
 
@@ -111,7 +111,7 @@ def test_layers_of_other_settings_do_not_share_x():
     class Pair(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layers = [Dense(8, "fp8_block", name=n, requantize=n == "a") for n in "ab"]
+            layers = [Dense(8, "fp8_block", name=n, recompute_codes=n == "a") for n in "ab"]
             return together(layers, x, [None, None])
 
     def codes(x):
