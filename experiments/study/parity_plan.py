@@ -175,6 +175,7 @@ _LATER = {
         **{"reset": "", "reset_from": 0.6},
         **{"loss_scale": "none", "loss_scale_window": 2000},
     },
+    "gnmr": {"unit": "layer"},
     "model_overrides": dict.fromkeys(
         ("norm_at", "qk_norm_joint", "query_scalar", "layer_pattern", "window")
         + ("joined_projections", "scale_embedding", "window_rope_theta", "rotary_dim")

@@ -148,16 +148,20 @@ def _others(events: Sequence[Mapping[str, Any]]) -> list[Note]:
                     f"the SwiGLU output of layers {layers} grew at each of several validations",
                 )
             )
-    promoted = [e for e in events if e["kind"] == Event.PROMOTION and "layers" in e and e["layers"]]
-    if promoted:
-        numbers = sorted({layer for event in promoted for layer in event["layers"]})
-        text = f"the first promotion of layers to higher precision; in all, {_listed(numbers)}"
-        notes.append(Note(promoted[0]["step"], text))
-    return notes
+    return [*notes, *_promotions(events, "layer"), *_promotions(events, "linear")]
 
 
-def _listed(layers: Sequence[int | str]) -> str:
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+def _promotions(events: Sequence[Mapping[str, Any]], unit: str) -> list[Note]:
+    """A note at the first promotion of a unit, with all that were promoted; none without one."""
+    promoted = [e for e in events if e["kind"] == Event.PROMOTION and f"{unit}s" in e]
+    promoted = [event for event in promoted if event[f"{unit}s"]]
+    if not promoted:
+        return []
+    units = {each for event in promoted for each in event[f"{unit}s"]}
+    listed = sorted(map(str, units), key=lambda each: int(each.partition("/")[0]))
+    which = f"{unit}{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
+    text = f"the first promotion of {unit}s to higher precision; in all, {which}"
+    return [Note(promoted[0]["step"], text)]
 
 
 # The curve of losses ------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class Linears:
         return f"{self.path}/{name}"
 
     def _promotable(self, layer: Dense, x, promotion: Promotion) -> Array:
-        """Applies the linear in its own recipe, or in the promotion's if the layer is promoted."""
+        """Applies the linear in its own recipe, or in the promotion's if it is promoted."""
         name = str(layer.name)
         (key,) = self.keys([name])
         weight, bias = layer.variables_for(x.shape[-1], key, name)
@@ -138,7 +138,7 @@ class Linears:
         y = promotable_dot(
             x,
             weight,
-            promotion.layers,
+            promotion.of(self._path_of(name)),
             low=as_recipe(layer.recipe),
             high=promotion.policy.recipe(self._path_of(name)),
             backend=self.backend,

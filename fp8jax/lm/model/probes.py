@@ -82,6 +82,6 @@ def _recipes(policy: Policy, path: str, n_layers: int, promotion: Promotion | No
     for stretch in stretches(policy, n_layers):
         here = None if is_exact(stretch.policy) else promotion
         for layer in range(stretch.begin, stretch.end):
-            ran = here.policy if here is not None and here.layers[layer] else stretch.policy
+            ran = here.policy if here is not None and here.of(path)[layer] else stretch.policy
             recipes.append(ran.recipe(path))
     return recipes

@@ -146,7 +146,7 @@ class Transformer(nn.Module):
           segments_BL: number of each token's document within its row, from 1; 0 is padding.
           positions_BL: position of each token within its segment.
           key: random key, for policies that round stochastically.
-          promotion: which layers run in another policy instead; None for none.
+          promotion: what runs in another policy instead; None for nothing.
           head: False leaves out the head, and returns its input x_BLD in `dtype` and its weight
             w_DV as stored: the logits are x_BLD w_DV if the head's recipe casts nothing
             (chunked_loss.py).

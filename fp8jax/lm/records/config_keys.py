@@ -56,6 +56,7 @@ REMOVED = {"size_gate": "docs/benchmarks has the sizes at which FP8 is slower th
 
 # Keys that came later, with the values that leave a run as it was: old configs have these.
 LATER = {
+    "gnmr.unit": "layer",
     "optimizer.reset": "",
     "optimizer.reset_from": 0.6,
     "optimizer.loss_scale": "none",

@@ -25,8 +25,9 @@ def _switched(fields: _Fields) -> str:
 
 
 def _promoted(fields: _Fields) -> str:
-    layers = ", ".join(map(str, fields["layers"])) or "none"
-    return f"layers in high precision from here on: {layers}"
+    kind = "linears" if "linears" in fields else "layers"
+    which = ", ".join(map(str, fields[kind])) or "none"
+    return f"{kind} in high precision from here on: {which}"
 
 
 def _growing(fields: _Fields) -> str:

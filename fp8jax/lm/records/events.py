@@ -27,7 +27,7 @@ class Event(enum.StrEnum):
     PRECISION_SWITCH = "precision_switch"  # from, to, seeding: the next policy of the schedule
     TELEMETRY = "telemetry"  # compile_s: the program that samples casts was compiled
     PROFILED = "profiled"  # directory: where the trace lies
-    PROMOTION = "promotion"  # layers: that run in another policy from now on
+    PROMOTION = "promotion"  # layers or linears: that run in another policy from now on
     SWIGLU_GROWS = "swiglu_grows"  # amaxes: of layers whose SwiGLU output keeps growing
     OVERFLOW = "overflow"  # loss_scale: under which gradients overflowed; it is halved
     # A rejected step, and what was done about it: cause, loss, grad_norm, spent.

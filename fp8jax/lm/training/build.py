@@ -30,7 +30,7 @@ from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.mesh import check_batch, make_mesh, mesh_axes, spec, tree_shardings
 from fp8jax.lm.model.attention import choose_attention
 from fp8jax.lm.model.config import ModelConfig
-from fp8jax.lm.model.promotion import Promoter
+from fp8jax.lm.model.promotion import Promoter, promoted_linears
 from fp8jax.lm.model.transformer import REMAT, Transformer
 from fp8jax.lm.optim.config import OptimizerConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_master
@@ -125,7 +125,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         numbers=_numbers(config, optimizing, schedule, promoter, mesh),
         master_weights=lookup("master weights", config.optimizer.master_weights, MASTER_WEIGHTS),
         detector=detector, promoter=promoter, scaling=scaling, initial_weights=weights,
-        optional_state=_optional_state(detector, promoter, scaling, shape.n_layers),
+        optional_state=_optional_state(detector, promoter, scaling, shape),
     )  # fmt: skip
     drafts = [_draft(config, shared, policy) for policy in precision.policies]
     layers = choose_layers(
@@ -177,8 +177,14 @@ def _optional_state(
     detector: SpikeDetector | None,
     promoter: Promoter | None,
     scaling: LossScaling | None,
-    n_layers: int,
+    shape: ModelConfig,
 ) -> tuple[OptionalState, ...]:
+    def fresh_promoter() -> Any:
+        if promoter is None:
+            return {}
+        linears = promoted_linears(promoter, shape)
+        return promoter.init((shape.n_layers, len(linears)) if linears else (shape.n_layers,))
+
     return (
         OptionalState(field="histories", item="histories", key=histories_key, fresh=None),
         OptionalState(
@@ -191,7 +197,7 @@ def _optional_state(
             field="promoter",
             item="gnmr",
             key=lambda config, step: config["gnmr"],  # it remembers what they gave
-            fresh=dict if promoter is None else lambda: promoter.init(n_layers),
+            fresh=fresh_promoter,
         ),
         OptionalState(
             field="loss_scale",

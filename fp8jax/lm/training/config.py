@@ -116,16 +116,17 @@ def base_config() -> ml_collections.ConfigDict:
     config.recovery.spike_window = placeholder(int)  # accepted losses to compare with; None: off
     config.recovery.spike_deviations = 6.0  # threshold above their median, in robust deviations
 
-    # GNMR: runs layers whose gradients grow in higher precision for a while
+    # GNMR: runs layers, or linears, whose gradients grow in higher precision for a while
     config.gnmr = ml_collections.ConfigDict()
     config.gnmr.alpha = ()  # thresholds of the gradient ratio, one or two: (1.5, 1.1); (): off
     config.gnmr.beta = 1.3  # threshold of the ratio's acceleration
     config.gnmr.first = 0.025  # fraction of the run that uses the first of two thresholds
-    config.gnmr.most = 1  # largest number of layers promoted at a time
+    config.gnmr.unit = "layer"  # what is promoted as a whole: "layer" or "linear"
+    config.gnmr.most = 1  # largest number of layers or linears promoted at a time
     config.gnmr.lock_steps = 1  # steps that a promotion lasts after its cause is gone
     config.gnmr.window = 5  # earlier ratios that the acceleration is computed from
-    config.gnmr.random = placeholder(float)  # control: promote this share of layers by chance
-    config.gnmr.precision = "fp8_current"  # policy of promoted layers
+    config.gnmr.random = placeholder(float)  # control: promote this share of them by chance
+    config.gnmr.precision = "fp8_current"  # policy of what is promoted
 
     # Validation, samples, telemetry and checkpoints
     config.valid = ml_collections.ConfigDict()

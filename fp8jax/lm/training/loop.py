@@ -228,7 +228,7 @@ def _train_in(
             telemetry=telemetry,
             programs=programs,
             recovery=Recovery(run, checkpointer, metrics, meta["recovery"]),
-            watch=LayerWatch(metrics, meta["amaxes"]),
+            watch=LayerWatch(metrics, meta["amaxes"], run.stages[0].promoted_linears),
             profile=traced,
             stop=stop,
             faults=faults,

@@ -17,7 +17,7 @@ from fp8jax.device import xla
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.interop.initial_weights import InitialWeights
-from fp8jax.lm.model.promotion import Promoter, Promotion
+from fp8jax.lm.model.promotion import Promoter, Promotion, promoted_linears
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.stability.loss_scaling import LossScaling
 from fp8jax.lm.training.ladder import Ladder
@@ -90,9 +90,14 @@ class Stage:
     def policy(self) -> Policy:
         return self.model.resolved_policy
 
+    @property
+    def promoted_linears(self) -> tuple[str, ...]:
+        """The paths of the linears that are promoted one by one."""
+        return promoted_linears(self.promoter, self.model.config)
+
     def promotion(self, state: TrainState) -> Promotion | None:
-        """Which layers run in another policy in the next step."""
-        return promotion_of(self.promoter, state)
+        """What runs in another policy in the next step."""
+        return promotion_of(self.promoter, self.model, state)
 
     def gemms(self, step: Any) -> list[Gemm]:
         """The GEMMs of the stage's compiled training step."""

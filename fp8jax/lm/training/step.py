@@ -8,7 +8,7 @@ They know nothing of files, config keys or devices: build.py jits them, loop.py 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax
@@ -24,7 +24,7 @@ from fp8jax.lm.data.loader import Batch
 from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.chunked_loss import chunk_length, chunked_loss, token_losses
 from fp8jax.lm.model.layer import AMAXES, HIDDEN
-from fp8jax.lm.model.promotion import Promoter, Promotion
+from fp8jax.lm.model.promotion import Promoter, Promotion, promoted_linears
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.stability.bad_steps import ACCEPTED, is_finite, select_if
@@ -135,11 +135,14 @@ def _loss(
     return chunked_loss(recipe, positions, *out, targets, weights, total), seen
 
 
-def promotion_of(promoter: Promoter | None, state: TrainState) -> Promotion | None:
-    """Which layers run in another policy in the next step; None without a promoter."""
+def promotion_of(
+    promoter: Promoter | None, model: Transformer, state: TrainState
+) -> Promotion | None:
+    """What runs in another policy in the next step; None without a promoter."""
     if promoter is None:
         return None
-    return Promotion(as_policy(promoter.precision), state.promoter["promoted"])
+    linears = promoted_linears(promoter, model.config)
+    return Promotion(as_policy(promoter.precision), state.promoter["promoted"], linears)
 
 
 def scale_of(scaling: LossScaling | None, state: TrainState) -> Any:
@@ -241,7 +244,7 @@ def telemetry_step(
       A tree like `probes`; and which layers ran in another policy.
     """
     total = jnp.maximum(jnp.sum(batch["weights"]), 1.0)
-    params, promotion = to_float32(state.params), promotion_of(promoter, state)
+    params, promotion = to_float32(state.params), promotion_of(promoter, model, state)
     scale = scale_of(scaling, state)
 
     def microbatch_loss(probes, micro, index):
@@ -276,18 +279,17 @@ def train_step(
 
     Args:
       detector: judges loss spikes; without one only steps that are not finite are rejected.
-      promoter: chooses the layers that run in another policy in the next step, None for none.
+      promoter: chooses what runs in another policy in the next step, None for nothing.
       scaling: of the loss in the backward pass, None for none.
       inject: changes the gradients where a batch asks for a fault (lm/training/faults.py).
 
     Returns:
       The next state, and scalars: loss (nats a token), grad_norm (before clipping) and
-      learning_rate; verdict with a detector; promoted, bool [layers], with a promoter; loss_scale
-      and overflow with a dynamic loss scale.
+      learning_rate; verdict with a detector; promoted, bool [layers] or [layers, linears], with a
+      promoter; loss_scale and overflow with a dynamic loss scale.
     """
-    loss, grads, histories = accumulate(
-        model, state, batch, grad_accum, promotion_of(promoter, state), scale_of(scaling, state)
-    )
+    promotion, scale = promotion_of(promoter, model, state), scale_of(scaling, state)
+    loss, grads, histories = accumulate(model, state, batch, grad_accum, promotion, scale)
     if inject is not None:
         grads = inject(grads, batch)
     grad_norm = optax.tree.norm(grads)
@@ -310,7 +312,7 @@ def train_step(
     )
     metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": numbers.learning_rate}
     if promoter is not None:
-        norms = layer_norms(grads)
+        norms = unit_norms(grads, promoted_linears(promoter, model.config))
         seen = promoter.update(state.promoter, norms, state.key, numbers.promoter)
         new = dataclasses.replace(new, promoter=seen)
         metrics["promoted"] = state.promoter["promoted"]
@@ -342,12 +344,18 @@ def _settled(
     return dataclasses.replace(settled, loss_scale=seen), metrics | scales
 
 
+def unit_norms(grads: Any, linears: Sequence[str]) -> Float[Array, "layers *linears"]:
+    """The norm of the gradients of each layer; of each of the linears in it, if there are any."""
+    if not linears:
+        return layer_norms(grads["layers"])
+    parts = [path.split("/") for path in linears]
+    norms = [layer_norms(grads[group][part][name]) for group, part, name in parts]
+    return jnp.stack(norms, axis=-1)
+
+
 def layer_norms(grads: Any) -> Float[Array, " layers"]:
-    """The norm of each layer's gradients."""
-    squares = [
-        jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))
-        for g in jax.tree.leaves(grads["layers"])
-    ]
+    """The norm of each layer's part of a tree of gradients [layers, ...]."""
+    squares = [jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares))
 
 
@@ -376,7 +384,7 @@ def eval_step(
     """
     size = jnp.take(token_bytes_V, batch["targets"]) * batch["weights"]
     key = state.key if model.resolved_policy.stochastic else None
-    promotion = promotion_of(promoter, state)
+    promotion = promotion_of(promoter, model, state)
     nats, watched = _loss(
         model, state.params, state.histories, batch, key, promotion, 1.0, (AMAXES,)
     )

@@ -1,7 +1,9 @@
 """Events about layers over many steps: promotions, and SwiGLU outputs that grow."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from fp8jax.lm.records.events import Event
@@ -17,24 +19,38 @@ class LayerWatch:
         carries them.
     """
 
-    def __init__(self, metrics: Metrics, amaxes: list[list[float]]):
-        self._metrics = metrics
-        self._promoted: list[int] = []
+    def __init__(self, metrics: Metrics, amaxes: list[list[float]], linears: Sequence[str]):
+        """Begins to watch.
+
+        Args:
+          linears: the paths of the linears that are promoted one by one, empty where layers are.
+        """
+        self._metrics, self._linears = metrics, linears
+        self._promoted: list[int] | list[str] = []
         self.amaxes = amaxes
 
     def stepped(self, step: int, numbers: dict[str, Any]) -> dict[str, float]:
-        """The scalars of a step; writes an event if other layers were promoted than before.
+        """The scalars of a step; writes an event if others were promoted than before.
 
         Args:
-          numbers: what the step has returned. `promoted`, bool [layers], becomes their number.
+          numbers: what the step has returned. `promoted`, bool [layers] or [layers, linears],
+            becomes their number.
         """
         if "promoted" in numbers:
-            layers = [int(layer) for layer in numbers["promoted"].nonzero()[0]]
-            if layers != self._promoted:
-                self._metrics.event(step, Event.PROMOTION, layers=layers)
-            self._promoted = layers
-            numbers = numbers | {"promoted": len(layers)}
+            promoted = self._names(numbers["promoted"])
+            if promoted != self._promoted:
+                kind = "linears" if self._linears else "layers"
+                self._metrics.event(step, Event.PROMOTION, **{kind: promoted})
+            self._promoted = promoted
+            numbers = numbers | {"promoted": len(promoted)}
         return {name: float(value) for name, value in numbers.items()}
+
+    def _names(self, promoted: np.ndarray) -> list[int] | list[str]:
+        """Numbers of layers; or names such as "3/mlp/down" of linears."""
+        if not self._linears:
+            return [int(layer) for layer in promoted.nonzero()[0]]
+        names = [path.removeprefix("layers/") for path in self._linears]
+        return [f"{layer}/{names[place]}" for layer, place in np.argwhere(promoted)]
 
     def validated(self, step: int, amaxes: list[float]) -> None:
         """Warns of layers that grow. After a warning the count starts again."""

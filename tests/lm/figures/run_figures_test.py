@@ -106,6 +106,19 @@ def test_promotions_are_bars_while_a_layer_is_promoted(tmp_path):
     assert axis.get_title(loc="left") == "gnmr: promoted layers; 9 steps, summed over layers"
 
 
+def test_promoted_linears_have_a_row_each(tmp_path):
+    both = {"step": 2, "kind": Event.PROMOTION, "linears": ["2/mlp/up", "10/attention/q"]}
+    events = [START, both, {"step": 4, "kind": Event.PROMOTION, "linears": []}]
+    run = write_run(tmp_path / "gnmr", metrics=losses_of([1.0] * 5), events=events)
+    assert list(promoted_stretches(run.events, 5).items()) == [
+        ("2/mlp/up", [(2, 4)]),
+        ("10/attention/q", [(2, 4)]),
+    ]
+    (axis,) = figures.promotions(run).axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["2/mlp/up", "10/attention/q"]
+    assert axis.get_title(loc="left") == "gnmr: promoted linears; 4 steps, summed over linears"
+
+
 def test_promotions_after_a_resume_are_not_counted_twice():
     """Killed after step 8 and resumed from step 4: what it did between is done again."""
     resume = {"step": 4, "kind": Event.START}
@@ -117,7 +130,7 @@ def test_promotions_after_a_resume_are_not_counted_twice():
 
 def test_a_run_without_promotions(tmp_path):
     run = write_run(tmp_path / "a", metrics=losses_of([1.0]), events=[START])
-    with pytest.raises(NothingToDraw, match="a has promoted no layer"):
+    with pytest.raises(NothingToDraw, match="a has promoted nothing"):
         figures.promotions(run)
 
 

@@ -3,17 +3,26 @@
 import dataclasses
 import functools
 import itertools
+import re
+from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fp8jax.lm.data.loader import to_devices, train_batches
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.probes import _recipes
+from fp8jax.lm.model.promotion import Promotion
+from fp8jax.lm.model.transformer import Transformer
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.policy import Policy
 from tests.support.runs import corpus, tiny
 
 
@@ -25,14 +34,14 @@ def settings(**changes) -> Gnmr:
 
 
 def promoted(config: Gnmr, norms, first_steps=0) -> np.ndarray:
-    """Which layers are promoted after each step, [steps, layers]."""
+    """What is promoted after each step, [steps, layers] or [steps, layers, linears]."""
 
     def step(seen, norms):
         seen = config.update(seen, norms, jax.random.key(0), jnp.int32(first_steps))
         return seen, seen["promoted"]
 
     norms = jnp.asarray(norms, jnp.float32)
-    return np.asarray(jax.lax.scan(step, config.init(norms.shape[1]), norms)[1])
+    return np.asarray(jax.lax.scan(step, config.init(norms.shape[1:]), norms)[1])
 
 
 def by_the_paper(config: Gnmr, norms, first_steps) -> np.ndarray:
@@ -78,6 +87,8 @@ def test_promotions_are_the_papers(changes, first_steps):
     assert 0.02 < expected.mean() < 0.4
     found = promoted(settings(**changes), norms, first_steps)
     np.testing.assert_array_equal(found, expected)
+    linears = promoted(settings(**changes, unit="linear"), norms.reshape(80, 3, 2), first_steps)
+    np.testing.assert_array_equal(linears, expected.reshape(80, 3, 2))
 
 
 def test_steady_gradients_promote_nothing_and_a_jump_its_layer():
@@ -104,6 +115,7 @@ def test_by_chance_the_share_is_promoted_whatever_the_gradients():
         (dict(alpha=(1.5, -1.0)), "one or two positive thresholds"),
         (dict(alpha=(3.0, 2.0, 1.0)), "one or two positive thresholds"),
         (dict(beta=0.0), "gnmr.beta=0.0 must be positive"),
+        (dict(unit="block"), "gnmr.unit='block' is neither layer nor linear"),
         (dict(most=0), "gnmr.most=0 must be at least 1"),
         (dict(lock_steps=-1), "gnmr.lock_steps=-1 must be at least 0"),
         (dict(window=0), "gnmr.window=0 must be at least 1"),
@@ -118,6 +130,8 @@ def test_thresholds_out_of_range_are_refused(changes, message):
 def test_settings_that_do_not_fit_a_run_are_refused(data):
     with pytest.raises(ValueError, match="gnmr.most=3 is more than the model's 2 layers"):
         build(tiny(data, gnmr__alpha=(1.5,), gnmr__most=3))
+    with pytest.raises(ValueError, match="gnmr.most=15 is more than the model's 14 linears"):
+        build(tiny(data, gnmr__alpha=(1.5,), gnmr__most=15, gnmr__unit="linear"))
     with pytest.raises(ValueError, match="gnmr.random=0.1 needs a gnmr.alpha"):
         build(tiny(data, gnmr__random=0.1))
     with pytest.raises(ValueError, match="gnmr.precision='fp8_delayed' uses delayed scaling"):
@@ -178,15 +192,59 @@ def test_promotions_change_without_a_compilation(data, changes):
         np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=0.3)  # of nearly the same arrays
 
 
-def test_a_run_writes_how_many_are_promoted_and_when_others_are(data, tmp_path):
-    """Thresholds that noise exceeds; both layers at a time."""
+def test_a_linear_is_promoted_alone():
+    """Promoted by linears, a layer is what it is as a whole. One linear in all layers is what a
+    policy makes of it, up to how XLA rounds around a branch."""
+    sizes: dict[str, Any] = dict(d_model=32, d_ff=64, n_heads=2, n_kv_heads=2, head_dim=16)
+    config = dataclasses.replace(MODELS["llama_tiny"], n_layers=2, **sizes)
+    model = Transformer(config, "fp4_naive")
+    one, positions = jnp.ones((1, 32), jnp.int32), jnp.arange(32)[None]
+    inputs = jnp.asarray(np.random.default_rng(0).integers(0, 256, (1, 32))), one, positions
+    variables = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), *inputs))
+    linears = tuple(path for path in config.modules if path.startswith("layers/"))
+    place = linears.index("layers/mlp/down")
+
+    @jax.jit
+    def logits(promotion):
+        return model.apply(variables, *inputs, None, promotion)
+
+    def of_linears(flags):
+        return logits(Promotion(as_policy("bf16"), jnp.asarray(flags), linears))
+
+    flags = np.zeros((2, len(linears)), bool)
+    nothing = of_linears(flags)
+    one = of_linears(flags | np.array([[False], [True]]))
+    whole = logits(Promotion(as_policy("bf16"), jnp.asarray([False, True])))
+    np.testing.assert_array_equal(one, whole)
+    flags[:, place] = True
+    down = of_linears(flags)
+    rules = (("layers/mlp/down", as_policy("bf16").recipe("layers/mlp/down")),)
+    policy = Policy((*rules, *model.resolved_policy.rules))
+    expected = Transformer(config, policy).apply(variables, *inputs)
+    changed = jnp.abs(nothing - expected).max()
+    assert changed > 1e-3 and jnp.abs(down - expected).max() < changed / 100
+    flags[0, place] = False
+    promotion = Promotion(as_policy("bf16"), flags, linears)
+    for path, ran in (("up", [True, True]), ("down", [True, False])):
+        recipes = _recipes(model.resolved_policy, f"layers/mlp/{path}", 2, promotion)
+        assert [bool(recipe.casts) for recipe in recipes] == ran
+
+
+@pytest.mark.parametrize("unit", ["layer", pytest.param("linear", marks=pytest.mark.full)])
+def test_a_run_writes_how_many_are_promoted_and_when_others_are(unit, data, tmp_path):
+    """Thresholds that noise exceeds; two at a time."""
     config = tiny(data, precision="fp4_naive", gnmr__alpha=(0.9,), gnmr__most=2, num_steps=12)
+    config.gnmr.unit = unit
     train_and_evaluate(config, str(tmp_path))
     counts = [line["promoted"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
     events = [e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "promotion"]
     assert events and 0 in counts and {*counts} <= {0, 1, 2}
-    layers: list[int] = []
+    names: list[int] | list[str] = []
     for step, count in enumerate(counts, start=1):
-        layers = next((e["layers"] for e in events if e["step"] == step), layers)
-        assert len(layers) == count
-    assert all(a["layers"] != b["layers"] for a, b in itertools.pairwise(events))
+        names = next((e[f"{unit}s"] for e in events if e["step"] == step), names)
+        assert len(names) == count
+    assert all(a[f"{unit}s"] != b[f"{unit}s"] for a, b in itertools.pairwise(events))
+    if unit == "linear":
+        some = {name for event in events for name in event["linears"]}
+        linear = re.compile("[01]/(attention/[qkvo]|mlp/(gate|up|down))")
+        assert some and all(linear.fullmatch(name) for name in some)

@@ -122,7 +122,10 @@ def test_rows_and_keys_of_microbatches_by_hand():
 
 def test_norms_of_layers_by_hand():
     layers = {"a": np.float32([[[3], [0]], [[6], [2]]]), "b": np.float32([[4], [3]])}
-    np.testing.assert_array_equal(step.layer_norms({"layers": layers, "head": layers["a"]}), [5, 7])
+    assert step.unit_norms({"layers": layers, "head": layers["a"]}, ()).tolist() == [5, 7]
+    grads = {"layers": {"mlp": {name: {"kernel": g} for name, g in layers.items()}}}
+    found = step.unit_norms(grads, ("layers/mlp/b", "layers/mlp/a"))
+    np.testing.assert_allclose(found, [[4, 3], [3, np.sqrt(40)]], rtol=1e-6)
 
 
 def test_histories_reach_neither_clipping_nor_the_optimizer(data):
