@@ -236,12 +236,12 @@ def test_a_step_that_takes_too_long_ends_all(left, tmp_path, capsys):
 @pytest.mark.parametrize("compiling", range(2))
 def test_a_step_has_its_time_beside_a_compilation_in_any_process(left, tmp_path, compiling):
     with contextlib.ExitStack() as stack:
-        both = [stack.enter_context(each) for each in channels(2, left, step_timeout=0.2)]
+        both = [stack.enter_context(each) for each in channels(2, left, step_timeout=0.8)]
         both[compiling]._compiling.lasts = 1.0
         wait_for(lambda: both[0]._compiled and both[1]._compiled)
         for each in both:
             each.trains(str(tmp_path), lambda: 1, NOTHING, lambda _: None)
-        time.sleep(3 * 0.2)
+        time.sleep(2 * 0.8)
         assert not left
         both[compiling]._compiling.lasts = 0.0
         wait_for(lambda: left == {0: 1, 1: 1})
