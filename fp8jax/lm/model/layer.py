@@ -6,7 +6,7 @@ F hidden width.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -24,6 +24,7 @@ from fp8jax.lm.mesh import constrain
 from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
 from fp8jax.lm.model.config import BIASES, MLPS, NORM_PLACES, ModelConfig
+from fp8jax.lm.model.fp8_inputs import with_fp8_inputs
 from fp8jax.lm.model.layer_kinds import LayerKind, kind_of
 from fp8jax.lm.model.norms import RMSNorm, norm_layer
 from fp8jax.lm.model.promotion import Promotion
@@ -186,11 +187,13 @@ class Attention(nn.Module):
       config: shape of the model.
       linears: creates the projections.
       implementation: as in `dot_product_attention`.
+      fp8_inputs: as in `RMSNorm`, for norms of queries and keys.
     """
 
     config: ModelConfig
     linears: Linears
     implementation: str | Implementation | None
+    fp8_inputs: bool = False
 
     @nn.compact
     def __call__(self, x_BLD, segments_BL, positions_BL, kind: LayerKind, cache=None):
@@ -201,7 +204,8 @@ class Attention(nn.Module):
             return y.reshape(*y.shape[:2], heads, c.head_dim)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(c.norm_eps, c.norm == "rms_offset", name=name)
+            offset = c.norm == "rms_offset"
+            return RMSNorm(c.norm_eps, offset, self.fp8_inputs, name=name)
 
         q, k, v = self.linears(
             x_BLD,
@@ -242,10 +246,12 @@ class FeedForward(nn.Module):
     Attributes:
       config: shape of the model.
       linears: creates the linears.
+      fp8_inputs: whether gate and up are kept for the backward in FP8 (fp8_inputs.py).
     """
 
     config: ModelConfig
     linears: Linears
+    fp8_inputs: bool = False
 
     @nn.compact
     def __call__(self, x_BLD):
@@ -256,14 +262,15 @@ class FeedForward(nn.Module):
         # The fused kernels never write the hidden activations, which a watched layer reports.
         watching = self.is_mutable_collection("intermediates") or TELEMETRY in self.variables
         separate = self.is_initializing() or watching or has_frozen(self.variables)
+        separate = separate or self.fp8_inputs  # they keep gate and up in bfloat16
         if mlp.fusible and not separate and self.linears.fuses(x_BLD):
             return self.linears.gated(x_BLD, gate, up, down)
         if mlp.gated:
             gate_BLF, up_BLF = self.linears(x_BLD, gate, up)
-            hidden_BLF = _recomputed(lambda gate, up: mlp.hidden(gate, up))(gate_BLF, up_BLF)
+            hidden_BLF = self._kept(mlp.hidden, gate_BLF, up_BLF)
         else:
             (up_BLF,) = self.linears(x_BLD, up)
-            hidden_BLF = _recomputed(mlp.activation)(up_BLF)
+            hidden_BLF = self._kept(mlp.activation, up_BLF)
         hidden_BLF = self.linears.masked(constrain(hidden_BLF, "batch", "length", "mlp"))
         self.sow("intermediates", HIDDEN, hidden_BLF)
         if self.has_variable(TELEMETRY, HIDDEN):
@@ -271,10 +278,11 @@ class FeedForward(nn.Module):
         scale_F = _channel_scale(hidden_BLF) if mlp.smooth else None
         return self.linears(hidden_BLF, down, input_scale=scale_F)[0]
 
-
-def _recomputed(activation):
-    """Saves only the arguments: a scan would store every value in between for every layer."""
-    return jax.checkpoint(activation, prevent_cse=False)
+    def _kept(self, hidden: Callable[..., Array], *inputs: Array) -> Array:
+        """Saves only the inputs: a scan would store every value in between for every layer."""
+        if self.fp8_inputs:
+            return with_fp8_inputs(hidden, inputs)
+        return jax.checkpoint(lambda *inputs: hidden(*inputs), prevent_cse=False)(*inputs)
 
 
 def _channel_scale(x_BLF: Float[Array, "B L F"]) -> Float[Array, " F"]:
@@ -292,6 +300,7 @@ class Block(nn.Module):
       policy: decides the recipes of the layer's linears by their paths.
       backend, attention: as in `Transformer`.
       zero_padding, seeded: as in `Transformer`.
+      fp8_inputs: whether norms and the MLP keep their inputs in FP8 (fp8_inputs.py).
     """
 
     config: ModelConfig
@@ -300,6 +309,7 @@ class Block(nn.Module):
     attention: str | Implementation | None
     zero_padding: bool = False
     seeded: bool = True
+    fp8_inputs: bool = False
 
     @nn.compact
     def __call__(
@@ -332,12 +342,14 @@ class Block(nn.Module):
             )
 
         def normalized(y, name: str, here: bool):
-            return norm_layer(c, name)(y) if here else y
+            return norm_layer(c, name, fp8_inputs=self.fp8_inputs)(y) if here else y
 
         before, after = NORM_PLACES[c.norm_at]
         kind = kind_of(c, c.layer_pattern[0]) if kind is None else kind
         y = normalized(x_BLD, "attention_norm", before)
-        attention = Attention(c, linears("attention"), self.attention, name="attention")
+        attention = Attention(
+            c, linears("attention"), self.attention, self.fp8_inputs, name="attention"
+        )
         if cache is None:
             y = attention(y, segments_BL, positions_BL, kind)
         else:
@@ -345,7 +357,7 @@ class Block(nn.Module):
         y = normalized(y, "attention_post_norm", after)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
         y = normalized(x_BLD, "mlp_norm", before)
-        y = FeedForward(c, linears("mlp"), name="mlp")(y)
+        y = FeedForward(c, linears("mlp"), self.fp8_inputs, name="mlp")(y)
         y = normalized(y, "mlp_post_norm", after)
         x_BLD = constrain(x_BLD + y, "batch", "length", "residual")
         return x_BLD if cache is None else (x_BLD, cache)

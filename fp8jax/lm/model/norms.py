@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.fp8_inputs import with_fp8_inputs
 from fp8jax.lookup import lookup
 
 
@@ -27,27 +28,37 @@ class RMSNorm(nn.Module):
     Attributes:
       eps: see there.
       offset: whether 1 + scale multiplies instead, and the scale begins at 0 (Gemma).
+      fp8_inputs: whether x is kept for the backward in FP8 (fp8_inputs.py).
     """
 
     eps: float
     offset: bool = False
+    fp8_inputs: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         init = nn.initializers.zeros if self.offset else nn.initializers.ones
         scale = _vector(self, "scale", init, x)
-        return _rms_norm(x, 1 + scale if self.offset else scale, self.eps)
+        scale = 1 + scale if self.offset else scale
+        if self.fp8_inputs:
+            return with_fp8_inputs(lambda x, s: _rms_norm(x, s, self.eps), (x,), (scale,))
+        return _rms_norm(x, scale, self.eps)
 
 
 class LayerNorm(nn.Module):
     """Returns (x - mean) / sqrt(variance + eps) * scale + bias, over the last axis."""
 
     eps: float
+    fp8_inputs: bool = False  # as in `RMSNorm`
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         scale = _vector(self, "scale", nn.initializers.ones, x)
-        return _layer_norm(x, scale, _vector(self, "bias", nn.initializers.zeros, x), self.eps)
+        bias = _vector(self, "bias", nn.initializers.zeros, x)
+        if self.fp8_inputs:
+            norm = lambda x, s, b: _layer_norm(x, s, b, self.eps)  # noqa: E731
+            return with_fp8_inputs(norm, (x,), (scale, bias))
+        return _layer_norm(x, scale, bias, self.eps)
 
 
 def _statistic(x):
@@ -93,10 +104,14 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def norm_layer(config: ModelConfig, name: str) -> Callable[..., Any]:
+def norm_layer(config: ModelConfig, name: str, *, fp8_inputs: bool = False) -> Callable[..., Any]:
     """Returns the config's norm as a submodule called `name`.
+
+    Args:
+      fp8_inputs: as in `RMSNorm`.
 
     Raises:
       ValueError: `config.norm` is unknown.
     """
-    return lookup("norm", config.norm, NORMS)(config.norm_eps, name=name)
+    norm = lookup("norm", config.norm, NORMS)
+    return norm(config.norm_eps, fp8_inputs=fp8_inputs, name=name)

@@ -14,6 +14,7 @@ The policy decides by module path (`MODULES`) in which recipe a linear runs. The
 `ModelConfig` (config.py) decides which parts the model has.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -49,14 +50,29 @@ from fp8jax.numerics.recipe import Recipe
 from fp8jax.numerics.tiles import tensor_amax
 from fp8jax.telemetry.rows import Row
 
-# What each layer saves for its backward; everything else is recomputed there. "dots" saves the
-# outputs of the linears. "quantized" also saves their quantized inputs, so that no input is
-# quantized twice. A recomputed value has the same bits, since casts are deterministic.
-REMAT: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "dots": jax.checkpoint_policies.save_only_these_names(GEMM_OUTPUT),
-    "quantized": jax.checkpoint_policies.save_only_these_names(GEMM_OUTPUT, QUANTIZED_INPUT),
-    "full": jax.checkpoint_policies.nothing_saveable,
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What each layer saves for its backward.
+
+    Attributes:
+      policy: of `jax.checkpoint`: what is saved, and not recomputed; None saves everything.
+      fp8_inputs: whether the inputs of norms and activations are saved in FP8 (fp8_inputs.py).
+    """
+
+    policy: Callable[..., Any] | None
+    fp8_inputs: bool = False
+
+
+# "dots" saves the outputs of the linears. "quantized" also saves their quantized inputs, so that no
+# input is quantized twice. A recomputed value has the same bits, since casts are deterministic;
+# what "fp8_inputs" saves has not.
+REMAT = {
+    "none": Remat(None),
+    "dots": Remat(jax.checkpoint_policies.save_only_these_names(GEMM_OUTPUT)),
+    "quantized": Remat(jax.checkpoint_policies.save_only_these_names(GEMM_OUTPUT, QUANTIZED_INPUT)),
+    "full": Remat(jax.checkpoint_policies.nothing_saveable),
+    "fp8_inputs": Remat(None, fp8_inputs=True),
 }
 
 
@@ -70,7 +86,7 @@ class Transformer(nn.Module):
       policy: a key of `POLICIES` or a `Policy`.
       backend: a key of `BACKENDS`, or None for the fastest that can run the recipe.
       attention: a key of `ATTENTIONS`, an `Implementation`, or None for the fastest here.
-      remat: a key of `REMAT`: what the backward recomputes.
+      remat: a key of `REMAT`: what layers save for the backward, and what that recomputes.
       unroll: layers in one iteration of the loop over layers. n_layers removes the loop, which
         takes longer to compile and saves the copies into and out of the stack.
       dtype: dtype of the activations and of the residual stream.
@@ -334,7 +350,7 @@ def _run_stretch(
     variables: dict[str, Any],
     x_BLD: Array,
     inputs: _LayerInputs,
-    remat: Callable[..., Any] | None,
+    remat: Remat,
     watching: bool,
 ) -> tuple[Array, Any]:
     """Runs one stretch of layers as a `lax.scan` over its slice of the stack.
@@ -357,6 +373,7 @@ def _run_stretch(
         model.attention,
         model.zero_padding,
         model.seeded,
+        remat.fp8_inputs,
         parent=None,
     )
 
@@ -368,11 +385,11 @@ def _run_stretch(
 
     separate = isinstance(variables["params"], tuple)
     begin, end = stretch.begin, stretch.end
-    if remat is not None:
+    if remat.policy is not None:
         # Without a loop, XLA would find that the backward computes again what the forward has, and
         # keep that instead.
         together = separate or model.unroll >= end - begin
-        layer = jax.checkpoint(layer, policy=remat, prevent_cse=together)
+        layer = jax.checkpoint(layer, policy=remat.policy, prevent_cse=together)
     part = _part_of(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
         part[HISTORIES] = to_max_combining(part[HISTORIES])

@@ -89,6 +89,7 @@ def saved_bytes(sizes: Sizes, remat: str) -> int:
         dots       + 2 (Q + 2 K) + 2 F or 4 F + 2 D         results of q, k, v; up and gate; o
         quantized  + c D + c D + c F unless fused           inputs of q, k, v; gate, up; down
         none       + attention + 2 Q + 16                   what attention keeps; the input of o
+        fp8_inputs as none, with 17/16 for the 2 of the layer's input, up and gate, and o
 
     "none" keeps the residual stream between attention and MLP, not the result of o: as many bytes.
     The 16 bytes are of the norms.
@@ -96,17 +97,20 @@ def saved_bytes(sizes: Sizes, remat: str) -> int:
     c, codes = sizes.shape, sizes.codes
     queries, keys = (n * c.head_dim // sizes.tensor for n in (c.n_heads, c.n_kv_heads))
     hidden, width = c.d_ff // sizes.tensor, c.d_model
-    saved = 2 * width
     if remat == "full":
-        return saved
-    saved += 2 * (queries + 2 * keys) + (4 if MLPS[c.mlp].gated else 2) * hidden + 2 * width
+        return 2 * width
+    saved = 4 * width + 2 * (queries + 2 * keys) + (4 if MLPS[c.mlp].gated else 2) * hidden
     if remat == "dots":
         return saved
     saved += width * (codes["layers/attention/q"] + codes["layers/mlp/up"])
-    saved += 0 if sizes.fused else hidden * codes["layers/mlp/down"]
+    saved += 0 if sizes.fused and remat != "fp8_inputs" else hidden * codes["layers/mlp/down"]
     if remat == "quantized":
         return saved
-    return saved + sizes.attention + 2 * queries + 16
+    saved += sizes.attention + 2 * queries + 16
+    if remat == "fp8_inputs":
+        narrowed = 2 * width + (2 if MLPS[c.mlp].gated else 1) * hidden
+        saved -= narrowed * 15 // 16
+    return saved
 
 
 def step_bytes(sizes: Sizes, remat: str, unroll: int) -> int:

@@ -136,6 +136,7 @@ def test_the_estimate_by_hand():
     kept = {"full": 8, "dots": 8 + 2 * (4 + 2 + 2 + 6 + 6) + 8}
     kept["quantized"] = kept["dots"] + 4 + 4 + 6
     kept["none"] = kept["quantized"] + 24 + 2 * 4 + 16
+    kept["fp8_inputs"] = kept["none"] - (4 + 4 + 6 + 6) * 15 // 16  # x, o, gate and up
     assert {remat: saved_bytes(one, remat) for remat in kept} == kept
     layer, head = 10 * (kept["none"] + 16 * 6), 2 * 4 * 10 * 8 + 6 * 4 * 8
     for remat, saved in kept.items():
