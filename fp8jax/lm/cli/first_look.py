@@ -18,6 +18,7 @@ _RUNGS = {
     Event.STOP: "the run stopped",
 }
 _CAUSES = {Cause.SPIKE: "a loss spike", Cause.NON_FINITE: "not finite"}
+_FINISHED, _STOPPED = "finished", "stopped"
 
 # A loss is a spike by the rule of lm/stability/spikes.py, with its defaults.
 _WINDOW, _DEVIATIONS, _NORMAL, _SLACK = 64, 6.0, 1.4826, 1 / 50
@@ -40,7 +41,7 @@ class FirstLook:
     Attributes:
       state: how the run ended, or that it goes on.
       stopped: whether it ended before its last step.
-      sound: whether it did not, and nothing below was found.
+      sound: whether it finished, and nothing below was found.
       tensors: out of line, the first one first; None without telemetry.
       sampled: the number of sampled steps.
       steps: what happened to steps, by step.
@@ -61,11 +62,11 @@ def first_look(run: RunFiles) -> FirstLook:
     events = own_events(run.events)
     tensors = None if run.telemetry is None else out_of_line(run.telemetry.rows)
     steps = [*_rejected(events), *_others(events), *_loss_notes(run.metrics, events)]
-    state, stopped = _state(run, events)
+    state, ended = _state(run, events)
     return FirstLook(
         state=state,
-        stopped=stopped,
-        sound=not (stopped or steps or tensors),
+        stopped=ended == _STOPPED,
+        sound=ended == _FINISHED and not (steps or tensors),
         tensors=tensors,
         sampled=0 if run.telemetry is None else len({row.step for row in run.telemetry.rows}),
         steps=sorted(steps, key=lambda note: note.step),
@@ -90,22 +91,22 @@ def number(line: Mapping[str, Any], name: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _state(run: RunFiles, events: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """How the run ended, in words, and whether that was before its last step."""
+def _state(run: RunFiles, events: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """How the run ended, in words, and as `_FINISHED`, `_STOPPED` or "", where nothing says so."""
     last = max([line["step"] for line in [*run.metrics, *events]], default=0)
     known = run.config is not None and "num_steps" in run.config
     steps = f"step {last:,}" + (f" of {run.config['num_steps']:,}" if known and run.config else "")
     ends = [event for event in events if event["kind"] == Event.END]
     if has_ended(events) and ends:
         reason = ends[-1]["reason"] if "reason" in ends[-1] else "ended"
-        if reason == "finished":
-            return f"finished at {steps}", False
-        return f"stopped at {steps} ({reason})", True
+        if reason == _FINISHED:
+            return f"finished at {steps}", _FINISHED
+        return f"stopped at {steps} ({reason})", _STOPPED
     if Event.START not in {event["kind"] for event in events}:
-        return f"reached {steps}; how it ended is not recorded", False
+        return f"reached {steps}; how it ended is not recorded", ""
     times = [line["time"] for line in [*run.metrics[-1:], *events[-1:]] if "time" in line]
     when = f", last written {max(times)[:16].replace('T', ' ')} UTC" if times else ""
-    return f"has not ended: it still runs, or was killed; {steps}{when}", False
+    return f"has not ended: it still runs, or was killed; {steps}{when}", ""
 
 
 def _rejected(events: Sequence[Mapping[str, Any]]) -> list[Note]:

@@ -92,9 +92,14 @@ def _stages(run: RunFiles, *, named: bool) -> list[tuple[str, Mapping[str, int],
     name = "peak_memory_bytes"
     peaks = [line[name] for line in run.metrics if name in line and line[name] is not None]
     return [
-        (f"{run.name}, {policy}" if named else policy, memory, max(peaks, default=None))
+        (_label(run.name, policy) if named else policy, memory, max(peaks, default=None))
         for policy, memory in stages.items()
     ]
+
+
+def _label(name: str, policy: str) -> str:
+    """Run and policy; the run alone if it is named by its policy, such as runs/fp8_block."""
+    return name if policy in name.split("/") else f"{name}, {policy}"
 
 
 def unit_of(size: int) -> tuple[int, str]:

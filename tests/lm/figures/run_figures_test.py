@@ -176,7 +176,10 @@ def test_memory_of_small_runs_is_in_mib_and_that_of_old_ones_unknown(tmp_path):
     old = write_run(tmp_path / "b", events=[{"step": 0, "kind": Event.STAGE, "policy": "bf16"}])
     with pytest.raises(NothingToDraw, match="b did not record memory by kind"):
         figures.memory_by_kind(old)
-    both = figures.memory_by_kind(run, write_run(tmp_path / "c", events=[stage("fp8", 2**30)]), old)
+    larger, same = (
+        write_run(tmp_path / name, events=[stage("fp8", 2**30)]) for name in ("c", "fp8")
+    )
+    both = figures.memory_by_kind(run, larger, same, old)
     (axis,) = both.axes  # on one axis, in one unit
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["a, bf16", "c, fp8"]
-    assert [text.get_text().strip() for text in axis.texts] == ["0.00781", "8"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a, bf16", "c, fp8", "fp8"]
+    assert [text.get_text().strip() for text in axis.texts] == ["0.00781", "8", "8"]
