@@ -2,7 +2,7 @@
 
 `import fp8jax` provides formats, quantize, recipes, dot_general and linen modules. It also sets the
 XLA flag that FP8 needs (device/xla.py). The transformer and the trainer are imported on first use,
-with the packages that fp8jax[train] installs (Orbax, Grain, TensorBoard).
+with the packages of the extra `train` (Orbax, Grain, TensorBoard).
 """
 
 from fp8jax import histories, nn
@@ -110,7 +110,10 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
             raise
-        what = f"fp8jax.{name} needs {error.name}: pip install 'fp8jax[train]'"
+        what = (
+            f"fp8jax.{name} needs {error.name}: install fp8jax's extra `train`, in a clone"
+            " by pip install -e '.[train]'"
+        )
         raise ModuleNotFoundError(what, name=error.name) from error
     value = module if module.__name__.endswith(f".{name}") else getattr(module, name)
     globals()[name] = value

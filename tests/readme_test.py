@@ -252,6 +252,22 @@ def test_a_broken_link_is_found():
     assert anchors("# `a.b` and [c](d.md), e\n```\n# no\n```\n") == {"ab-and-c-e"}
 
 
+def installed_from_an_index(text: str) -> list[str]:
+    """The commands that take fp8jax from a package index, which has none of that name."""
+    return re.findall(r"pip install [^\n`]*\bfp8jax\b", text)
+
+
+def test_nothing_is_installed_from_an_index_that_lacks_it():
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("colabs/*.ipynb")]
+    files += [*ROOT.glob("fp8jax/**/*.py"), *ROOT.glob("experiments/**/*.py")]
+    told = [
+        f"{path.name}: {command}"
+        for path in files
+        for command in installed_from_an_index(path.read_text(encoding="utf-8"))
+    ]
+    assert told == [] and installed_from_an_index("(pip install 'fp8jax[plots]')") != []
+
+
 def test_the_index_of_results_names_every_page():
     index = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| \[(\w+\.md)\]\(\1\)", index, re.M)

@@ -272,7 +272,7 @@ def test_refused_in_one_line(evaluate, given, message):
 
 def test_tasks_need_the_harness(evaluate, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"task a.jsonl needs .* pip install 'fp8jax\[eval\]'"):
+    with pytest.raises(SystemExit, match=r"task a.jsonl needs .* pip install lm-eval"):
         evaluate("--workdir=DIR/run", "--tasks=a.jsonl")
 
 

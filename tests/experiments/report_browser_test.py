@@ -81,7 +81,7 @@ def browser():
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        missing("no playwright: pip install 'fp8jax[browser]'")
+        missing("no playwright: pip install -e '.[browser]'")
     found = [
         path
         for name in ("chromium", "chromium-browser", "google-chrome")

@@ -12,9 +12,9 @@ BUCKET = "data"
 @contextlib.contextmanager
 def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A client of a store with the empty bucket `BUCKET`, which epath finds as well."""
-    boto3 = pytest.importorskip("boto3", reason="a peer; pip install 'fp8jax[peers]'")
-    pytest.importorskip("s3fs", reason="a peer; pip install 'fp8jax[peers]'")
-    server_of = pytest.importorskip("moto.server", reason="a peer; pip install 'fp8jax[peers]'")
+    boto3 = pytest.importorskip("boto3", reason="a peer; pip install -e '.[peers]'")
+    pytest.importorskip("s3fs", reason="a peer; pip install -e '.[peers]'")
+    server_of = pytest.importorskip("moto.server", reason="a peer; pip install -e '.[peers]'")
     server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

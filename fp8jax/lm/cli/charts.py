@@ -14,7 +14,7 @@ from fp8jax.lm.figures.run_files import RunFiles
 
 NO_MATPLOTLIB = (
     "There are no figures: matplotlib is not installed. Install it with"
-    " pip install 'fp8jax[plots]' and write the page again."
+    " pip install matplotlib and write the page again."
 )
 
 

@@ -16,7 +16,7 @@ out the rest. --json=FILE writes all numbers with their items, to compare them w
 --telemetry=FOLDER also writes what each precision does to weights and activations, on the first
 batch of that text: FOLDER/PRECISION.parquet (docs/telemetry.md).
 
-docs/evaluation.md describes them. Tasks from files need `pip install 'fp8jax[eval]'`.
+docs/evaluation.md describes them. Tasks from files need `pip install lm-eval`.
 """
 
 import dataclasses
@@ -207,9 +207,7 @@ def _read_tasks(specs: Sequence[str]) -> list[Any]:
     if not specs:
         return []
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            f"the task {specs[0]} needs lm-evaluation-harness: pip install 'fp8jax[eval]'"
-        )
+        raise ValueError(f"the task {specs[0]} needs lm-evaluation-harness: pip install lm-eval")
     from fp8jax.lm.inference.tasks import read_task  # imports lm_eval
 
     for name in ("lm_eval", "datasets", "httpx"):

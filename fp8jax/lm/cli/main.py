@@ -53,7 +53,10 @@ def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) ->
     except ModuleNotFoundError as error:
         if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
             raise
-        sys.exit(f"error: fp8jax {name} needs {error.name}: pip install 'fp8jax[train]'")
+        sys.exit(
+            f"error: fp8jax {name} needs {error.name}: install fp8jax's extra `train`, in a clone"
+            " by pip install -e '.[train]'"
+        )
     join.define_flags()
     for name_of in (module.__name__, join.__name__):
         for flag in flags.FLAGS.get_flags_for_module(name_of):  # which --help shows

@@ -5,7 +5,7 @@
 
 Losses are compared with those of the first run. The runs may still be going on, be of an older
 version, or lack telemetry: the page says what is missing. Figures need matplotlib:
-pip install 'fp8jax[plots]'.
+pip install matplotlib.
 """
 
 from collections.abc import Sequence

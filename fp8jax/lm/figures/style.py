@@ -2,7 +2,7 @@
 
 Colors are those of Okabe and Ito, which color-blind readers can tell apart. Each color comes with a
 marker and a line style of its own, and scales of colors grow steadily in lightness, so that figures
-stay legible in grayscale. matplotlib is an extra (`pip install 'fp8jax[plots]'`) and is imported
+stay legible in grayscale. matplotlib is an extra (`pip install matplotlib`) and is imported
 when a figure is made.
 """
 
@@ -187,7 +187,7 @@ def require_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'fp8jax[plots]'") from error
+        raise ImportError("figures need matplotlib: pip install matplotlib") from error
     return Figure
 
 

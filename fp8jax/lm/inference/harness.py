@@ -4,7 +4,7 @@
 continuations, log-likelihoods of whole texts, and generated texts. Rows are padded to a few
 lengths, powers of two, and one program is compiled for each.
 
-Needs the package lm_eval: `pip install 'fp8jax[eval]'`.
+Needs the package lm_eval: `pip install lm-eval`.
 """
 
 import dataclasses

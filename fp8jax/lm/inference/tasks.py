@@ -12,7 +12,7 @@ model writes, without the white space around it, with the answer, or with any of
 A .yaml file is a task in the harness's own language, for everything else: prompts from other
 fields, filters, other metrics. Its data must be local files, and it cannot call Python.
 
-Needs the package lm_eval: `pip install 'fp8jax[eval]'`.
+Needs the package lm_eval: `pip install lm-eval`.
 """
 
 import dataclasses

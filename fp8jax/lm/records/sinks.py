@@ -1,7 +1,7 @@
 """Where a run's scalars go besides its own directory: Weights & Biases, or trackio on this machine.
 
-    --config.log_to=wandb:PROJECT        (pip install 'fp8jax[wandb]')
-    --config.log_to=trackio:PROJECT      (pip install 'fp8jax[trackio]'; the same functions, local)
+    --config.log_to=wandb:PROJECT        (pip install wandb)
+    --config.log_to=trackio:PROJECT      (pip install trackio; the same functions, local)
 
 Both packages have the functions `init`, `log` and `finish`, and are imported only when asked for.
 """
@@ -92,7 +92,7 @@ def _imported(spec: str, kind: str) -> Any:
         return importlib.import_module(PACKAGES[kind])
     except ImportError as error:
         raise ValueError(
-            f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install 'fp8jax[{kind}]'"
+            f"log_to={spec!r} needs the package {PACKAGES[kind]}: pip install {PACKAGES[kind]}"
         ) from error
 
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("lm_eval", reason="the harness is what is tested; pip install 'fp8jax[eval]'")
+pytest.importorskip("lm_eval", reason="the harness is what is tested; pip install -e '.[eval]'")
 
 import jax.numpy as jnp
 from lm_eval.api.instance import Instance
