@@ -37,7 +37,7 @@ from fp8jax.lm.records.workdir_lock import LOCK, HeldError, lock_file
 from fp8jax.telemetry.files import FOLDER
 
 CACHE = "~/.cache/fp8jax/runs"
-OWNER = "owner.json"
+CLAIM = "owner.json"
 
 _CHECKPOINTS = "checkpoints"
 # What a run that goes on reads of its workdir, beside the checkpoints.
@@ -77,7 +77,7 @@ class StoredRun:
           ValueError: the store does not answer.
         """
         with store_errors(self.url):
-            self._before, mine = self._read_owner(), self.folder / OWNER
+            self._before, mine = self._read_owner(), self.folder / CLAIM
             self._kept = self._before is not None and mine.exists()
             self._kept = self._kept and mine.read_text() == self._before
             if not self._kept and self.folder.exists():
@@ -99,8 +99,8 @@ class StoredRun:
         about = {"host": socket.gethostname(), "pid": os.getpid(), "run": secrets.token_hex(8)}
         owner = json.dumps(about)
         with store_errors(self.url):
-            self._store.pipe_file(self._at(OWNER), owner.encode())
-            (self.folder / OWNER).write_text(owner)
+            self._store.pipe_file(self._at(CLAIM), owner.encode())
+            (self.folder / CLAIM).write_text(owner)
         self._owner = owner
         what = "goes on in" if self._kept else "works in"
         logging.info("%s: this run %s %s and uploads each checkpoint", self.url, what, self.folder)
@@ -187,7 +187,7 @@ class StoredRun:
         now: dict[str, tuple[int, int]] = {}
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder).as_posix()
-            own = name.startswith((f"{_CHECKPOINTS}/", ".seen-")) or name in (LOCK, OWNER)
+            own = name.startswith((f"{_CHECKPOINTS}/", ".seen-")) or name in (LOCK, CLAIM)
             with contextlib.suppress(FileNotFoundError):  # the run deletes some
                 if path.is_file() and not own and path.suffix != ".tmp":
                     stat = path.stat()
@@ -244,7 +244,7 @@ class StoredRun:
 
     def _read_owner(self) -> str | None:
         try:
-            return self._store.cat_file(self._at(OWNER)).decode()
+            return self._store.cat_file(self._at(CLAIM)).decode()
         except FileNotFoundError:
             return None
 

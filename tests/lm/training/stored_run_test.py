@@ -15,7 +15,7 @@ from fp8jax.lm.interop import stored_workdirs
 from fp8jax.lm.interop.trained import load_model
 from fp8jax.lm.records.checkpoint_files import HASHES
 from fp8jax.lm.training import stored_run as runs
-from fp8jax.lm.training.stored_run import OWNER, stored_run
+from fp8jax.lm.training.stored_run import CLAIM, stored_run
 from tests.support.commands import run_here, tiny_run, train_alone
 from tests.support.runs import happened, numbers
 from tests.support.stores import BUCKET, forget_listings, s3_store
@@ -45,7 +45,7 @@ def save(folder: Path, step: int, text: str) -> None:
 
 def stored(store) -> dict[str, str]:
     names = [name.removeprefix(f"{ROOT}/") for name in store.find(ROOT)]
-    return {name: store.cat_file(f"{ROOT}/{name}").decode() for name in names if name != OWNER}
+    return {name: store.cat_file(f"{ROOT}/{name}").decode() for name in names if name != CLAIM}
 
 
 def step_of(text: str, step: int) -> dict[str, str]:
@@ -91,7 +91,7 @@ def test_another_machine_goes_on(store, tmp_path):
         second.claim()
         names = [path for path in second.folder.rglob("*") if path.is_file()]
         found = {path.relative_to(second.folder).as_posix(): path.read_text() for path in names}
-        del found[OWNER]
+        del found[CLAIM]
         assert found == {"metrics.jsonl": "12", "telemetry/step_2": "x", **step_of("two", 2)}
         save(second.folder, 3, "three")
         second.upload()
