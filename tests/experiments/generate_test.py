@@ -11,7 +11,9 @@ from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.inference.generate import Generator
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.text import GrowingText
-from fp8jax.lm.interop.trained import load_model
+from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.transformer import Transformer
 from tests.support.commands import command_here, run_here
 from tests.support.hf_folders import config_json, tensors, write_folder
 
@@ -128,6 +130,18 @@ def test_a_line_of_a_file_is_a_prompt(tmp_path, generate, monkeypatch):
         generate("--from=nowhere", f"--prompts_file={path}")
     module = sys.modules["fp8jax.lm.cli.generate"]
     assert module._texts() == ["one\u2028two\x0cthree", "four"]
+
+
+def test_a_person_is_told_from_how_much_a_model_has_learned(generate):
+    with pytest.raises(SystemExit):
+        generate("--from=nowhere", "--prompt=a")
+    model = Transformer(MODELS["llama_tiny"], "bf16")
+    record = {"batch_size": 16, "seq_len": 256}
+    trained = TrainedModel(
+        model=model, variables={}, tokenizer=None, name="runs/a", record=record, step=150
+    )
+    said = sys.modules["fp8jax.lm.cli.generate"]._about(trained, record)
+    assert re.fullmatch(r"runs/a at step 150: \d{3},\d{3} parameters, which saw 614,400 .*", said)
 
 
 def test_a_chat_goes_on_after_a_message_that_does_not_fit(folder, generate, monkeypatch, capsys):

@@ -10,7 +10,7 @@ prompts, --chat reads messages from the terminal, until an empty one.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fp8jax.lm.inference.text import LENGTH, Completion, complete_text, stream_t
 from fp8jax.lm.interop.folders import end_ids
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.freeze import freeze
+from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import DamagedError
 
 _FROM = flags.DEFINE_string("from", None, "A workdir, or hf:DIR.", required=True)
@@ -223,8 +224,19 @@ def main(arguments: Sequence[str]) -> None:
     xla.set_compilation_cache()
     trained = load_model(_FROM.value, precision=_PRECISION.value, step=_STEP.value)
     prompts = _prompts(trained)
+    if trained.record is not None and sys.stderr.isatty():
+        print(_about(trained, trained.record), file=sys.stderr)
     with memory_errors("lower --max_tokens or --max_length, or give fewer prompts"):
         _generate(trained, prompts, texts, sampling)
+
+
+def _about(trained: TrainedModel, record: Mapping[str, Any]) -> str:
+    """Says from how much the model has learned, by which its text is to be judged."""
+    tokens = trained.step * record["batch_size"] * record["seq_len"]
+    return (
+        f"{trained.name} at step {trained.step:,}: {count_params(trained.model.config):,}"
+        f" parameters, which saw {tokens:,} tokens in this run"
+    )
 
 
 def _generate(
