@@ -1,7 +1,7 @@
 """From a data spec to a corpus: packed training and validation rows, with their statistics.
 
 All sources are of text, which is cut into rows (data/rows.py), or all are of conversations, which
-are packed as whole examples (chat/packing.py).
+are packed as whole examples (chat/packing.py); or one has the rows (data/token_rows.py).
 """
 
 import dataclasses
@@ -16,13 +16,14 @@ from fp8jax.lm.data.documents import SPLITS
 from fp8jax.lm.data.mixture import Mixture
 from fp8jax.lm.data.rows import PackedRows, Rows
 from fp8jax.lm.data.token_cache import SourceStats, tokenize_sources
-from fp8jax.lm.sources import Source, chat_readers, parse_sources
+from fp8jax.lm.data.token_rows import TokenData, TokenStats, split_rows
+from fp8jax.lm.sources import Source, chat_readers, own_rows, parse_sources
 from fp8jax.lookup import lookup
 
 
 @runtime_checkable
 class Stats(Protocol):
-    """Counts of one source: `SourceStats` of text, `ChatStats` of conversations."""
+    """Counts of a source: `SourceStats` of text, `ChatStats`, `TokenStats` of a user's rows."""
 
     @property
     def name(self) -> str: ...
@@ -112,7 +113,13 @@ def build_corpus(
     sources = parse_sources(data)
     if not (chats := chat_readers(sources)):
         if long_examples != "error":
-            raise ValueError(f"{long_examples=} is for conversations, and {data!r} is text")
+            raise ValueError(f"{long_examples=} is for conversations, and {data!r} has none")
+        if (own := own_rows(sources)) is not None:
+            if bad_examples != "error":
+                raise ValueError(f"{bad_examples=} is for documents, and {data!r} has none")
+            name, reader = own
+            rows = reader.data(seq_len)
+            return own_corpus(rows, name, tokenizer, seq_len, valid_fraction)
         answer = lookup("bad_examples", bad_examples, BAD_EXAMPLES)
         return _text_corpus(
             sources, tokenizer, seq_len, valid_fraction, cache_dir, document_masking, answer
@@ -168,4 +175,31 @@ def _text_corpus(
         valid=packed["valid"],
         stats=tokenized.stats,
         fingerprint=tokenized.fingerprint,
+    )
+
+
+def own_corpus(
+    data: TokenData, name: str, tokenizer: Tokenizer, seq_len: int, valid_fraction: float
+) -> Corpus:
+    """Returns a corpus of a user's own rows, of which the last ones validate.
+
+    Args:
+      data: element i is an array [seq_len + 1] of ids of the tokenizer.
+      name: of the source.
+      seq_len, valid_fraction: as for `build_corpus`; at least one element validates.
+
+    Raises ValueError as `split_rows` does.
+    """
+    rows, fingerprint = split_rows(
+        data,
+        seq_len=seq_len,
+        valid_fraction=valid_fraction,
+        vocab_size=tokenizer.vocab_size,
+    )
+    counts = {split: len(rows[split]) for split in SPLITS}
+    return Corpus(
+        train=Mixture({name: rows["train"]}, None),
+        valid={name: rows["valid"]},
+        stats=[TokenStats(name, counts, seq_len)],
+        fingerprint=fingerprint,
     )

@@ -16,6 +16,8 @@ other sources (data/mixture.py); either all sources have a weight or none has. K
     tfds:NAME[@SPLIT][#FIELD]   each example of a TensorFlow dataset is a document
     chat:GLOB[#turns]           each line is a conversation (chat/conversation.py), or with #turns
                                 each of its assistant's turns, with what came before it
+    rows:MODULE:OBJECT          rows of tokens of your own code; no other source beside it
+                                (data/token_rows.py)
 
 FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` may be compressed, by gzip,
 zstd, bzip2 or xz, and have a byte order mark (data/files.py). The text after the last # is a field
@@ -52,6 +54,7 @@ from fp8jax.lm.data.readers import (
     TensorFlowDataset,
     TextFiles,
 )
+from fp8jax.lm.data.token_rows import OwnRows
 from fp8jax.lm.data.urls import find_urls, is_url
 from fp8jax.lookup import lookup
 
@@ -142,6 +145,13 @@ def _chat(argument: str) -> Reader:
     return ChatFiles(label=_stem(pattern), paths=_found(pattern), each_turn=bool(given))
 
 
+def _rows(argument: str) -> Reader:
+    module, colon, name = argument.partition(":")
+    if not (module and name):
+        raise ValueError(f"expected rows:MODULE:OBJECT, got {argument!r}")
+    return OwnRows(argument)
+
+
 SOURCES: dict[str, Callable[[str], Reader]] = {
     "python_stdlib": _python_stdlib,
     "text": _text,
@@ -149,6 +159,7 @@ SOURCES: dict[str, Callable[[str], Reader]] = {
     "parquet": _parquet,
     "tfds": _tfds,
     "chat": _chat,
+    "rows": _rows,
 }
 
 
@@ -167,6 +178,21 @@ def chat_readers(sources: Sequence[Source]) -> dict[str, ChatFiles]:
             "and on the conversations with config.initial_weights"
         )
     return chats
+
+
+def own_rows(sources: Sequence[Source]) -> tuple[str, OwnRows] | None:
+    """Returns name and reader of the source of a user's own rows; None if there is none.
+
+    Raises ValueError if there are other sources, too.
+    """
+    found = [(s.name, s.reader) for s in sources if isinstance(s.reader, OwnRows)]
+    if found and len(sources) > 1:
+        others = ", ".join(source.name for source in sources if source.name != found[0][0])
+        raise ValueError(
+            f"rows of tokens ({found[0][0]}) mix with no other source ({others}): mix the rows"
+            " themselves, as grain.MapDataset.mix does"
+        )
+    return found[0] if found else None
 
 
 def _weight(text: str, spec: str) -> Fraction:

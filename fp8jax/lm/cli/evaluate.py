@@ -39,6 +39,7 @@ from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.data.rows import Rows
+from fp8jax.lm.data.token_rows import OWN
 from fp8jax.lm.inference.accuracy import share
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS
 from fp8jax.lm.inference.memory_check import memory_errors
@@ -273,6 +274,8 @@ def _read(texts: Texts, trained: TrainedModel, tokenizer: Tokenizer, length: int
     record = trained.record
     if record is None:
         raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
+    if record["data"] == OWN:
+        raise ValueError(f"{trained.name} trained on rows that no config names: give --data")
     # Runs that are older than these keys left out no conversations.
     fit = {key: record[key] for key in ("long_examples", "bad_examples") if key in record}
     chats = chat_readers(parse_sources(record["data"]))

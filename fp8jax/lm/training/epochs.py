@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from absl import logging
 from ml_collections import ConfigDict
 
-from fp8jax.lm.corpus import Corpus, build_corpus
+from fp8jax.lm.corpus import Corpus, build_corpus, own_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
+from fp8jax.lm.data.token_rows import OWN, TokenData
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.sources import parse_sources
 from fp8jax.lm.training.settings import Settings, check_numbers
-from fp8jax.lm.training.token_rows import OWN, TokenData, own_corpus
 
 # Keys that decide which examples come when; and how config differences name the files.
 _ORDER = (
@@ -75,12 +75,7 @@ def with_steps(
         corpus = read_corpus(settings, tokens)
     else:
         counted.data = OWN
-        corpus = own_corpus(
-            data,
-            seq_len=settings.seq_len,
-            valid_fraction=settings.valid_fraction,
-            vocab_size=tokens.vocab_size,
-        )
+        corpus = own_corpus(data, OWN, tokens, settings.seq_len, settings.valid_fraction)
     if config.num_epochs is None:
         return counted, corpus
     counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)

@@ -29,6 +29,7 @@ from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import TimedIterator, train_batches
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
+from fp8jax.lm.data.token_rows import TokenData
 from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
@@ -59,7 +60,6 @@ from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.stop_request import StopRequest
 from fp8jax.lm.training.stored_run import StoredRun, stored_run
 from fp8jax.lm.training.telemetry import Telemetry
-from fp8jax.lm.training.token_rows import TokenData
 from fp8jax.lm.training.watch import LayerWatch
 
 NO_FAULTS = Faults()

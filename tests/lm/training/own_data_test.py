@@ -7,24 +7,24 @@ import numpy as np
 import pytest
 
 from fp8jax import train_and_evaluate
-from fp8jax.lm.training.token_rows import own_corpus
+from fp8jax.lm.data.token_rows import split_rows
 from tests.support.runs import numbers, one_layer
 
 _IDS = np.random.default_rng(0).integers(0, 200, (90, 65))
 
 
 def test_a_row_is_one_document():
-    made = own_corpus(_IDS[:, :5], seq_len=4, valid_fraction=0.1, vocab_size=200)
-    assert (len(made.train), len(made.valid["own"])) == (81, 9)
-    row = made.valid["own"][0]
+    rows, fingerprint = split_rows(_IDS[:, :5], seq_len=4, valid_fraction=0.1, vocab_size=200)
+    assert (len(rows["train"]), len(rows["valid"])) == (81, 9)
+    row = rows["valid"][0]
     assert row["tokens"].tolist() == _IDS[81, :4].tolist()
     assert row["targets"].tolist() == _IDS[81, 1:5].tolist()
     assert row["positions"].tolist() == [0, 1, 2, 3]
     assert row["segments"].tolist() == row["weights"].tolist() == [1, 1, 1, 1]
     other = _IDS[:, :5].copy()
     other[0, 0] += 1
-    changed = own_corpus(other, seq_len=4, valid_fraction=0.1, vocab_size=201)
-    assert changed.fingerprint != made.fingerprint
+    _, changed = split_rows(other, seq_len=4, valid_fraction=0.1, vocab_size=201)
+    assert changed != fingerprint
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_row_is_one_document():
 )
 def test_what_is_no_rows_of_tokens_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
-        own_corpus(data, seq_len=4, valid_fraction=0.1, vocab_size=200)
+        split_rows(data, seq_len=4, valid_fraction=0.1, vocab_size=200)
 
 
 def test_a_run_resumes_to_the_bit_and_refuses_other_rows(data, tmp_path):

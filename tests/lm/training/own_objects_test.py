@@ -1,16 +1,23 @@
-"""A recipe, an optimizer and a schedule of a user's own file: trained, resumed, named."""
+"""A recipe, an optimizer, a schedule and rows of a user's own file: trained, resumed, named."""
 
 import shutil
 import sys
 
 import pytest
 
-from fp8jax import train_and_evaluate
+from fp8jax.lm.cli import charts
+from fp8jax.lm.cli.page import report
+from fp8jax.lm.corpus import build_corpus
+from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.figures.run_files import read_run
 from fp8jax.numerics.names import as_policy, as_recipe
-from tests.support.runs import numbers, one_layer
+from tests.support.commands import command_here
+from tests.support.pages import page_of
+from tests.support.runs import numbers
 from tests.support.traced_programs import traced_once
 
 _MINE = """
+import numpy as np
 import optax
 from fp8jax import Cast, Policy, Recipe, Tile
 
@@ -20,11 +27,29 @@ recipe = Recipe(name="any", **{name: tile64 for name in casts})
 mlps = Policy((("layers/mlp/*", recipe),), name="any")
 number = 3
 
+def rows(seq_len):
+    return np.random.default_rng(0).integers(0, 200, (90, seq_len + 1))
+
 def half_sign(config):
     return optax.chain(optax.scale_by_sign(), optax.trace(config.b1), optax.scale(0.5))
 
 def steps_down(config):
     return lambda step: config.learning_rate / (1 + step // 3)
+"""
+
+_CONFIG = """
+from tests.support.runs import one_layer
+
+def get_config():
+    return one_layer(
+        ("rows:mine:rows", "unused"),
+        precision="mine:recipe",
+        num_steps=6,
+        valid__every=6,
+        checkpoint__every=3,
+        optimizer__name="mine:half_sign",
+        optimizer__schedule="mine:steps_down",
+    )
 """
 
 
@@ -36,28 +61,41 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-def test_a_run_resumes_to_the_bit_and_names_what_is_the_user_s(data, tmp_path):
-    config = one_layer(
-        data,
-        precision="mine:recipe",
-        num_steps=6,
-        valid__every=6,
-        checkpoint__every=3,
-        optimizer__name="mine:half_sign",
-        optimizer__schedule="mine:steps_down",
-    )
+def test_a_run_resumes_to_the_bit_and_names_what_is_the_user_s(tmp_path, monkeypatch):
+    config = tmp_path / "own_config.py"
+    config.write_text(_CONFIG)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    with traced_once():
-        train_and_evaluate(config, str(whole))
+    with traced_once(), command_here("train") as train:
+        train(f"--config={config}", f"--workdir={whole}")
         shutil.copytree(whole, parts)
         shutil.rmtree(parts / "checkpoints" / "6")
-        train_and_evaluate(config, str(parts))
+        train(f"--config={config}", f"--workdir={parts}")
     lines = numbers(whole)
     assert numbers(parts) == lines and lines[-1]["loss"] < lines[0]["loss"]
     rates = [line["learning_rate"] for line in lines]
     assert rates == pytest.approx([3e-3, 3e-3, 1.5e-3, 1.5e-3, 1.5e-3, 1e-3])
     assert "policy mine:recipe" in (whole / "precision.txt").read_text()
-    assert '"precision": "mine:recipe"' in (whole / "config.json").read_text()
+    monkeypatch.setattr(charts, "have_matplotlib", lambda: False)
+    page = page_of(report([read_run(whole)]))["runs"]
+    assert "precision mine:recipe" in page and "data rows:mine:rows" in page
+    assert "optimizer.name = 'mine:half_sign'" in page and "rows-rows train 81" in page
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "message"),
+    [
+        ("rows:mine", {}, "expected rows:MODULE:OBJECT, got 'mine'"),
+        ("rows:mine:row", {}, "rows of module 'mine': 'row'; did you mean 'rows'"),
+        ("rows:mine:number", {}, "rows:mine:number is 3: expected rows, which have a length"),
+        ("rows:mine:rows,python_stdlib", {}, r"\(rows-rows\) mix with no other .*python_stdlib"),
+        ("rows:mine:rows", {"bad_examples": "skip"}, "bad_examples='skip' is for documents"),
+    ],
+)
+def test_what_gives_no_rows_is_refused(data, changes, message):
+    with pytest.raises(ValueError, match=message):
+        build_corpus(
+            data, tokenizer("bytes"), seq_len=4, valid_fraction=0.1, cache_dir="unused", **changes
+        )
 
 
 def test_names_with_options():

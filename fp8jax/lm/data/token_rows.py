@@ -4,21 +4,25 @@ A `grain.MapDataset` is one, and so is a list or an array. Row i reads element i
 ids are the inputs, the last seq_len their targets, and all of it is one document. Order, epochs and
 resuming are those of other sources: the position in the data is a number, so that a resumed run
 goes on with the next row.
+
+The source `rows:MODULE:OBJECT` (lm/sources.py) names such a data set of the user's own code, or a
+function of seq_len that returns one.
 """
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.documents import SPLITS
-from fp8jax.lm.data.mixture import Mixture
+from fp8jax.lm.data.files import Tally
 from fp8jax.lm.data.rows import Row, empty_row
-from fp8jax.lookup import brief
+from fp8jax.lookup import brief, own_object
 
-OWN = "own"  # the source's name, and what config.data says of it
+OWN = "own"  # the source's name where a caller gives the data, and what config.data says of it
 
 _HASHED = 256  # rows that the fingerprint reads, evenly spread
 _MOST_ROWS = 2**40
@@ -30,6 +34,45 @@ class TokenData(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """The reader of the source kind `rows`: it has rows of tokens, and no documents.
+
+    Attributes:
+      reference: MODULE:OBJECT, of the user's own code.
+    """
+
+    reference: str
+
+    @property
+    def label(self) -> str:
+        return self.reference.rpartition(":")[2]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    def files(self) -> Sequence[Path]:
+        return ()
+
+    def documents(self, tally: Tally) -> Iterator[str]:
+        raise ValueError(f"rows:{self.reference} has rows of tokens, which are no text")
+
+    def data(self, seq_len: int) -> TokenData:
+        """Returns the data set.
+
+        Raises ValueError if there is no such object, or if it has no length or no index.
+        """
+        found = own_object("rows", self.reference)
+        data = found(seq_len) if callable(found) else found
+        if not isinstance(data, TokenData):
+            raise ValueError(
+                f"rows:{self.reference} is {brief(data)}: expected rows, which have a length and an"
+                " index, or a function of seq_len that returns them"
+            )
+        return data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +125,9 @@ class TokenRows:
 class TokenStats:
     """Counts of a user's own rows."""
 
+    name: str
     rows: dict[str, int]
     seq_len: int
-    name: str = OWN
 
     def heading(self, width: int) -> str:
         return f"{'source':{width}}  split{'rows':>16}{'tokens':>16}   share"
@@ -101,8 +144,10 @@ class TokenStats:
         return f"{self.rows['train']:,} rows of the user's own; {self.rows['valid']:,} held out"
 
 
-def own_corpus(data: TokenData, *, seq_len: int, valid_fraction: float, vocab_size: int) -> Corpus:
-    """Returns a corpus of a user's own rows, of which the last ones validate.
+def split_rows(
+    data: TokenData, *, seq_len: int, valid_fraction: float, vocab_size: int
+) -> tuple[dict[str, TokenRows], str]:
+    """Returns the rows of each split, of which the last ones validate, and their fingerprint.
 
     Args:
       data: element i is an array [seq_len + 1] of token ids.
@@ -127,9 +172,4 @@ def own_corpus(data: TokenData, *, seq_len: int, valid_fraction: float, vocab_si
     whole = TokenRows(data, 0, count, seq_len, vocab_size)
     for index in np.unique(np.linspace(0, count - 1, min(count, _HASHED)).astype(int)):
         digest.update(whole.ids(int(index)).astype("<i8").tobytes())
-    return Corpus(
-        train=Mixture({OWN: rows["train"]}, None),
-        valid={OWN: rows["valid"]},
-        stats=[TokenStats({split: len(rows[split]) for split in SPLITS}, seq_len)],
-        fingerprint=digest.hexdigest(),
-    )
+    return rows, digest.hexdigest()
