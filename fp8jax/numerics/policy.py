@@ -182,12 +182,12 @@ POLICIES: Table[Policy] = Table(
         "nvfp4_mixed": Policy(
             (("layers/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nvfp4_mixed"
         ),
-        # Nemotron 3 Super and Ultra (their model cards): besides the last 15%, the projections of
+        # Nemotron 3 Super (arXiv 2604.12374) and Ultra: besides the last 15%, the projections of
         # attention stay in BF16.
         "nemotron3": Policy(
             (("layers/mlp/*", RECIPES["nvfp4"]),), bf16_last=0.15, name="nemotron3"
         ),
-        # The late stage of DeepSeek-V4, whose experts are the MLPs here.
+        # DeepSeek-V4 after pre-training, whose experts are the MLPs here.
         "deepseek_v4": Policy(
             (
                 ("layers/mlp/*", RECIPES["fp4_weights"]),

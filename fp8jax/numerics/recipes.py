@@ -24,10 +24,10 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 wgrad_accumulation=split`; accumulation.py). So do torchao's recipes.
     mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
                 rounds scales down and saturates the largest values (`scale=e8m0_floor`).
-    fp4_weights The late stage of DeepSeek-V4 (known from secondary sources): the weights of the
-                forward in MXFP4, all else as in fp8_block_ue8m0. So gradients are straight-through,
-                and the weights end as MXFP4. DeepSeek-V4 does so to its experts: the policy
-                deepseek_v4.
+    fp4_weights After DeepSeek-V4, which does so to its experts after pre-training (the policy
+                deepseek_v4): the weights of the forward in MXFP4, all else as in fp8_block_ue8m0.
+                So gradients are straight-through, and the weights end as MXFP4. There dgrad
+                multiplies the same MXFP4 weights; here it quantizes the master weights to FP8.
     nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad use the
                 same quantized weights; a random Hadamard transform of wgrad's operands; stochastic
                 rounding of gradients. The paper leaves about 15% of the linears in BF16: that is
@@ -36,9 +36,9 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 0.989, the projection on x 0.9965.
     nvfp4_unbiased  nvfp4 whose gradients have scales 17/16 as large, which clip nothing.
     nvfp4_4over6    2512.02010: nvfp4_unbiased, in which the tiles of weights and activations take
-                the better of two scales, as TransformerEngine's modes `weights` and `activations`.
-                The authors also choose for gradients, between two stochastic roundings; that is
-                biased.
+                the better of two scales, by squared errors as in the authors' code (by default
+                TransformerEngine compares absolute ones). The authors also choose for gradients,
+                between two stochastic roundings; that is biased.
     quartet2    2601.22813: forward with four-over-six in tiles of 1x16; MS-EDEN for all operands of
                 the backward, which are those of the quantized forward, rotated by H32 with new
                 signs.
@@ -46,7 +46,8 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 of the backward, rotated by H16 with new signs; quantized again as in quartet2. The
                 outer scale is a power of two here. Its channels of outliers in FP8 are not here;
                 its reset of oscillating weights is the optimizer's (lm/optim).
-    mxfp4       The methods of nvfp4 with MX tiles, which that paper compares with.
+    mxfp4       The methods of nvfp4 with MX tiles, which that paper compares with. There the
+                transform has 32 elements (`hadamard=32`), and weights have square blocks.
     fp4_block   2502.11458: FP4 forward, FP8 backward. The paper does not state its block size and
                 its backward format; here they are tiles of 128 and the backward of fp8_block. Its
                 input gradient may be meant in FP8, as here, or in BF16 (`dgrad=bf16`).

@@ -27,7 +27,8 @@ mean. Then
 stretches (k > 1) or compresses (k < 1) the group to the range of E4M3, and y is scaled by
 (M / s0)^k / 448. As M / m approaches 1, k would grow without bound, so it is limited to 16. Zeros
 are stored exactly and are ignored when m is computed. In the paper a zero makes m = 1e-30, which
-leaves the other elements no precision.
+leaves the other elements no precision (its authors' kernel ignores most zeros, too). The three
+numbers of a group are stored in bfloat16, there in float32.
 
 int8. x = code * scale with scale = max|x| / 127, to nearest. Evenly spaced numbers suit the
 momentum of Muon, of which only the matrix as a whole matters. Most second moments would be zero:
