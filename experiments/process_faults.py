@@ -35,7 +35,7 @@ _ONLY = flags.DEFINE_list("only", [], "Names of the faults to inject; none for a
 _MOMENTS = flags.DEFINE_integer("moments", 0, "Random moments at which to send SIGTERM.", 0)
 
 _EVERY = 5  # steps between the checkpoints of the faults
-_LIMIT_S = 200.0  # for one run
+_LIMIT_S = 600.0  # for one run
 _SPEEDS = ("time", "step_s", "tokens_per_s", "mfu", "peak_memory_bytes")
 _MODEL = dict(d_model=64, n_layers=1, n_heads=4, n_kv_heads=2, d_ff=128, head_dim=16)
 

@@ -16,6 +16,9 @@ FAULTS = (
     "SIGTERM in the last",
 )
 
+# A device for each process, and programs that compile in half the time.
+FLAGS = "--xla_backend_optimization_level=0"
+
 
 @pytest.mark.full
 @pytest.mark.parametrize("given", [[f"--only={','.join(FAULTS)}"], ["--moments=3"]])
@@ -23,7 +26,7 @@ def test_faults_are_named_and_lose_nothing(tmp_path, given):
     done = subprocess.run(
         [sys.executable, "-m", "experiments.process_faults", f"--workdir={tmp_path}/runs", *given],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS},
         capture_output=True,
         text=True,
         timeout=1200,
