@@ -2,7 +2,10 @@
 
 import argparse
 import ast
+import importlib
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,17 @@ from fp8jax.lm.data.bpe import train_bpe
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.sources import training_documents
 from tests.support.commands import run_here
+
+
+def test_another_folder_called_configs_is_answered_with_the_program_that_works(monkeypatch):
+    monkeypatch.setitem(sys.modules, "configs", types.ModuleType("configs"))
+    for name in ("configs.base", "configs.pipeline", "experiments.config_keys"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(
+        SystemExit, match="error: cannot import name .base. from .configs.*`fp8jax`"
+    ):
+        importlib.import_module("experiments.config_keys")
+
 
 # The tokenizer ------------------------------------------------------------------------------------
 
