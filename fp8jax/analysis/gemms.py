@@ -376,7 +376,8 @@ class Summary(NamedTuple):
         if self.fp8 == self.cast:
             return f"all {self.cast} quantized GEMMs multiply in FP8"
         first, more = self.reasons[:1], len(self.reasons) - 1
-        others = f" (and {more} other reasons)" if more > 0 else ""
+        reasons = "1 other reason" if more == 1 else f"{more} other reasons"
+        others = f" (and {reasons})" if more > 0 else ""
         some = f"{self.fp8} of {self.cast} quantized GEMMs multiply in FP8, the others do not"
         none = f"{self.cast} quantized GEMMs, none of which multiplies in FP8"
         return ": ".join([some if self.fp8 else none, *first]) + others

@@ -74,4 +74,5 @@ def test_one_line_on_precision():
     assert str(Summary(1, 9, ("a", "b", "c"))) == (
         "1 of 9 quantized GEMMs multiply in FP8, the others do not: a (and 2 other reasons)"
     )
+    assert str(Summary(1, 9, ("a", "b"))).endswith("do not: a (and 1 other reason)")
     assert str(Summary(0, 9, ("a",))) == "9 quantized GEMMs, none of which multiplies in FP8: a"
