@@ -104,8 +104,9 @@ def in_code(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a text that Markdown shows as it is, in a table."""
-    return re.sub(r"([\[\]*|<>])", r"\\\1", text)
+    """Return a text that Markdown shows as it is, in a table; a list of [PART]s as code."""
+    found = re.compile(r"(\[\S+\],…)|([\[\]*|<>])")
+    return found.sub(lambda part: f"`{part[1]}`" if part[1] else f"\\{part[2]}", text)
 
 
 if __name__ == "__main__":
