@@ -25,7 +25,7 @@ from fp8jax.lm.interop.layer_kinds_json import (
     read_layers,
 )
 from fp8jax.lm.interop.rope_json import read_rope, read_ropes, write_rope
-from fp8jax.lm.model.config import ModelConfig
+from fp8jax.lm.model.config import ModelConfig, too_deep
 from fp8jax.lm.model.rope import LongRope
 from fp8jax.lookup import brief
 
@@ -67,6 +67,8 @@ def to_model_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     _check_keys(family, config, where)
     full = {**family.defaults, **config}
     sizes = {field: _whole(full, key, where) for field, key in family.sizes.items()}
+    if said := too_deep(family.sizes["n_layers"], sizes["n_layers"]):
+        raise ValueError(f"{where}: {said}")
     if family.model_type == "gpt2":
         fields = _gpt2_fields(full, sizes, where)
     else:
@@ -76,7 +78,10 @@ def to_model_config(config: Mapping[str, Any], where: str = "config.json") -> Mo
     try:
         return ModelConfig(**everything)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        field = str(error).partition("=")[0]
+        named = field in family.sizes and family.sizes[field] != field
+        key = f" ({field} is {family.sizes[field]})" if named else ""
+        raise ValueError(f"{where}: {error}{key}") from error
 
 
 def _llama_fields(

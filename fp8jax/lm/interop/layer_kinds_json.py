@@ -49,9 +49,18 @@ def read_layers(
 
 
 def _shortest(letters: str) -> str:
-    """Returns the shortest pattern that gives these layers."""
-    lengths = range(1, len(letters) + 1)
-    return next(letters[:n] for n in lengths if (letters[:n] * len(letters)).startswith(letters))
+    """Returns the shortest pattern that gives these layers: all but their longest border.
+
+    A border begins and ends the letters. Those of all beginnings follow from each other (Knuth,
+    Morris and Pratt), so that the work grows with the number of layers, not with its square.
+    """
+    borders = [0]
+    for letter in letters[1:]:
+        border = borders[-1]
+        while border and letters[border] != letter:
+            border = borders[border - 1]
+        borders.append(border + (letters[border] == letter))
+    return letters[: len(letters) - borders[-1]]
 
 
 def _positive(config: Mapping[str, Any], key: str, where: str) -> int:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8jax.lm.model.rope import ROPE_SCALINGS, LongRope, RopeScaling
-from fp8jax.lookup import lookup
+from fp8jax.lookup import brief, lookup
 from fp8jax.numerics.module_paths import MODULES
 
 
@@ -104,6 +104,36 @@ LAYER_KINDS = {
 
 # Fields that only rotary positions have -> their values without effect.
 _ROTARY = {"rope_theta": 1e4, "rope_scaling": None, "window_rope_theta": 0.0, "rotary_dim": 0}
+
+# Bounds of sizes, so that a slip of a digit is named before anything is made for each layer. No
+# program of today has more memory than a pod of 9,216 TPU v7 with 192 GiB each, and training takes
+# 16 bytes a weight: float32, its gradient, and AdamW's two moments.
+MOST_WEIGHTS = 9_216 * 192 * 2**30 // 16
+# A layer waits for the one before. At a microsecond each, about the launch of one kernel, a token
+# takes a second for so many.
+MOST_LAYERS = 10**6
+MOST_WINDOW = 2**30  # positions are int32, and so are their differences
+# The largest of published models (Llama 3 405B, Gemma 3, GPT): who exceeds them most, is named.
+_PUBLISHED = dict(
+    n_layers=126,
+    d_model=16_384,
+    d_ff=53_248,
+    n_heads=128,
+    n_kv_heads=128,
+    head_dim=256,
+    vocab_size=262_144,
+    learned_positions=2048,
+)
+
+
+def too_deep(name: str, layers: int) -> str:
+    """Says that a model has more than `MOST_LAYERS` layers, a field of that name; "" if not."""
+    if layers <= MOST_LAYERS:
+        return ""
+    return (
+        f"{name}={brief(layers)} is more than {MOST_LAYERS:,}: layers run one after the other, so "
+        "that a token would take seconds even at a microsecond a layer"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +232,7 @@ class ModelConfig:
         for name in ("learned_positions", "query_scalar", "window_rope_theta", "rotary_dim"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is negative or not finite")
+        self._check_sizes()
         self._check_layers()
         for name, unset in _ROTARY.items():
             if self.learned_positions and getattr(self, name) != unset:
@@ -224,6 +255,23 @@ class ModelConfig:
                 f"LongRope has {len(self.rope_scaling.short)} divisors, but heads have {half} pairs"
             )
 
+    def _check_sizes(self) -> None:
+        """Refuses a model that no machine holds or finishes, by the field that makes it so."""
+        if said := too_deep("n_layers", self.n_layers):
+            raise ValueError(said)
+        if self._weights > MOST_WEIGHTS:
+            times = {name: getattr(self, name) // size for name, size in _PUBLISHED.items()}
+            largest = max(times, key=lambda name: times[name])
+            raise ValueError(
+                f"{largest}={brief(getattr(self, largest))} gives the model more than "
+                f"{MOST_WEIGHTS:.1e} weights, which at the 16 bytes of training are more than the "
+                "memory of a pod of 9,216 chips with 192 GiB"
+            )
+        if self.window >= MOST_WINDOW:
+            raise ValueError(
+                f"window={brief(self.window)} must be below 2^30: positions are 32-bit numbers"
+            )
+
     def _check_layers(self) -> None:
         for letter in self.layer_pattern:
             lookup("kind of layer", letter, LAYER_KINDS)
@@ -239,7 +287,8 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> str:
         """The letter of `layer_pattern` of each layer."""
-        return (self.layer_pattern * self.n_layers)[: self.n_layers]
+        times = self.n_layers // len(self.layer_pattern) + 1
+        return (self.layer_pattern * times)[: self.n_layers]
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -268,6 +317,13 @@ class ModelConfig:
     def modules(self) -> tuple[str, ...]:
         """The paths of the linears of this model."""
         return tuple(self.linears)
+
+    @property
+    def _weights(self) -> int:
+        """Weights of the linears and tables, were the head untied."""
+        sizes = {path: inputs * outputs for path, (inputs, outputs) in self.linears.items()}
+        tables = 2 * sizes.pop("lm_head") + self.learned_positions * self.d_model
+        return tables + self.n_layers * sum(sizes.values())
 
     def check_mesh(self, tensor: int) -> None:
         """Raises ValueError unless `tensor` devices can share the heads equally."""

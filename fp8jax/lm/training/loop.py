@@ -31,6 +31,7 @@ from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.token_rows import TokenData
 from fp8jax.lm.data.urls import is_url
+from fp8jax.lm.inference.memory_check import require_memory
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
@@ -49,6 +50,7 @@ from fp8jax.lm.training.hooks import Dispatched, Now, Scalars, Tools
 from fp8jax.lm.training.initial_state import InitialState
 from fp8jax.lm.training.new_programs import NewPrograms, write_config, write_file
 from fp8jax.lm.training.profile import Profile
+from fp8jax.lm.training.programs import device_bytes
 from fp8jax.lm.training.recovery import Recovery
 from fp8jax.lm.training.resume import (
     as_begun,
@@ -163,7 +165,7 @@ def _train_in(
     together("config", lambda: None, lambda _: config_facts(config))
     xla.set_compilation_cache()
     config, corpus = together("num_steps", lambda: with_steps(config, data))
-    run = together("run", lambda: build(as_begun(config, Path(workdir))), run_facts)
+    run = together("run", lambda: _built(as_begun(config, Path(workdir))), run_facts)
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
@@ -248,6 +250,16 @@ def _train_in(
             stack.push(channel.fail)  # before anything is closed
         _train(tools, now)
         return now.scalars
+
+
+def _built(config: ConfigDict) -> Run:
+    """Returns the run of a config; ValueError if the memory does not hold its state."""
+    run = build(config)
+    state = max(device_bytes(stage.state) for stage in run.stages)
+    require_memory(
+        state, f"the state of {run.settings.model}", "take smaller sizes, or shard it (mesh=fsdp)"
+    )
+    return run
 
 
 def _train(tools: Tools, now: Now) -> None:

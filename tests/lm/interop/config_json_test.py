@@ -4,8 +4,11 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
+from fp8jax.lm.interop import config_json as json_reader
+from fp8jax.lm.interop import layer_kinds_json
 from fp8jax.lm.interop.config_json import (
     family_for,
     load_json,
@@ -439,6 +442,60 @@ def test_a_length_beside_the_scaling_takes_priority():
 def test_what_this_decoder_does_not_compute_is_refused_by_name(family, changes, message):
     with pytest.raises(ValueError, match=message):
         to_model_config(config_json(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        *(
+            (family, {key: 10**9}, f"{key}=1000000000 is more than 1,000,000: layers run one")
+            for family, key in (
+                *((family, "num_hidden_layers") for family in ("llama", "qwen2", "mistral")),
+                *((family, "num_hidden_layers") for family in ("smollm3", "olmo3", "gemma3")),
+                ("gpt2", "n_layer"),
+            )
+        ),
+        ("llama", dict(num_hidden_layers=2**31), "num_hidden_layers must be a positive .* 2.31"),
+        ("llama", dict(num_hidden_layers=1e9), "num_hidden_layers must be a positive whole"),
+        ("mistral", dict(sliding_window=2**30), "sliding_window must be a positive whole number"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_a_list_of_layers(family, changes, message, monkeypatch):
+    monkeypatch.setattr(json_reader, "read_layers", None)  # is not called
+    if "sliding_window" in changes:
+        monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"^folder: {message}"):
+        to_model_config(config_json(family, **changes), "folder")
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("hidden_size", "d_model"),
+        ("intermediate_size", "d_ff"),
+        ("vocab_size", None),
+        ("num_attention_heads", "n_heads"),
+        ("head_dim", None),
+    ],
+)
+def test_absurd_sizes_are_named_as_the_file_names_them(key, field):
+    wide = LLAMA_2 | dict(num_hidden_layers=10_000, head_dim=128, hidden_size=65_536)
+    said = f"^folder: {field or key}=2000000000 gives the model more than"
+    with pytest.raises(ValueError, match=rf"{said}.* \({field} is {key}\)$" if field else said):
+        to_model_config(wide | {key: 2 * 10**9}, "folder")
+
+
+def test_patterns_of_many_layers_are_the_shortest():
+    """By trying them all; and so fast that a hundred thousand layers take no second."""
+    rng = np.random.default_rng(0)
+    for length in [*range(1, 9)] * 20:
+        letters = "".join(rng.choice(["f", "w"], length))
+        tried = (letters[:n] for n in range(1, length + 1))
+        expected = next(part for part in tried if (part * length).startswith(letters))
+        assert layer_kinds_json._shortest(letters) == expected
+    types = ["full_attention", *["sliding_attention"] * 99_999]
+    model = to_model_config(config_json("olmo3", num_hidden_layers=10**5, layer_types=types))
+    assert model.layer_pattern == model.layer_kinds == "f" + "w" * 99_999
 
 
 @pytest.mark.parametrize(

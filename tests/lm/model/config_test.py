@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fp8jax.lm.model.config import BIASES, MLP, MLPS, flops_per_token
+from fp8jax.lm.model.config import (
+    BIASES,
+    MLP,
+    MLPS,
+    MOST_LAYERS,
+    MOST_WEIGHTS,
+    ModelConfig,
+    flops_per_token,
+)
 from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.rope import ROPE_SCALINGS
 from fp8jax.lm.model.transformer import Transformer, abstract_variables, count_params
@@ -231,6 +239,40 @@ def test_every_rope_scaling_is_taken_by_its_name(scaling):
 def test_fields_that_contradict_each_other_raise_with_their_values(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(n_layers=10**9), "^n_layers=1000000000 is more than 1,000,000: layers run one after"),
+        (dict(n_layers=10**400), r"^n_layers=10*\.\.\. is more than 1,000,000"),
+        (dict(n_layers=10**6), "^n_layers=1000000 gives the model more than 1.2e.14 weights, whi"),
+        (dict(d_model=10**9), "^d_model=1000000000 gives the model more than 1.2e.14 weights"),
+        (dict(d_ff=10**9), "^d_ff=1000000000 gives the model"),
+        (dict(n_heads=8 * 10**9), "^n_heads=8000000000 gives the model"),
+        (dict(n_heads=10**9, n_kv_heads=10**9), "^n_heads=1000000000 gives the model"),
+        (dict(head_dim=10**9), "^head_dim=1000000000 gives the model"),
+        (dict(vocab_size=10**12), "^vocab_size=1000000000000 gives the model"),
+        (dict(learned_positions=10**12, rope_theta=1e4), "^learned_positions=10* gives the model"),
+        (dict(layer_pattern="w", window=2**30), "^window=1073741824 must be below 2.30"),
+    ],
+)
+def test_sizes_that_no_machine_holds_are_named_at_once(changes, message, monkeypatch):
+    """Before anything is made for each layer, or anything else is checked."""
+    monkeypatch.setattr(ModelConfig, "_check_layers", None)
+    with pytest.raises(ValueError, match=message) as error:
+        dataclasses.replace(MODELS["llama3_8b"], **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_the_largest_sizes_that_are_taken():
+    """A weight more than the memory of a pod, and a layer more, are refused."""
+    with pytest.raises(ValueError, match="d_ff=.* gives the model"):
+        dataclasses.replace(CONFIG, d_ff=MOST_WEIGHTS // (9 * 32) + 1)
+    dataclasses.replace(CONFIG, d_ff=MOST_WEIGHTS // (9 * 32) - 99)  # less those of the others
+    assert len(dataclasses.replace(CONFIG, n_layers=MOST_LAYERS).layer_kinds) == MOST_LAYERS
+    with pytest.raises(ValueError, match="n_layers=1000001 is more than"):
+        dataclasses.replace(CONFIG, n_layers=MOST_LAYERS + 1)
 
 
 @pytest.mark.parametrize(
