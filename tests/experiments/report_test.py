@@ -19,12 +19,15 @@ from fp8jax import telemetry
 from fp8jax.lm.cli import charts
 from fp8jax.lm.cli.first_look import spikes
 from fp8jax.lm.cli.page import report
+from fp8jax.lm.data import urls
 from fp8jax.lm.figures.run_files import read_run
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.telemetry.files import StepFiles
 from tests.support.commands import command_here
 from tests.support.pages import page_of
+from tests.support.run_files import row as telemetry_row
+from tests.support.stores import BUCKET, s3_store, upload
 
 CONFIG = {
     "precision": "fp8_block",
@@ -293,9 +296,72 @@ def test_the_command(tmp_path, capsys):
             ([str(tmp_path)], "is not the directory of a run"),
             ([str(run), str(run)], "a run is named twice"),
             ([str(run), "--output=page.txt"], "name a file ending in .html"),
+            (["http://host/run"], "http://host/run: http:// is not read"),
         ]:
             with pytest.raises(SystemExit, match=message):
                 call(*arguments)
+
+
+def same_page(tmp_path, url):
+    """Whether the page of a URL, beside another run, is that of the same run here."""
+    names = ("here", "stored")
+    other = str(tmp_path / "other" / "run")
+    with command_here("report") as call:
+        for name, run in zip(names, (str(tmp_path / "x" / "run"), url), strict=True):
+            call(run, other, f"--output={tmp_path / name}.html")
+    here, stored = (page_of((tmp_path / f"{name}.html").read_text()) for name in names)
+    for page in (here, stored):  # the time of the page itself
+        assert "x/run" in page["summary"] and "other/run" in page["summary"]
+    return here["loss"] == stored["loss"] and here["telemetry"] == stored["telemetry"]
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """Two runs of one name, and a checkpoint of the first, which the page does not need."""
+    run = write_run(tmp_path / "x" / "run", rows=[telemetry_row(step=2)])
+    write_run(tmp_path / "other" / "run", losses=(4.0, 3.5, 3.0, 2.5))
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "checkpoints" / "3" / "large").write_text("x")
+    return run
+
+
+def test_a_run_in_a_store_is_that_run(tmp_path, monkeypatch, two_runs):
+    """With a folder for the store."""
+    copied = []
+
+    def copy(files, root, target):
+        found = list(files)
+        copied.extend(path.name for path in found)
+        copy_files(found, root, target)
+
+    copy_files = urls.copy_files
+    monkeypatch.setattr(urls, "copy_files", copy)
+    monkeypatch.setattr(urls, "as_path", lambda url: tmp_path / url.removeprefix("s3://"))
+    assert same_page(tmp_path, "s3://x/run/")
+    assert {"metrics.jsonl", "events.jsonl", "config.json"} <= set(copied)
+    assert "large" not in copied and [n for n in copied if n.startswith("step_")]
+    with command_here("report") as call:
+        for url, message in (
+            ("s3://x/none", "no such directory: s3://x/none"),
+            (
+                "s3://x",
+                "is not the directory of a run: it has no metrics.jsonl and no events.jsonl",
+            ),
+        ):
+            with pytest.raises(SystemExit, match=message):
+                call(url)
+
+
+@pytest.mark.full
+def test_a_run_in_s3_is_that_run(tmp_path, monkeypatch, two_runs):
+    with s3_store(monkeypatch) as store:
+        upload(store, two_runs, "x/run")
+        assert same_page(tmp_path, f"s3://{BUCKET}/x/run")
+        with command_here("report") as call:
+            with pytest.raises(SystemExit, match=f"no such directory: s3://{BUCKET}/x/none"):
+                call(f"s3://{BUCKET}/x/none")
+            with pytest.raises(SystemExit, match=f"s3://{BUCKET}/x is not the directory of a run"):
+                call(f"s3://{BUCKET}/x")
 
 
 # Tensors out of line ------------------------------------------------------------------------------

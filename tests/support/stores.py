@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield client
     forget_listings()
     server.stop()
+
+
+def upload(store: Any, folder: Path, name: str) -> None:
+    """Puts the files of a folder into the bucket, below a name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            store.upload_file(str(path), BUCKET, f"{name}/{path.relative_to(folder).as_posix()}")
 
 
 def forget_listings() -> None:

@@ -18,6 +18,7 @@ from fp8jax.telemetry.files import FOLDER, read_rows
 from fp8jax.telemetry.rows import Row, Table
 
 _LOGS = ("metrics.jsonl", "events.jsonl")
+FILES = (*_LOGS, "config.json", "precision.txt", "data.txt")  # that are read, beside telemetry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,7 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
         raise FileNotFoundError(f"no such directory: {path}")
     if not path.is_dir():
         raise NotADirectoryError(f"{path} is a file: name the directory of a run")
-    if not any((path / name).exists() for name in _LOGS):
-        raise ValueError(
-            f"{path} is not the directory of a run: it has no {' and no '.join(_LOGS)}"
-        )
+    require_run(path)
     missing: list[str] = []
     metrics = _log(path / "metrics.jsonl", {"step": int}, missing)
     events = _log(path / "events.jsonl", {"step": int, "kind": str}, missing)
@@ -98,6 +96,14 @@ def read_run(workdir: str | os.PathLike[str]) -> RunFiles:
         data=_text(path / "data.txt", missing),
         missing=tuple(missing),
     )
+
+
+def require_run(path: Path) -> None:
+    """Raises ValueError if a directory, here or in a store, is not that of a run."""
+    if not any((path / name).exists() for name in _LOGS):
+        raise ValueError(
+            f"{path} is not the directory of a run: it has no {' and no '.join(_LOGS)}"
+        )
 
 
 def has_ended(events: Sequence[Mapping[str, Any]]) -> bool:

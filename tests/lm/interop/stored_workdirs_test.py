@@ -18,7 +18,7 @@ from fp8jax.lm.training.build import build
 from fp8jax.lm.training.initial_state import InitialState
 from tests.support.hf_folders import config_json, tensors, write_folder
 from tests.support.runs import tiny
-from tests.support.stores import BUCKET, forget_listings, s3_store
+from tests.support.stores import BUCKET, forget_listings, s3_store, upload
 from tests.support.untrained import write_checkpoints
 
 
@@ -33,12 +33,6 @@ from tests.support.untrained import write_checkpoints
 def test_urls_that_are_refused(source, message):
     with pytest.raises(ValueError, match=message):
         load_model(source)
-
-
-def upload(store, folder: Path, name: str) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            store.upload_file(str(path), BUCKET, f"{name}/{path.relative_to(folder).as_posix()}")
 
 
 @pytest.mark.full
