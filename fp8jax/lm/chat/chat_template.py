@@ -41,7 +41,12 @@ import numpy as np
 import tokenizers
 from jaxtyping import Bool, Int32
 
-from fp8jax.lm.chat.conversation import Message, check_example, check_messages
+from fp8jax.lm.chat.conversation import (
+    Message,
+    check_example,
+    check_messages,
+    too_many_levels,
+)
 from fp8jax.lm.chat.forgery import Tokens, plain_message, plain_tools, tokens_of
 from fp8jax.lm.chat.message_forms import forms, is_trained
 from fp8jax.lm.chat.rendering import Conversation
@@ -197,6 +202,7 @@ class ChatTemplate:
             spans = self._spans(conversation, rendered.text)
         made = self._example(rendered.text, spans, conversation.place)
         conversation.require_rendered(rendered.text)
+        conversation.require_in_tags(np.flatnonzero(conversation.trained).tolist())
         return made
 
     def _spans(self, conversation: Conversation, text: str) -> Spans:
@@ -251,6 +257,7 @@ class ChatTemplate:
                 spans = ((begin, self._end(text, begin)),)
             examples.append(self._example(text, spans, f"{part.place}, message {i + 1}"))
             part.require_rendered(text, turn=i)
+            part.require_in_tags([i])
         return examples
 
     def _first_form(
@@ -267,11 +274,14 @@ class ChatTemplate:
           BadChatError: there is none; the error of the first.
         """
         errors = []
-        for form in forms(messages, place):
-            try:
-                return make(self._conversation(form, tools, variables, place, messages))
-            except BadChatError as error:
-                errors.append(error)
+        try:
+            for form in forms(messages, place):
+                try:
+                    return make(self._conversation(form, tools, variables, place, messages))
+                except BadChatError as error:
+                    errors.append(error)
+        except RecursionError as error:
+            raise too_many_levels(place) from error
         raise errors[0]
 
     def _conversation(

@@ -57,6 +57,11 @@ def place_of(path: Path, line: int) -> str:
     return f"{path}, line {line}"
 
 
+def too_many_levels(place: str) -> BadChatError:
+    """Returns the error for a conversation that Python cannot walk through."""
+    return BadChatError(Reason.NO_CONVERSATION, f"{place}: its data has too many levels")
+
+
 def refuse(path: Path, error: BadChatError) -> None:
     """Raises the error, whatever the file."""
     raise error
@@ -80,6 +85,9 @@ def read_chats(path: Path, tally: Tally | None = None, on_bad: OnBad = refuse) -
             messages, tools = _conversation(line, place_of(path, number))
         except BadChatError as error:
             on_bad(path, error)
+            continue
+        except RecursionError:
+            on_bad(path, too_many_levels(place_of(path, number)))
             continue
         yield Chat(messages=messages, tools=tools, path=path, line=number)
 

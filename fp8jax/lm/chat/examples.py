@@ -34,7 +34,7 @@ from fp8jax.lm.data.token_cache import map_array, token_dtype
 from fp8jax.lm.data.urls import size_of
 
 # Version of the cached files; raise it whenever the same conversations would give other examples.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _NUMBERS = np.dtype("<i8")
 

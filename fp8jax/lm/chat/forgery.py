@@ -4,6 +4,7 @@ A guard, a reserved character, stands in each such spelling until the text is en
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -118,6 +119,10 @@ def _plain(value: Any, tokens: Sequence[str], place: str) -> Any:
         }
     if isinstance(value, Sequence):
         return [_plain(item, tokens, f"{place}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):  # which Python reads and writes
+        raise BadChatError(
+            Reason.NO_CONVERSATION, f"{place}: JSON has no number {value}: write it as a text"
+        )
     if value is None or type(value) in (bool, int, float):
         return value
     raise BadChatError(

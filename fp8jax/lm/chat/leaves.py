@@ -6,10 +6,12 @@ which each text has a mark, and the marks that are missing tell what is left out
 
 A mark stands at the end of each line of a text and before each tag, such as </think>, so that a
 text which is rendered in part is noticed, while templates that look at how a text begins or ends
-see the same.
+see the same. Where a template cuts the beginning of a line, its mark is there; so the text that is
+rendered without marks must hold each line as it is.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,6 +41,12 @@ class Leaf:
     field: str
     text: str
     last: bool
+
+    def stands_in(self, rendered: str) -> bool:
+        """Whether a text without guards has this one as it is, or as JSON spells it."""
+        text = self.text.replace(GUARD, "")
+        spellings = (json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        return text in rendered or any(each in rendered for each in spellings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,24 @@ _OTHER_LOSSES = (
 )
 
 # Keys of a row that change its text for other programs, and are not read here.
-_OTHER_TEXTS = ("system", "system_prompt", "functions", "documents", "chat_template_kwargs")
+_OTHER_TEXTS = (
+    "system",
+    "system_prompt",
+    "functions",
+    "documents",
+    "chat_template_kwargs",
+    "history",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+)
+# The same of a row that has a prompt and a response.
+_BESIDE_PROMPT = ("context", "input", "instruction")
+
+_SILENT: tuple[Any, ...] = (None, [], "", {})  # values of a row's key that say nothing
 
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
@@ -43,8 +60,9 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
                 f"{place}: the key {key!r} of a conversation is not supported: give messages the "
                 f"key {_WEIGHT!r}, 0 or 1",
             )
-    for key in _OTHER_TEXTS:
-        if _says_something(row, key):
+    others = _OTHER_TEXTS if "messages" in row else (*_OTHER_TEXTS, *_BESIDE_PROMPT)
+    for key in others:
+        if key in row and row[key] not in _SILENT:
             raise BadChatError(
                 Reason.NO_CONVERSATION,
                 f"{place}: the key {key!r} of a conversation is not supported: only messages and "
@@ -129,7 +147,13 @@ def _call(call: Any, place: str, decode: bool) -> Any:
     kept = {key: value for key, value in call.items() if value is not None}
     if "function" in kept:
         kept["function"] = _call(kept["function"], f"{place}.function", decode)
-    elif "name" in kept and decode:
+        return kept
+    name = kept["name"] if "name" in kept else None
+    if not (isinstance(name, str) and name.strip()):
+        raise BadChatError(
+            Reason.NO_CONVERSATION, f"{place}.name must be that of a tool, got {brief(name)}"
+        )
+    if decode:
         given = kept["arguments"] if "arguments" in kept else ""
         if isinstance(given, str):
             kept["arguments"] = _json_object(given, f"{place}.arguments")

@@ -1,12 +1,14 @@
 """A conversation and its template: what is rendered of it, and what is left out."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fp8jax.lm.chat.leaves import Leaf, mark
+from fp8jax.lm.chat.leaves import Leaf, Marked, mark
 from fp8jax.lm.chat.message_forms import arguments_of
+from fp8jax.lm.chat.sandbox import GUARD
 from fp8jax.lm.chat.template import Rendered, Template
 from fp8jax.lm.data.bad_examples import BadChatError, Reason
 from fp8jax.lookup import brief
@@ -49,6 +51,15 @@ class Conversation:
             place=self.place,
         )
 
+    @functools.cached_property
+    def _marked(self) -> Marked:
+        return mark(self.messages, self.tools)
+
+    @functools.cached_property
+    def _marks(self) -> Rendered:
+        """The conversation, rendered with marks in its texts."""
+        return self._render(self._marked.messages, self._marked.tools, prompt=False)
+
     def trained_spans(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
         """Returns the spans of `generation` tags whose messages are trained.
 
@@ -58,9 +69,7 @@ class Conversation:
         """
         if all(self.trained):
             return rendered.spans
-        marked = mark(self.messages, self.tools)
-        other = self._render(marked.messages, marked.tools, prompt=False)
-        owners = [marked.messages_of(other.text[begin:end]) for begin, end in other.spans]
+        owners = [self._marked.messages_of(self._marks.text[b:e]) for b, e in self._marks.spans]
         if len(owners) != len(rendered.spans) or any(len(each) != 1 for each in owners):
             raise BadChatError(
                 Reason.TURNS,
@@ -74,8 +83,26 @@ class Conversation:
             if number is not None and self.trained[number]
         )
 
+    def require_in_tags(self, numbers: Iterable[int]) -> None:
+        """Raises BadChatError if no `generation` tag holds one of the assistant's messages.
+
+        Nothing is asked of templates without such tags.
+        """
+        if not self.template.has_tags:
+            return
+        spans = self._marks.spans
+        held = set().union(*(self._marked.messages_of(self._marks.text[b:e]) for b, e in spans))
+        for i in numbers:
+            has_text = any(leaf.message == i for leaf in self._marked.leaves)
+            if self.is_assistant(i) and has_text and i not in held:
+                raise BadChatError(
+                    Reason.TURNS,
+                    f"{self.place}: {self._message(i)} is the assistant's, and no generation tag "
+                    f"of {self.template.place} holds it, so that it would not be trained",
+                )
+
     def require_rendered(self, text: str, *, turn: int = 0, prompt: bool = False) -> None:
-        """Raises BadChatError if a text of the conversation is left out, or not as JSON.
+        """Raises BadChatError if a text of the conversation is left out, changed, or not as JSON.
 
         Args:
           text: what `render` made of it.
@@ -83,22 +110,33 @@ class Conversation:
             before their last line may be missing, since templates leave out earlier thinking.
         """
         self._require_json(text)
-        marked = mark(self.messages, self.tools)
-        missing = marked.missing(self._render(marked.messages, marked.tools, prompt).text)
-        missing = [leaf for leaf in missing if not self._may_be_missing(leaf, turn)]
+        marked = self._marked
+        other = self._render(marked.messages, marked.tools, prompt) if prompt else self._marks
+        missing = [leaf for leaf in marked.missing(other.text) if self._is_needed(leaf, turn)]
         if missing:
             first = missing[0]
             rest = [leaf for leaf in marked.leaves if leaf not in missing]
             part = any((leaf.message, leaf.field) == (first.message, first.field) for leaf in rest)
             raise self._left_out(first, part)
+        plain = text.replace(GUARD, "")
+        for leaf in marked.leaves:
+            if self._is_needed(leaf, turn) and not leaf.stands_in(plain):
+                raise self._changed(leaf)
         self._require_no_none(text, prompt)
 
-    def _may_be_missing(self, leaf: Leaf, turn: int) -> bool:
+    def _is_needed(self, leaf: Leaf, turn: int) -> bool:
         if leaf.message is None or leaf.message >= turn or not self.is_assistant(leaf.message):
-            return False
-        if leaf.field == "content":
-            return not leaf.last
-        return not leaf.field.startswith("tool_calls")
+            return True
+        return leaf.last if leaf.field == "content" else leaf.field.startswith("tool_calls")
+
+    def _changed(self, leaf: Leaf) -> BadChatError:
+        """Returns the error for a text of which a part is left out, or which is changed."""
+        where = f"{self._message(leaf.message)}: " if leaf.message is not None else "tools"
+        return BadChatError(
+            Reason.TEMPLATE,
+            f"{self.place}: {where}{leaf.field}: {self.template.place} changes or cuts "
+            f"{brief(leaf.text.replace(GUARD, ''))}: take a template that writes it as it is",
+        )
 
     def _left_out(self, leaf: Leaf, part: bool) -> BadChatError:
         """Returns the error for a text that is not rendered, or is rendered in `part`."""

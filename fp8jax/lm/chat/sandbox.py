@@ -2,15 +2,17 @@
 
 jinja2's immutable sandbox keeps a template from the machine, not from running forever. So its steps
 are counted here: the rounds of its loops, and its calls. A count stops the same template on the
-same data on every machine, which a clock would not. What a template stores, passes or multiplies
-has a largest size, too.
+same data on every machine, which a clock would not. What a template stores, passes, multiplies or
+pads has a largest size, too.
 
 Nothing in a template is drawn at random: rendering the same data gives the same text.
 """
 
 import datetime
+import functools
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -28,12 +30,13 @@ RESERVED = frozenset((GUARD, BEGIN, END, MARK))
 STEPS = 5_000_000  # of a rendering: rounds of loops, and calls
 LARGEST = 2**24  # characters or entries of what a template stores, passes or multiplies
 _POWER = 2**12  # bits of the largest power
+_INDENT = 80  # of JSON
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Renders templates, in `STEPS` steps at most; `restart` begins to count."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def __init__(self, now: datetime.datetime):
         super().__init__(
@@ -43,6 +46,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": _tojson, "_counted": _counted, "_bounded": _bounded}
         self.globals |= {"raise_exception": _raise, "strftime_now": now.strftime}
         del self.filters["random"], self.globals["lipsum"]
+        self.filters = {name: _measured(name, f) for name, f in self.filters.items()}
 
     def restart(self, steps: int | None = None) -> None:
         """Begins a rendering, of `STEPS` steps at most or of others."""
@@ -69,14 +73,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context, __obj, *args, **kwargs):  # noqa: N805
         """Calls what a template calls."""
         __self.step()
-        for value in (*args, *kwargs.values()):
+        given = (*args, *kwargs.values())
+        for value in given:
             _check_size(value)
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            _check_result(method.__name__, owner, given)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
-        """Multiplies, or raises to a power."""
+        """Multiplies, raises to a power, adds or formats."""
+        if operator == "%" and isinstance(left, str):
+            _check_result("format", left, right if isinstance(right, tuple) else (right,))
         size = _size_of_result(operator, left, right)
         if size > (_POWER if operator == "**" else LARGEST):
             _raise(f"the result of {operator} is too large")
@@ -114,8 +125,53 @@ def _check_size(value: Any) -> None:
         _raise(f"it makes a {type(value).__name__} of more than {LARGEST:,} entries")
 
 
+# What has widths in formats such as "%8.2f" and "{:>8}"; and those with widths of their arguments.
+_FORMATS = re.compile(r"%[-+ #\d.]*|\{[^{}]*")
+_WIDTH_GIVEN = re.compile(r"\*|\{[^{}]*\{")
+
+# Filters and methods of texts that make as much as a number says.
+_AS_WIDE = ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "zfill")
+
+
+def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that raises TemplateError before it makes too much."""
+
+    @functools.wraps(function)  # with what jinja2 reads of it
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        about = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
+        value, *others = [each for each in args if not isinstance(each, about)]
+        _check_result(name, value, (*others, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    return measured
+
+
+def _check_result(name: str, value: Any, given: Sequence[Any]) -> None:
+    """TemplateError if a filter or a method of a text would make too much of `value`."""
+    texts = [each for each in given if isinstance(each, str)]
+    numbers = [abs(each) for each in given if isinstance(each, int)]
+    size = 0
+    if name in _AS_WIDE and isinstance(value, str | list | tuple):
+        size = (len(value) + 1) * max([*numbers, *map(len, texts)], default=0)
+    elif name == "replace" and isinstance(value, str) and len(texts) > 1:
+        size = len(value) + value.count(texts[0]) * len(texts[1])
+    elif name == "join":  # a filter of a list, or a method of what stands between its entries
+        many = [each for each in (value, *given) if isinstance(each, list | tuple)]
+        between = value if isinstance(value, str) else "".join(texts[:1])
+        sizes = [len(each) for each in (many[0] if many else ()) if isinstance(each, str)]
+        size = sum(sizes) + len(sizes) * len(between)
+    elif name == "format" and isinstance(value, str):
+        widths = [int(n) for part in _FORMATS.findall(value) for n in re.findall(r"\d+", part)]
+        size = max([*widths, *(numbers if _WIDTH_GIVEN.search(value) else ())], default=0)
+    if size > LARGEST:
+        _raise(f"{name} makes more than {LARGEST:,} entries")
+
+
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """Returns the entries of a product of a text or list, or the bits of a power; 0 for others."""
+    """Returns the entries of a product or sum, or the bits of a power; 0 for those of numbers."""
+    if operator == "+":
+        sizes = [len(each) for each in (left, right) if isinstance(each, str | list | tuple)]
+        return sum(sizes)
     if operator == "**":
         whole = isinstance(left, int) and isinstance(right, int)
         return left.bit_length() * abs(right) if whole else 0
@@ -133,6 +189,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Like jinja2's own filter, but without HTML's escapes."""
+    if indent is not None and indent > _INDENT:
+        _raise(f"tojson indents by more than {_INDENT}")
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -27,6 +27,8 @@ LONGEST_LINE = 2**27  # bytes
 _CHUNK = 2**18
 _NAMED = 3  # bad records of a source that are remembered
 
+_TAR, _TAR_AT = (b"ustar\0", b"ustar  \0"), 257  # what tells an archive, and where
+
 # How files begin.
 _BEGINNINGS = (
     ("gzip", re.compile(rb"\x1f\x8b\x08")),
@@ -213,6 +215,8 @@ def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
 def _as_utf8(path: Path, stream: BinaryIO, is_json: bool) -> BinaryIO:
     """Returns a stream without its byte order mark; UTF-16 and UTF-32 become UTF-8."""
     assert isinstance(stream, io.BufferedReader)
+    if stream.peek(_TAR_AT + 8)[_TAR_AT:].startswith(_TAR):
+        raise ValueError(f"{path}: it is a tar archive: unpack its files")
     head = stream.peek(4)[:4]
     encoding: str = json.detect_encoding(head) if is_json else "utf-8"
     for mark, name in _MARKS:
@@ -265,7 +269,7 @@ def parse_line(line: bytes, **options: Any) -> Any:
     """
     if len(line) > LONGEST_LINE:
         raise ValueError(f"it is longer than {LONGEST_LINE:,} bytes")
-    try:
-        return json.loads(line.decode("utf-8"), **options)
+    try:  # a line may have a byte order mark, where files were put together
+        return json.loads(line.decode("utf-8-sig"), **options)
     except RecursionError as error:
         raise ValueError(str(error)) from error

@@ -196,10 +196,17 @@ class JsonLines:
                 else:
                     yield text
 
+    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Returns a JSON object; ValueError if the field is there twice: one would be lost."""
+        made = dict(pairs)
+        if len(made) < len(pairs) and [name for name, _ in pairs].count(self.field) > 1:
+            raise ValueError(f"{self.field!r} comes twice")
+        return made
+
     def _text(self, line: bytes) -> str:
         """Returns the document of a line; ValueError if it has none."""
         try:
-            text = parse_line(line)[self.field]
+            text = parse_line(line, object_pairs_hook=self._once)[self.field]
             text.encode("utf-8")  # JSON can encode lone surrogates, which are not text
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -273,9 +280,11 @@ class ParquetFiles:
         import pyarrow as pa
 
         types = {field.name: field.type for field in schema}
-        columns = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
         if self.column not in types:
             raise ValueError(f"{path}: no column {self.column!r}. There are: {columns}")
+        if [field.name for field in schema].count(self.column) > 1:
+            raise ValueError(f"{path}: column {self.column!r} comes twice. There are: {columns}")
         column_type = types[self.column]
         is_dictionary = pa.types.is_dictionary(column_type)
         value = column_type.value_type if is_dictionary else column_type

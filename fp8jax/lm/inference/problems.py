@@ -11,14 +11,13 @@ numbers only, so problems whose solution has no number are left out, and counted
 """
 
 import dataclasses
-import json
 import random
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fp8jax.lm.data.files import Tally, open_counted
+from fp8jax.lm.data.files import Tally, open_counted, parse_line
 from fp8jax.lm.inference.verify import as_number, final_number
 from fp8jax.lookup import brief
 
@@ -61,8 +60,8 @@ def read_problems(path: Path) -> Problems:
             if not line.strip():
                 continue
             try:
-                made = _problem(json.loads(line.decode("utf-8")))
-            except (ValueError, RecursionError) as error:
+                made = _problem(parse_line(line))
+            except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             if made is None:
                 left_out += 1

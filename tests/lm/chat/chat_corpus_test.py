@@ -295,10 +295,9 @@ def test_all_or_nothing_supervised(tmp_path):
     everything = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     with pytest.raises(ValueError, match="line 1: all of the .* tokens are the assistant's"):
         chat_corpus(tmp_path, pairs(20), everything)
-    first = "{% generation %}{{ 'a' }}{% endgeneration %}{% for m in messages %}{{ m.content }}"
-    first += "{% endfor %}"
+    first = "{% generation %}{{ messages[1].content }}{% endgeneration %}{{ messages[0].content }}"
     with pytest.raises(ValueError, match="line 1: only the first token is the assistant's"):
-        chat_corpus(tmp_path, pairs(20), first)
+        chat_corpus(tmp_path, [pair | {"response": "o"} for pair in pairs(20)], first)
 
 
 def test_tokenizers_that_do_not_fit(tmp_path):

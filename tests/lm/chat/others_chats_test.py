@@ -4,6 +4,7 @@ Each row is a fault that public bug reports name, on an input of our own.
 """
 
 import datetime
+import functools
 import json
 
 import pytest
@@ -30,6 +31,11 @@ def calls(arguments, content="", **others):
     """A question, a call and its result, and the answer."""
     asked = assistant(content, tool_calls=[call(arguments, **others)])
     return [user("Rain?"), asked, {"role": "tool", "content": "no"}, assistant("Dry.")]
+
+
+def deep(levels):
+    """Lists within each other."""
+    return functools.reduce(lambda inner, _: [inner], range(levels), 1)
 
 
 TOOL = {
@@ -139,6 +145,8 @@ def tokens(template, example, what):
 
 JSON_CALL = '<tool_call>{"name": "rain", "arguments": {"city": "Oslo"}}</tool_call><|im_end|>'
 DRY = "Dry.<|im_end|>"
+INSIDE = "{%- generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+GREETING = [user("a"), assistant("b")], ["b<|im_end|>"]
 
 RIGHT = [
     # Arguments as servers render them, whatever the file's spelling is.
@@ -237,6 +245,48 @@ RIGHT = [
         ["d<|im_end|>"],
     ),
     ("a user's weight 0", BRACKETS, [user("a", weight=0.0), assistant("b")], [" b </s>"]),
+    # How templates are written: macros, namespaces, blocks, tags within them, filters.
+    (
+        "a macro and a namespace",
+        "{%- macro say(m) -%}{{ m.content }}{%- endmacro -%}{%- set n = namespace(i=0) -%}"
+        + chatml("{%- set n.i = n.i + 1 %}{{- say(m) }}"),
+        [user("a"), assistant("b")],
+        ["b<|im_end|>"],
+    ),
+    (
+        "tags in a macro",
+        "{%- macro say(m) -%}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{%- endmacro -%}" + TAGGED.replace(INSIDE, "{{- say(message) }}"),
+        [user("a"), assistant("b"), user("c"), assistant("d")],
+        ["b<|im_end|>", "d<|im_end|>"],
+    ),
+    (
+        "tags in a block",
+        TAGGED.replace(INSIDE, "{% set x %}" + INSIDE + "{% endset %}{{- x }}"),
+        [user("a"), assistant("b")],
+        ["b<|im_end|>"],
+    ),
+    ("filters", chatml("{{- [m.content] | map('trim') | join }}"), *GREETING),
+    ("a text in JSON", chatml("{{- (m.content | tojson)[1:-1] }}"), *GREETING),
+    ("ASCII alone", chatml("{{- (m.content | tojson(ensure_ascii=true))[1:-1] }}"), *GREETING),
+    # Odd texts.
+    ("empty content", CHATML, [user(""), assistant("b")], ["b<|im_end|>"]),
+    ("white space", CHATML, [user(" \n "), assistant("b")], ["b<|im_end|>"]),
+    ("a mark inside", CHATML, [user("a\ufeffb"), assistant("c\ufeff")], ["c\ufeff<|im_end|>"]),
+    ("ends of lines", CHATML, [user("a\r\nb"), assistant("c\r\nd")], ["c\r\nd<|im_end|>"]),
+    ("NUL", CHATML, [user("a\0b"), assistant("c\0d")], ["c\0d<|im_end|>"]),
+    ("a lone quote", CHATML, [user('"'), assistant("'\\\"")], ["'\\\"<|im_end|>"]),
+    (
+        "values of any kind",
+        CALLING,
+        calls({"city": None, "n": 10**40, "list": [[True], {"a": 1.5}], "é": ""}),
+        [
+            '<tool_call>{"name": "rain", "arguments": {"city": null, "n": 1'
+            + "0" * 40
+            + ', "list": [[true], {"a": 1.5}], "é": ""}}</tool_call><|im_end|>',
+            DRY,
+        ],
+    ),
 ]
 
 
@@ -351,6 +401,73 @@ WRONG = [
     ("a block that doubles", BLOCKS + CHATML, [user("a"), assistant("b")], "a str of more than"),
     ("a power", "{{ 10 ** (10 ** 10) }}" + CHATML, [user("a"), assistant("b")], "is too large"),
     ("a product", "{{ 'ab' * 10 ** 9 }}" + CHATML, [user("a"), assistant("b")], "is too large"),
+    *(
+        (f"{made}, large", "{{ " + made + " }}" + CHATML, [user("a"), assistant("b")], message)
+        for made, message in (
+            ("'x'.ljust(10 ** 9)", "ljust makes more than 1,000 entries"),
+            ("'x' | center(10 ** 9)", "center makes more than"),
+            ("[1] | slice(10 ** 9) | list", "slice makes more than"),
+            ("'%999999999d' % 1", "format makes more than"),
+            ("'%*d' % (10 ** 9, 1)", "format makes more than"),
+            ("'{:>{}}'.format(1, 10 ** 9)", "format makes more than"),
+            ("'%.999999999f' | format(1.0)", "format makes more than"),
+            ("('a' * 900) | replace('a', 'b' * 900)", "replace makes more than"),
+            ("('a' * 900).join(['b'] * 900)", "join makes more than"),
+            ("(['a' * 900] * 900) | join", "join makes more than"),
+            ("messages | tojson(indent=10 ** 9)", "tojson indents by more than 80"),
+            ("'a' * 900 + 'b' * 900", r"the result of \+ is too large"),
+        )
+    ),
+    # Texts that lose their beginning, where no mark stands, or are changed.
+    (
+        "a text cut at a word",
+        chatml("{{- m.content.split('Answer:')[-1] }}"),
+        [user("a"), assistant("Since b. Answer: c")],
+        "message 2: content: .* changes or cuts 'Since b. Answer: c': take a template",
+    ),
+    (
+        "a text cut at its beginning",
+        chatml("{{- m.content[2:] }}"),
+        [user("first"), assistant("second")],
+        "message 1: content: .* changes or cuts 'first'",
+    ),
+    (
+        "upper case",
+        chatml("{{- m.content | upper }}"),
+        [user("first"), assistant("second")],
+        "message 1: content: .* changes or cuts 'first'",
+    ),
+    # Calls that are no calls, and numbers that JSON does not have.
+    (
+        "a nameless call",
+        CALLING,
+        [user("a"), assistant("", tool_calls=[{"function": {"arguments": "{}"}}])],
+        r"message 2: tool_calls\[0\].function.name must be that of a tool, got None",
+    ),
+    (
+        "a function of null",
+        CALLING,
+        [user("a"), assistant("", tool_calls=[{"type": "function", "function": None}])],
+        r"message 2: tool_calls\[0\].name must be that of a tool, got None",
+    ),
+    ("a huge number", CALLING, calls('{"x": 1e999}'), r"arguments.x: JSON has no number inf: wri"),
+    ("no number", CALLING, calls('{"x": [NaN]}'), r"arguments.x\[0\]: JSON has no number nan"),
+    ("deep arguments", CALLING, calls({"x": deep(2000)}), "its data has too many levels"),
+    # Turns that the template's own tags leave untrained.
+    (
+        "a turn outside of tags",
+        TAGGED.replace("message['role'] == 'assistant' %}", "loop.last %}"),
+        [user("a"), assistant("b"), user("c"), assistant("d")],
+        "message 2 is the assistant's, and no generation tag of .* holds it",
+    ),
+    (
+        "a call outside of tags",
+        TAGGED.replace(
+            "{%- generation", "{{- (message.tool_calls or []) | tojson }}{%- generation"
+        ),
+        [user("a"), assistant("", tool_calls=[call({})]), *calls({})[2:]],
+        "message 2 is the assistant's, and no generation tag of .* holds it",
+    ),
 ]
 
 
@@ -495,6 +612,9 @@ LINES = [
     ({"chat_template_kwargs": {"a": 1}}, "the key 'chat_template_kwargs' of a conversation"),
     ({"weight": 0}, "the key 'weight' of a conversation is not supported: give messages the key"),
     ({"weight": 1, "id": 3}, "the key 'weight' of a conversation"),
+    ({"images": ["a.png"]}, "the key 'images' of a conversation is not supported"),
+    ({"audio": {"path": "a.wav"}}, "the key 'audio' of a conversation is not supported"),
+    ({"history": [["a", "b"]]}, "the key 'history' of a conversation is not supported"),
 ]
 
 
@@ -516,3 +636,45 @@ def test_a_key_that_comes_twice(tmp_path):
     path.write_text(f'{{"messages": {turns}, "messages": {turns}}}')
     with pytest.raises(ValueError, match="chats.jsonl, line 1: not JSON: the key 'messages' comes"):
         list(read_chats(path))
+
+
+def test_keys_beside_a_prompt(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    pair = {"prompt": "a", "response": "b"}
+    for key in ("context", "input", "instruction", "history"):
+        path.write_text(json.dumps(pair | {key: "x"}))
+        with pytest.raises(ValueError, match=f"chats.jsonl, line 1: the key '{key}' of a conv"):
+            list(read_chats(path))
+    path.write_text(json.dumps(pair | {"context": "", "system": "", "images": [], "id": 3}))
+    assert len(list(read_chats(path))) == 1
+
+
+def test_a_deep_line(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = json.dumps([user("a"), assistant("b")])
+    path.write_text(f'{{"messages": {turns}, "tree": {"[" * 100_000 + "]" * 100_000}}}')
+    with pytest.raises(ValueError, match="chats.jsonl, line 1: not JSON: .*recursion"):
+        list(read_chats(path))
+
+
+ODD_MESSAGES = [
+    [[user("a")]],
+    [user(["a"])],
+    [user([{"type": "image_url", "image_url": {"url": "x"}}])],
+    [{"role": ["user"], "content": "a"}],
+    [{"role": None, "content": "a"}],
+    [user("a"), assistant("b", weight=10**400)],
+    [user("a"), assistant("b", tool_calls="x")],
+    [user("a"), assistant(None)],
+    [user("a"), assistant("b", tool_calls=[None])],
+    [user("\ud800"), assistant("b")],
+    [user("a", **{"\udfff": "x"}), assistant("b")],
+    [user("a\ufdd0"), assistant("b")],
+]
+
+
+@pytest.mark.parametrize("messages", ODD_MESSAGES, ids=range(len(ODD_MESSAGES)))
+def test_odd_messages_are_refused_in_one_line(load, messages):
+    with pytest.raises(ValueError, match="^a.jsonl, line 3: ") as error:
+        load(CALLING).example([*messages, assistant("b")], place="a.jsonl, line 3")
+    assert "\n" not in str(error.value)

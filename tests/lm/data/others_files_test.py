@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import lzma
+import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,6 +58,10 @@ BAD_LINES = [
     ("a lone surrogate", b'{"text": "\\ud800"}', "UnicodeEncodeError"),
     ("long", b'{"text": "' + b"x" * 3000 + b'"}', "longer than 2,000 bytes"),
     ("two values", b'{"text": "x"} {"text": "y"}', "JSONDecodeError: Extra data"),
+    ("twice", b'{"text": "x", "a": 1, "text": "y"}', "'text' comes twice"),
+    ("a huge integer", b'{"n": ' + b"9" * 5000 + b', "text": "x"}', "Exceeds the limit"),
+    ("a lone mark", b"\xef\xbb\xbf", "JSONDecodeError"),
+    ("UTF-16 inside", '{"text": "é"}'.encode("utf-16-le"), "JSONDecodeError|UnicodeDecodeError"),
 ]
 
 
@@ -189,7 +194,20 @@ def test_files_are_read_by_what_they_hold(tmp_path, name, write):
         assert read(f"text:{path}")[0] == TEXTS[:1]
 
 
+def tar(raw):
+    """An archive with one file."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        info = tarfile.TarInfo("a.jsonl")
+        info.size = len(raw)
+        archive.addfile(info, io.BytesIO(raw))
+    return made.getvalue()
+
+
 DAMAGED = [
+    ("a.jsonl", tar(GOOD), "it is a tar archive: unpack its files"),
+    ("a.jsonl.gz", gzip.compress(tar(GOOD)), "it is a tar archive"),
+    ("a.jsonl.xz", lzma.compress(tar(GOOD)), "it is a tar archive"),
     ("a.jsonl.bz2", bz2.compress(GOOD)[:-20], "damaged or not bzip2 data: it ends within a stream"),
     ("a.jsonl.xz", lzma.compress(GOOD)[:-20], "damaged or not xz data: it ends within a stream"),
     ("a.jsonl.bz2", bz2.compress(GOOD) + b"more", "damaged or not bzip2 data: Invalid data"),
@@ -220,6 +238,44 @@ def test_a_byte_order_mark_changes_the_cache(tmp_path):
     marked = build_corpus(f"text:{tmp_path}/a.txt", ByteTokenizer(), **settings)
     assert marked.fingerprint != plain.fingerprint
     assert marked.stats[0].bytes == plain.stats[0].bytes
+
+
+def test_files_put_together(tmp_path):
+    """Each with a mark, with ends of lines as Windows has them, and a field within a field."""
+    path, mark = tmp_path / "a.jsonl", b"\xef\xbb\xbf"
+    path.write_bytes(b"\r\n".join(mark + line for line in LINES))
+    assert read(f"jsonl:{path}")[0] == TEXTS
+    nested = [line[:-1] + b', "meta": {"text": "no"}, "a": 1, "a": 2}' for line in LINES]
+    path.write_bytes(b"\n".join(nested))
+    assert read(f"jsonl:{path}")[0] == TEXTS
+
+
+ODD_COLUMNS = [
+    (pa.table([[*TEXTS], ["x"] * 12], names=["text", "text"]), "'text' comes twice"),
+    (pa.table({"text": [{"text": "x"}]}), "is struct<text: string>, not string"),
+    (pa.table({"text": [["x"]]}), r"is list<.*: string>, not string"),
+    (pa.table({"text": [b"x"]}), "is binary, not string"),
+    (pa.table({"text": pa.nulls(2)}), "is null, not string"),
+    (pa.table({"text": pa.array([[("a", "b")]], pa.map_(pa.string(), pa.string()))}), "is map<"),
+    (pa.table({"Text": ["x"]}), r"no column 'text'. There are: Text \(string\)"),
+    (pa.table({"meta": [{"text": "x"}]}), r"no column 'text'. There are: meta \(struct<text: s"),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), ODD_COLUMNS, ids=range(len(ODD_COLUMNS)))
+def test_columns_that_are_no_text(tmp_path, table, message):
+    pq.write_table(table, tmp_path / "a.parquet")
+    for answer in ("error", "skip"):
+        with pytest.raises(ValueError, match=f"^{tmp_path}/a.parquet: .*{message}"):
+            read(f"parquet:{tmp_path}/a.parquet", answer)
+
+
+def test_columns_beside_others_and_without_rows(tmp_path):
+    table = pa.table({"meta": [{"text": "no"}] * 12, "text": TEXTS, "text.text": ["no"] * 12})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert read(f"parquet:{tmp_path}/a.parquet")[0] == TEXTS
+    pq.write_table(table.slice(0, 0), tmp_path / "a.parquet")
+    assert read(f"parquet:{tmp_path}/a.parquet")[0] == []
 
 
 def test_a_byte_order_mark_of_a_config(tmp_path):
