@@ -1,16 +1,23 @@
 """What users put around the library: exports of any batch, strict dtypes, mappings, optimizers."""
 
 import collections
+import concurrent.futures
 import functools
+import pickle
 import types
 
 import flax.core
+import flax.linen as linen
+import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.experimental import checkify
 
 import fp8jax
 from fp8jax.gemm.histories.updates import init_update, join, merge, split, update
@@ -204,3 +211,98 @@ def test_ellipses_stand_for_letters(equation, letters, shapes):
     assert str(left) == str(right)
     expected = jnp.einsum(equation, *operands).shape if equation.count("...") > 1 else None
     assert expected is None or left.out_avals[0].shape == expected
+
+
+# Around a program ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [fp8jax.RECIPES, fp8jax.POLICIES], ids=["recipes", "policies"])
+def test_recipes_and_policies_are_pickled(table):
+    for name, entry in table.items():
+        assert pickle.loads(pickle.dumps(entry)) == entry, name
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e8m0", "e2m1"])
+def test_codes_keep_their_bits_in_files(name):
+    """Of flax's msgpack and of pickle."""
+    dtype = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e8m0": "float8_e8m0fnu"}
+    kind = np.dtype(getattr(ml_dtypes, dtype[name] if name in dtype else "float4_e2m1fn"))
+    bits = np.arange(16 if name == "e2m1" else 256, dtype=np.uint8)
+    codes = bits.view(kind)
+    for read in (
+        flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize({"x": codes})),
+        pickle.loads(pickle.dumps({"x": jnp.asarray(codes)})),
+    ):
+        found = np.asarray(read["x"])
+        assert found.dtype == kind
+        np.testing.assert_array_equal(found.view(np.uint8), bits)
+
+
+def value_of(variables):
+    return jax.value_and_grad(loss)(variables)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["disable_jit", "leaks", "checkify", "rbg", "remat", "threads"])
+def test_ways_to_run_a_step_change_no_bit(way):
+    variables = trained()[0]
+    expected = jax.jit(value_of)(variables)
+    if way == "disable_jit":
+        # Not jitted, sums have another order: 8 terms of one sign at most double each rounding.
+        with jax.disable_jit():
+            found = jax.grad(loss)(variables)
+        close = functools.partial(np.testing.assert_allclose, rtol=16 * 2.0**-24, atol=2.0**-20)
+        jax.tree.map(close, found, expected[1])
+        return
+    if way == "leaks":
+        with jax.checking_leaks():
+            found = jax.jit(lambda v: value_of(v))(variables)
+    elif way == "checkify":
+        error, found = jax.jit(checkify.checkify(value_of, errors=checkify.float_checks))(variables)
+        error.throw()
+    elif way == "rbg":
+        with jax.default_prng_impl("rbg"):
+            found = jax.jit(lambda v: value_of(v))(variables)
+    elif way == "remat":
+        found = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))(variables)
+    else:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            for found in pool.map(jax.jit(lambda v: value_of(v)), [variables] * 6):
+                jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.full
+def test_a_step_that_is_not_finite_changes_nothing():
+    """optax.apply_if_finite, with a branch of cond; and nothing moves a frozen kernel."""
+    variables, gradients = trained()
+    optimizer = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=3)
+    state = init_update(optimizer, variables)
+    bad = jax.tree.map(lambda leaf: leaf * jnp.nan, gradients["params"])
+
+    @jax.jit
+    def step(variables, state, is_bad):
+        given = jax.lax.cond(is_bad, lambda: bad, lambda: gradients["params"])
+        return update(optimizer, variables, state, {**gradients, "params": given})[:2]
+
+    same, state = step(variables, state, True)
+    jax.tree.map(np.testing.assert_array_equal, same["params"], variables["params"])
+    moved, _ = step(variables, state, False)
+    assert not np.array_equal(moved["params"]["kernel"], variables["params"]["kernel"])
+    labels = {"params": {"kernel": "frozen"}}
+    frozen = optax.multi_transform({"frozen": optax.set_to_zero()}, labels)
+    still = update(frozen, variables, init_update(frozen, variables), gradients)[0]
+    np.testing.assert_array_equal(still["params"]["kernel"], variables["params"]["kernel"])
+    assert still[HISTORIES]["x_amax_history"][0] == gradients[HISTORIES]["x_amax_history"][0]
+
+
+@pytest.mark.full
+def test_what_flax_puts_around_a_module():
+    assert "Dense" in LAYER.tabulate(jax.random.key(0), X)
+    shapes = jax.eval_shape(LAYER.init, jax.random.key(0), X)
+    assert shapes["params"]["kernel"].shape == (8, 8)
+    bridged = nnx.bridge.lazy_init(nnx.bridge.ToNNX(LAYER, rngs=nnx.Rngs(0)), X)
+    assert bridged(X).shape == (4, 8)
+    parted = linen.with_partitioning(linen.initializers.lecun_normal(), ("in", "out"))
+    boxed = Dense(8, "fp8_delayed:history=2", kernel_init=parted).init(jax.random.key(0), X)
+    assert boxed["params"]["kernel"].names == ("in", "out")
