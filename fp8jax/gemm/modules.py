@@ -28,6 +28,7 @@ from fp8jax.gemm.dot import dot_general, dot_general_together, einsum
 from fp8jax.gemm.frozen import FrozenKernel, frozen_dot
 from fp8jax.gemm.histories.amax_history import module_histories
 from fp8jax.gemm.probe import module_probe
+from fp8jax.gemm.sharding.gathered import Specs
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
@@ -172,6 +173,9 @@ class Dense(nn.Module):
       recompute_codes: whether the backward quantizes x again, to the same codes, instead of keeping
         them since the forward. That needs less memory if x is kept anyway, for the backward of
         what made it; else it needs more.
+      gathered: how the mesh of `jax.set_mesh` shards the kernel, and how where a GEMM reads it,
+        such as `(P("fsdp", "tensor"), P(None, "tensor"))`. An emulated GEMM then gathers its codes,
+        and not the wider numbers that it multiplies. None leaves it to XLA.
 
     Example:
       >>> x = jnp.ones((2, 8), jnp.bfloat16)
@@ -192,6 +196,7 @@ class Dense(nn.Module):
     preferred_element_type: Any = None
     seeded: bool = False
     recompute_codes: bool = False
+    gathered: Specs | None = None
 
     @nn.compact
     def variables_for(self, size: int, key: Any = None, scope: str = "") -> tuple[Weight, Any]:
@@ -207,7 +212,7 @@ class Dense(nn.Module):
         init = _named(self.kernel_init, self.kernel_axes)
         kernel = _kernel(self, init, (size, self.features))
         histories = module_histories(self, as_recipe(self.recipe))
-        weight = Weight(kernel, histories, key, module_probe(self), scope)
+        weight = Weight(kernel, histories, key, module_probe(self), scope, self.gathered)
         if not self.use_bias:
             return weight, None
         init = _named(nn.initializers.zeros, self.kernel_axes[-1:])

@@ -57,6 +57,7 @@ from fp8jax.gemm.histories.amax_history import (
     stored_amax,
 )
 from fp8jax.gemm.probe import Statistics, measure
+from fp8jax.gemm.sharding.gathered import gathered
 from fp8jax.gemm.sharding.manual_axes import (
     Axes,
     PooledAxes,
@@ -297,6 +298,19 @@ def named_matmul(
         return plain_matmul(a, b, dtype)
 
 
+def _whole(settings: GemmSettings, weight: Weight, operand: Operand, axis: int) -> Operand:
+    """Returns the weight's operand as its GEMM reads it: gathered before it is dequantized.
+
+    Statistics are of what each device has. A cast that draws signs has turned the weight [K, N],
+    whose contracting axis was `axis`; that is left to XLA.
+    """
+    if weight.gathered is None or not settings.backend.dequantizes:
+        return operand
+    if isinstance(operand, PlainOperand) or operand.axis != axis:
+        return operand
+    return gathered(operand, weight.gathered)
+
+
 def in_compute_dtype(w: jax.Array, dtype, cast: Cast | None) -> jax.Array:
     """Returns the weight in the activations' dtype if no cast quantizes it, else unchanged.
 
@@ -373,7 +387,8 @@ def forward_matmul(
         return y, Observed({}, {})
     w = in_compute_dtype(master, dtype, settings.recipe.fwd_w)
     qw, amax = quantize_operand(settings, w, axes, weight, joint)
-    y = named_matmul(settings, "fwd", weight.scope, qx, qw["fwd_w"], settings.out_dtype)
+    whole = _whole(settings, weight, qw["fwd_w"], axes["fwd_w"])
+    y = named_matmul(settings, "fwd", weight.scope, qx, whole, settings.out_dtype)
     return checkpoint_name(y, GEMM_OUTPUT), observe(weight, master, amax, qw, axes)
 
 
@@ -492,7 +507,8 @@ def input_gradient(
     """Computes the dgrad GEMM, dx = Q(g) Q(w)^T; also returns the operand Q(w)."""
     w = in_compute_dtype(weight.value, settings.dtype, settings.recipe.dgrad_w)
     qw, _ = quantize_operand(settings, w, W_CASTS, weight, joint_w)
-    dx = named_matmul(settings, "dgrad", weight.scope, qg["dgrad_g"], qw["dgrad_w"], settings.dtype)
+    whole = _whole(settings, weight, qw["dgrad_w"], W_CASTS["dgrad_w"])
+    dx = named_matmul(settings, "dgrad", weight.scope, qg["dgrad_g"], whole, settings.dtype)
     return dx, qw
 
 

@@ -25,6 +25,7 @@ from fp8jax.gemm.histories.amax_history import Histories, record, to_float32
 from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
 from fp8jax.gemm.probe import Statistics, measure, peaks_by_max, repeated
 from fp8jax.gemm.probe import as_cotangent as probe_cotangent
+from fp8jax.gemm.sharding.gathered import Specs
 from fp8jax.gemm.sharding.manual_axes import largest_like, summed_like, varying
 from fp8jax.numerics.recipe import Recipe
 
@@ -32,7 +33,7 @@ from fp8jax.numerics.recipe import Recipe
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value", "histories", "key", "probe"),
-    meta_fields=("scope",),
+    meta_fields=("scope", "gathered"),
 )
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -45,6 +46,8 @@ class Weight:
       key: a PRNG key, for casts that round stochastically, else None.
       probe: where the statistics of the casts go; None measures nothing.
       scope: name of its module in the compiled program; "" adds none.
+      gathered: how the mesh shards the codes of [K, N], and how where GEMMs read them
+        (sharding/gathered.py); None leaves it to XLA.
     """
 
     value: Any  # JAX makes weights of placeholders, too
@@ -52,6 +55,7 @@ class Weight:
     key: Any = None
     probe: Any = None
     scope: str = ""
+    gathered: Specs | None = None
 
     def histories_of(self, operand: str) -> Histories:
         """Returns {operand: its history in float32}, {} if it has none."""

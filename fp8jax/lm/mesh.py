@@ -166,6 +166,14 @@ def spec(*names: str | None) -> PartitionSpec:
     return PartitionSpec(*(None if name is None else RULES[name] for name in names))
 
 
+def weight_specs(*names: str | None) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns `spec` of a weight, and where a GEMM reads it: whole along what shards the batch."""
+    batch, parts = set(_names(RULES["batch"])), spec(*names)
+    return parts, PartitionSpec(
+        *(None if batch.intersection(_names(axis)) else axis for axis in parts)
+    )
+
+
 def constrain(x: Shaped[Array, "..."], *names: str | None) -> Shaped[Array, "..."]:
     """Returns `x` sharded as `RULES` says over the mesh of `jax.set_mesh`.
 

@@ -27,6 +27,7 @@ from fp8jax.lm.mesh import (
     mesh_axes,
     spec,
     tree_shardings,
+    weight_specs,
 )
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
@@ -225,6 +226,11 @@ def test_the_rules_use_the_axes_of_the_mesh_and_no_others():
 )
 def test_spec(names, expected):
     assert spec(*names) == expected
+
+
+def test_a_weight_is_read_whole_along_the_axes_that_shard_the_batch():
+    assert weight_specs("embed", "mlp") == (P("fsdp", "tensor"), P(None, "tensor"))
+    assert weight_specs("heads", "embed") == (P("tensor", "fsdp"), P("tensor", None))
 
 
 def test_an_unknown_logical_axis_raises():

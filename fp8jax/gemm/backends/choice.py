@@ -42,6 +42,7 @@ class Backend:
         `QuantizedOperand`, and accumulation is an entry of `ACCUMULATIONS`.
       refuses: (recipe, device) -> why the backend cannot run the recipe there, or None.
       batches: whether its GEMMs accept a batch axis and empty operands.
+      dequantizes: whether they multiply codes times scales, which are wider than codes.
       quantize_swiglu: (producer, its sources, requests for each result) -> what `quantize` returns
         for each result of the producer, without storing the results; None if the backend has no
         such kernel.
@@ -53,6 +54,7 @@ class Backend:
     matmul: Callable[[Operand, Operand, jnp.dtype, str], jax.Array]
     refuses: Callable[[Recipe, Device], str | None]
     batches: bool = True
+    dequantizes: bool = False
     quantize_swiglu: (
         Callable[..., tuple[tuple[tuple[QuantizedOperand, ...], jax.Array | None], ...]] | None
     ) = None
@@ -88,7 +90,11 @@ def _pallas_quantize_swiglu(
 
 BACKENDS: dict[str, Backend] = {
     "emulated": Backend(
-        name="emulated", quantize=quantize_each, matmul=matmul_emulated, refuses=emulated_refuses
+        name="emulated",
+        quantize=quantize_each,
+        matmul=matmul_emulated,
+        refuses=emulated_refuses,
+        dequantizes=True,
     ),
     "xla": Backend(name="xla", quantize=quantize_each, matmul=matmul_xla, refuses=xla_refuses),
     "pallas": Backend(

@@ -20,7 +20,7 @@ from fp8jax.gemm.fused_mlp import can_fuse_mlp, fused_mlp
 from fp8jax.gemm.modules import Dense, add_bias, together
 from fp8jax.gemm.probe import TELEMETRY, watched
 from fp8jax.gemm.promotable import promotable_dot
-from fp8jax.lm.mesh import constrain
+from fp8jax.lm.mesh import constrain, weight_specs
 from fp8jax.lm.model.attention import Implementation, choose_attention
 from fp8jax.lm.model.cache import KVCache, attend_cached, written
 from fp8jax.lm.model.config import BIASES, MLPS, NORM_PLACES, ModelConfig
@@ -119,6 +119,7 @@ class Linears:
             kernel_axes=linear.axes,
             seeded=self.seeded,
             recompute_codes=linear.recompute_codes,
+            gathered=weight_specs(*linear.axes),
             name=linear.name,
         )
 

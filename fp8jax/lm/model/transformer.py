@@ -30,7 +30,7 @@ from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.frozen import has_frozen, take_layers
 from fp8jax.gemm.modules import Dense, Fp8DotGeneral
 from fp8jax.gemm.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
-from fp8jax.lm.mesh import constrain
+from fp8jax.lm.mesh import constrain, weight_specs
 from fp8jax.lm.model.attention import Implementation
 from fp8jax.lm.model.cache import Caches, slots_of
 from fp8jax.lm.model.config import ModelConfig
@@ -236,6 +236,7 @@ class Transformer(nn.Module):
             kernel_axes=("embed", "vocab"),
             preferred_element_type=jnp.float32,
             seeded=self.seeded,
+            gathered=weight_specs("embed", "vocab"),
             name="lm_head",
         )
 
