@@ -124,6 +124,11 @@ class Processes:
     def said(self, index: int) -> str:
         return self.logs[index].read_text(errors="replace")
 
+    def keep(self, name: str) -> None:
+        """Keeps the logs, which those of the next run would replace."""
+        for log in self.logs:
+            log.rename(log.with_suffix(f".{name}.log"))
+
     def shows(self, text: str) -> bool:
         """Whether process 0, which speaks for all, has said a text."""
         return text in self.said(0)
@@ -259,6 +264,8 @@ def _inject_all(folder: Path) -> None:
         )
         right = set(living) == {fault.status} and not dumped
         kept = _newest(folder / "run")
+        if not right or "named" not in times:
+            run.keep(fault.name.replace(" ", "_"))
         _print_row(
             fault.name,
             "yes" if "named" in times else "NO",
@@ -291,6 +298,8 @@ def _stop_at_moments(folder: Path) -> None:
         ended = f"{times['ended'] - asked:.1f}" if "ended" in times else "NEVER"
         codes = [process.returncode for process in run.running]
         kept = _newest(folder / "run")
+        if set(codes) != {RUN_AGAIN}:
+            run.keep(f"moment_{moment + 1}")
         taken = sum(1 for _ in each_line(folder / "run/metrics.jsonl")) if kept else 0
         _print_row(
             moment + 1,
