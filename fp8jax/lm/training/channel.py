@@ -65,7 +65,30 @@ _OF_OTHERS = re.compile(
 )
 _SUSPECT_S = 15.0  # the same as SILENT_S, once a collective has failed
 
+# Longer than both threads look at the clock apart, unless the whole process is paused.
+_PAUSED_S = 10.0
+
 _opened = itertools.count()  # a process may train several runs, one after the other
+
+
+class _Awake:
+    """A clock that stands still while this process is paused, as by Ctrl-Z or SLURM.
+
+    What others did in that time is not known. When all of a run are paused together, none has been
+    silent.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._last, self._paused = threading.Lock(), time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        """Returns seconds. To be called more often than every `_PAUSED_S`."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last > _PAUSED_S:
+                self._paused += now - self._last
+            self._last = now
+            return now - self._paused
 
 
 class Channel(contextlib.AbstractContextManager["Channel"]):
@@ -103,7 +126,8 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         # Failures.
         self._who: dict[int, dict[str, Any]] = {}  # "me", "host", "pid", "began" of each process
         self._heard: dict[int, tuple[str, float]] = {}  # the last beat of each process, and when
-        self._answered = self._progress = time.monotonic()
+        self._now = _Awake()
+        self._answered = self._progress = self._now()
         self._taking: Callable[[], int] | None = None  # the step that the loop takes
         self._failure: Callable[[], BaseException | None] = lambda: None
         self._failed, self._silent_s = False, SILENT_S
@@ -162,11 +186,11 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         """
         self._compiling.forget()
         self._workdir, self._before_leaving = Path(workdir), before_leaving
-        self._progress, self._taking, self._failure = time.monotonic(), step, failure
+        self._progress, self._taking, self._failure = self._now(), step, failure
 
     def reached(self, step: int) -> bool:
         """Whether the run stops after this step. Ask once for each step that was dispatched."""
-        self._progress = time.monotonic()
+        self._progress = self._now()
         self._compiling.forget()
         with self._lock:
             if not self._frozen:
@@ -234,7 +258,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
                 self._stop(told)
                 if self._index == 0:
                     self._look_for_silent(beat)
-                self._answered = time.monotonic()
+                self._answered = self._now()
             except ConnectionError:
                 pass  # `_watch` waits whether that lasts
             agreeing = self.signal is not None and not self._agreed.is_set()
@@ -245,7 +269,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
 
     def _watch(self) -> None:
         while not self._closed.wait(_BEAT_S):
-            now = time.monotonic()
+            now = self._now()
             if self._aborts.seen:
                 self._leave_aborted()
             if self._index > 0 and now - self._answered > SILENT_S:
@@ -298,7 +322,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         """Lets the time of the step begin anew if process 0 has seen any process compile."""
         compiled = told["compiled"] if "compiled" in told else ""
         if compiled != self._compiled:
-            self._compiled, self._progress = compiled, time.monotonic()
+            self._compiled, self._progress = compiled, self._now()
 
     def _leave_if_failed(self, told: Mapping[str, str]) -> None:
         failures = {key: line for key, line in told.items() if "/" in key}
@@ -327,7 +351,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         Args:
           own: the beat of process 0.
         """
-        beats, now = self._keys("alive"), time.monotonic()
+        beats, now = self._keys("alive"), self._now()
         if any(beat.endswith(_COMPILES) for beat in beats.values()):
             self._tell("compiled", str(own))
         for index in range(self._count):

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
+import types
 
 import jax
 import pytest
@@ -221,6 +222,24 @@ def test_one_that_has_ended_is_not_silent(left):
             wait_for(lambda: len(first._who) == 2)
         time.sleep(2 * SILENT_S)
     assert not left
+
+
+def test_a_pause_of_all_processes_is_no_silence_and_no_slow_step(left, tmp_path, monkeypatch):
+    """Two hours, in which no process runs."""
+    both, slept = channels(2, left), [0.0]
+    clock = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + slept[0]})
+    monkeypatch.setattr(channel, "time", clock)
+    with both[0], both[1]:
+        wait_for(lambda: all(len(each._who) == 2 for each in both))
+        for each in both:
+            each.trains(str(tmp_path), lambda: 3, NOTHING, lambda _: None)
+            assert not each.reached(2)
+        slept[0] = 7200.0
+        time.sleep(SILENT_S / 2)
+        assert not left
+        # The clock goes on: a process that is silent from now on is noticed.
+        both[1]._store.reachable = False
+        wait_for(lambda: 1 in left.values())
 
 
 def test_a_step_that_takes_too_long_ends_all(left, tmp_path, capsys):
