@@ -8,8 +8,8 @@ Here they are kept as E4M3 codes, with one power of two for each 16 elements alo
     y   = f(x)              exact: the forward reads x itself
     dx  = f'(D(Q(x))) g     the backward reads the codes
 
-An element of at least 2^-6 of the format's range below its group's largest is off by at most 1/16
-of itself, as any number with 3 bits after the first; scales are rounded up, so nothing is clipped.
+Scales are rounded up, so nothing is clipped: a group's largest element becomes 224 to 448. Elements
+of at least 2^-13 of it are normal E4M3 numbers, off by at most 1/16 of themselves.
 
 What differs from the paper: there the forward computes with the codes, too, so that layers hand
 codes over; its scales are not powers of two; and the gradients g are E5M2.
