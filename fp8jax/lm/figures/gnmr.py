@@ -51,6 +51,7 @@ def promotions(run: RunFiles, *, dark: bool = False) -> Any:
         axis.set_ylim(-0.6, top + 0.6)
         ticks = range(0, top + 1, 1 + top // 20)
         axis.set_yticks(ticks, [linears[tick] for tick in ticks] if linears else None)
+        axis.xaxis.get_major_locator().set_params(integer=True)  # no step 2.5
         axis.set_xlabel("step")
         axis.set_ylabel(kind)
         steps = sum(end - begin for spans in stretches.values() for begin, end in spans)
