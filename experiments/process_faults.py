@@ -90,7 +90,8 @@ FAULTS = (
     Fault("kill -9 in the last", "kill", True, _SILENT, dies=True),
     Fault("kill -9 in the first", "kill", False, "has gone", dies=True),
     Fault("kill -STOP in the last", "stop", True, _SILENT, dies=True),
-    Fault("kill -STOP in the first", "stop", False, _SILENT, dies=True),
+    # The first that finds it silent kills it, and the others find it gone.
+    Fault("kill -STOP in the first", "stop", False, f"{_SILENT}|has gone", dies=True),
     Fault("SIGTERM in the last", "sigterm", True, "SIGTERM in process", status=RUN_AGAIN),
 )
 

@@ -25,9 +25,10 @@ options of the recipe's name (cast_options.py), given in parentheses:
     mxfp8       NVIDIA, 2506.08027: E4M3 also for gradients, scales rounded up. The OCP standard
                 rounds scales down and saturates the largest values (`scale=e8m0_floor`).
     fp4_weights After DeepSeek-V4, which does so to its experts after pre-training (the policy
-                deepseek_v4): the weights of the forward in MXFP4, all else as in fp8_block_ue8m0.
-                So gradients are straight-through, and the weights end as MXFP4. There dgrad
-                multiplies the same MXFP4 weights; here it quantizes the master weights to FP8.
+                deepseek_v4): weights in MXFP4, all else as in fp8_block_ue8m0. dgrad multiplies the
+                weights of the forward, in FP8 blocks, which hold MXFP4 exactly where the scales of
+                a block are close. Gradients go straight through to the master weights, which end as
+                MXFP4.
     nvfp4       NVIDIA, 2509.25149: 16 x 16 blocks for weights, so that forward and dgrad use the
                 same quantized weights; a random Hadamard transform of wgrad's operands; stochastic
                 rounding of gradients. The paper leaves about 15% of the linears in BF16: that is
@@ -119,6 +120,13 @@ def _of_forward(name: str, forward: Cast, w: Cast, backward: Cast) -> Recipe:
     )
 
 
+def _fp4_weights(fp8: Recipe, w: Cast) -> Recipe:
+    """Returns `fp8` with the weights `w` in the forward, and the same ones in dgrad."""
+    assert fp8.dgrad_w is not None
+    again = dataclasses.replace(fp8.dgrad_w, requantizes=True)
+    return dataclasses.replace(fp8, fwd_w=w, dgrad_w=again, name="fp4_weights")
+
+
 def _variants_of_nvfp4(nvfp4: Recipe) -> tuple[Recipe, ...]:
     def unbiased(name: str, cast: Cast) -> Cast:
         if cast.rounding == "nearest":
@@ -171,7 +179,7 @@ def _all_recipes() -> tuple[Recipe, ...]:
         ue8m0,
         _recipe("mxfp8", Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"])),
         dataclasses.replace(block.with_forward(naive), name="fp4_block"),
-        dataclasses.replace(ue8m0, fwd_w=mx, name="fp4_weights"),
+        _fp4_weights(ue8m0, mx),
         naive,
         nvfp4,
         *_variants_of_nvfp4(nvfp4),

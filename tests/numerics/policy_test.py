@@ -163,7 +163,8 @@ def test_policies_of_released_models():
         other = HIGH_PRECISION if head else RECIPES["fp8_block_ue8m0"]
         assert deepseek.recipe(path) is (RECIPES["fp4_weights"] if mlp else other)
     weights, blocks = RECIPES["fp4_weights"], RECIPES["fp8_block_ue8m0"]
-    assert weights.with_forward(blocks) == blocks and weights.fwd_x == blocks.fwd_x
+    assert weights.with_forward(blocks) == dataclasses.replace(blocks, dgrad_w=weights.dgrad_w)
+    assert weights.fwd_x == blocks.fwd_x
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -176,8 +176,8 @@ def six(x: Cast, w: Cast, g: Cast, **others: Cast | None) -> dict[str, Cast | No
     return both | others
 
 
-def fp8(fmt=E4M3, tile=TENSOR, scale=FP32) -> Cast:
-    return Cast(format=fmt, tile=tile, scale=scale)
+def fp8(fmt=E4M3, tile=TENSOR, scale=FP32, **more) -> Cast:
+    return Cast(format=fmt, tile=tile, scale=scale, **more)
 
 
 def fp4(tile, scale=FP32, rounding="nearest", hadamard=1, **more) -> Cast:
@@ -217,6 +217,7 @@ DOCUMENTED = {
         fp8(tile=BLOCK128, scale=UE8M0),
         fp8(tile=TILE128, scale=UE8M0),
         fwd_w=fp4(MX32, UE8M0),
+        dgrad_w=fp8(tile=BLOCK128, scale=UE8M0, requantizes=True),
     ),
     "fp4_naive": six(*[fp4(TILE128)] * 3),
     "nvfp4": six(
