@@ -1,6 +1,8 @@
 """The proving ground: what its sizes are for, what runs on it, and what its pages say of that."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -134,17 +136,36 @@ def test_lines_of_several_texts_or_of_none_are_refused():
 
 def test_the_page_s_tables_are_those_of_the_committed_ledger():
     docs = ROOT / "docs"
-    lines = parity_ledger.read(docs / "proving_ledger.jsonl")
-    assert len(lines) == 25 * 3
-    lines = proving_analysis.lines_of(lines, proving_plan.setting())
-    page = (docs / "results/recipes_loss.md").read_text(encoding="utf-8")
-    assert proving_analysis.fill_page(page, lines) == page
-    assert proving_analysis.control_failures(lines) == []
+    ledgers = {"proving_ledger_first": 25 * 3, "proving_ledger": 39 * 3}
+    first, second = (parity_ledger.read(docs / f"{name}.jsonl") for name in ledgers)
+    assert [len(first), len(second)] == [*ledgers.values()]
+    first, second = (
+        proving_analysis.lines_of(lines, proving_plan.setting()) for lines in (first, second)
+    )
+    for name in ("recipes_loss", "recipe_readings"):
+        page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
+        assert proving_analysis.fill_page(page, second) == page
+    assert proving_analysis.control_failures(first) == []
+    assert proving_analysis.control_failures(second) == []
+
+
+def test_the_page_s_verdict_has_the_intervals_of_its_tables(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/results/recipes_loss.md").read_text(encoding="utf-8")
     section = page.partition("## The proving ground")[2].partition("\n## ")[0]
+    script = section.partition("python - <<'END'\n")[2].partition("\nEND\n")[0]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(script, {})
+    rows = [line for line in printed.getvalue().splitlines() if line.startswith("|")]
+    assert len(rows) > 30 and "\n".join(rows) in section
+    scatter = float(re.search(r"scatters by ([\d.]+)", printed.getvalue())[1])
+    assert f"**one run scatters by {scatter:.2f}%**" in section
     verdict = section.rpartition("**Verdict.**")[2]
-    said = re.findall(r"[-+][\d.]+% \[[^]]+\]", verdict)
-    cells = re.findall(r"\| ([-+][\d.]+) \| (\[[^]]+\]) \|", page)
-    assert len(said) > 8 and set(said) <= {f"{mean}% {interval}" for mean, interval in cells}
+    said = re.findall(r"[-+][\d.]+% \[[^]]+\]", " ".join(verdict.split()))
+    first = parity_ledger.read(ROOT / "docs/proving_ledger_first.jsonl")
+    tables = "\n".join([section, *proving_analysis.tables(first).values()])
+    cells = re.findall(r"\| ([-+][\d.]+) \| (\[[^]]+\]) \|", tables)
+    assert len(said) > 15 and set(said) <= {f"{mean}% {interval}" for mean, interval in cells}
 
 
 # Resuming -----------------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ def _apply(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], inputs, weights
 
 def _fwd(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], inputs, weights):
     codes = [quantize_unchecked(x, "e4m3", GROUP, scale=E8M0()) for x in inputs]
-    # The barrier keeps XLA from saving x itself and quantizing it in the backward.
-    return f(*inputs, *weights), (lax.optimization_barrier(codes), weights)
+    # The forward waits for the codes: XLA would keep x, and make them in the backward.
+    codes, inputs = lax.optimization_barrier((codes, inputs))
+    return f(*inputs, *weights), (codes, weights)
 
 
 def _bwd(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], saved, g: jax.Array):
