@@ -3,7 +3,7 @@
 python -m experiments.train --config=configs/deepseek_v4.py --workdir=runs/deepseek_v4
 
 trains a Llama of 0.9M parameters on bytes, on a laptop: in FP8 blocks with power-of-two scales, and
-in the last fifth with the weights of the MLPs in MXFP4 (the policy deepseek_v4), which they end as.
+in the last fifth with the weights of the MLPs in MXFP4 (the policy deepseek_v4); they end as MXFP4.
 The gate of SwiGLU is at most 10, its other factor between -10 and 10. There the weights are those
 of experts, and FP4 begins after pre-training: the last fifth is ours. docs/recipes.md has what else
 differs. Baselines:
