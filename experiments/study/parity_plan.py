@@ -123,6 +123,15 @@ _REPEATS = tuple(
     for number in range(1, 7)
     for rate in ("1e-3", "2e-3")
 )
+# The same at the chosen rate with a decay to zero, which may forget what moved a loss before.
+_TO_ZERO = tuple(
+    dataclasses.replace(
+        arm,
+        name=arm.name.replace("repeat", "to_zero"),
+        changes=(*arm.changes, "optimizer.final_fraction=0.0"),
+    )
+    for arm in _REPEATS[1::2]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +168,7 @@ PLANS = {
     "repeats": Plan(arms=_REPEATS, seeds=(101,), forks=FORKS[:1]),
     # The same at the chosen rate, four times, at twice and four times the tokens.
     "repeats_long": Plan(arms=_REPEATS[1:8:2], seeds=(101,), forks=FORKS[1:3]),
+    "repeats_to_zero": Plan(arms=_TO_ZERO, seeds=(101,), forks=FORKS[:1]),
     # All arms with one seed, to 150M tokens.
     "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
     # What the page is about, with intervals; the controls are of the same plan.
