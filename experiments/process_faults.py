@@ -64,6 +64,8 @@ class Fault:
 
 
 _SILENT = "has not been heard from"
+# The first that finds process 0 silent kills it, and the others find it gone.
+_SILENT_FIRST = f"process 0 of .* ({_SILENT}|has gone, and its coordinator)"
 FAULTS = (
     Fault("source raises in the last", "source_raises", True, "OSError: the data source failed"),
     Fault("source raises in the first", "source_raises", False, "OSError: the data source failed"),
@@ -90,8 +92,7 @@ FAULTS = (
     Fault("kill -9 in the last", "kill", True, _SILENT, dies=True),
     Fault("kill -9 in the first", "kill", False, "has gone", dies=True),
     Fault("kill -STOP in the last", "stop", True, _SILENT, dies=True),
-    # The first that finds it silent kills it, and the others find it gone.
-    Fault("kill -STOP in the first", "stop", False, f"{_SILENT}|has gone", dies=True),
+    Fault("kill -STOP in the first", "stop", False, _SILENT_FIRST, dies=True),
     Fault("SIGTERM in the last", "sigterm", True, "SIGTERM in process", status=RUN_AGAIN),
 )
 
