@@ -13,7 +13,7 @@
     python -m experiments.study parity_table --ledger=docs/parity_ledger.jsonl \\
         --manifest=docs/parity_corpus.json --output=docs/parity.json --setting=dfa4e814d324ced6
     python -m experiments.study proving --plan=recipes --ledger=docs/proving_ledger.jsonl \\
-        --workdir=runs/proving --commit=HASH --budget=570
+        --workdir=runs/proving --commit=HASH --budget=570 --runs_per_gpu=6
     python -m experiments.study proving_table --ledger=docs/proving_ledger.jsonl \\
         --output=docs/results/recipes_loss.md
 
@@ -126,7 +126,9 @@ _PLAN = flags.DEFINE_string("plan", "", f"What `parity` runs: {', '.join(parity_
 _ARMS = flags.DEFINE_string("arms", "", "The arms of `proving`, of its plan; by default all.")
 
 
-_RUNS_PER_GPU = flags.DEFINE_integer("runs_per_gpu", 6, "That `proving` trains at a time.", 1)
+_RUNS_PER_GPU = flags.DEFINE_integer(
+    "runs_per_gpu", 1, "That `parity` and `proving` train at a time: more fill a GPU better.", 1
+)
 
 
 _LEDGER = flags.DEFINE_string("ledger", "", "The file with a line for each fork that is done.")
@@ -237,13 +239,18 @@ def _corpus() -> None:
     print(corpus.tokenize(output))
 
 
+def _gpus() -> list[parity_runner.Gpu]:
+    """Returns each GPU as often as it is to train at a time; first each of them once."""
+    return parity_runner.find_gpus() * _RUNS_PER_GPU.value
+
+
 def _parity() -> None:
     text, ledger = Path(_CORPUS.value), Path(_LEDGER.value)
     plan = lookup("plan", _PLAN.value, parity_plan.PLANS)
     given = parity_runner.Run(
         chains=plan.chains(),
         parts=lambda chain, fork, folder: parity_parts.parts(chain, fork, folder, text),
-        gpus=parity_runner.find_gpus(),
+        gpus=_gpus(),
         workdir=Path(_WORKDIR.value),
         ledger=ledger,
         budget=_BUDGET.value,
@@ -269,7 +276,7 @@ def _proving() -> None:
     given = parity_runner.Run(
         chains=dataclasses.replace(plan, arms=arms, seeds=tuple(seeds)).chains(),
         parts=proving_plan.parts,
-        gpus=[gpu for gpu in parity_runner.find_gpus() for _ in range(_RUNS_PER_GPU.value)],
+        gpus=_gpus(),
         workdir=Path(_WORKDIR.value),
         ledger=ledger,
         budget=_BUDGET.value,
@@ -340,7 +347,7 @@ _COMMANDS = (
     _Study(
         name="parity",
         run=_parity,
-        takes=["machine"],
+        takes=["machine", "runs_per_gpu"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
     _Study(

@@ -1,7 +1,7 @@
 """Runs the chains of the study on the GPUs of one machine, within the time that there is.
 
 A thread for each GPU takes one chain after the other and starts its programs, one process at a
-time. Two times bound it, in seconds from now:
+time; a GPU that is listed twice has two threads. Two times bound it, in seconds from now:
 
     budget    when this command must have ended: programs are told to save before, and the next
               command on the same machine goes on with what they saved
@@ -12,7 +12,7 @@ in the ledger: it begins anew, for the forks that are missing. Chains of one see
 card, that of the seed's first line.
 
     WORKDIR/ledger.jsonl            the lines of this machine, also written to --ledger
-    WORKDIR/CHAIN/done/PART         seconds of a program that is done
+    WORKDIR/CHAIN/done/PART         seconds of a program that is done, shared with its neighbors
     WORKDIR/CHAIN/PART.log          what it printed
 """
 
@@ -56,7 +56,7 @@ class Run:
     Attributes:
       chains: in the order of the plan.
       parts: chain, fork and the chain's folder -> the programs.
-      gpus: one chain at a time on each.
+      gpus: each takes one chain at a time.
       workdir: of this machine.
       ledger: the committed file.
       budget, machine: seconds, as the module says.
@@ -224,15 +224,15 @@ class _Runner:
     def estimate(self, chain: Chain, gpu: Gpu) -> float:
         """Returns the seconds that the missing forks of a chain take, its trunk from the start.
 
-        The speed is that of the arm's lines of this card, or the plan's guess. Lines count what
-        their programs took in all, so they are slow rather than fast.
+        The speed is that of the arm's lines of this setting and card, or the plan's guess. Lines
+        count what their programs took in all, so they are slow rather than fast.
         """
         missing = self._missing(chain)
         last = missing[-1]
         tokens = (last.begin + sum(fork.steps for fork in missing)) * last.step_tokens
         own = [
             line.seconds / line.tokens
-            for line in self.lines
+            for line in self._comparable()
             if line.arm == chain.arm.name and line.card == gpu.card and not line.stopped
             if line.fork == chain.forks[0].name  # whose trunk is all of its own
         ]
@@ -259,9 +259,12 @@ def _run_part(part: Part, folder: Path, gpu: Gpu, stop_at: float) -> int | None:
     if (left := stop_at - time.monotonic()) <= 0:
         return None
     began = time.monotonic()
-    environment = os.environ | dict(part.environment) | {"CUDA_VISIBLE_DEVICES": str(gpu.index)}
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the GPU's memory, by several programs
+    own = dict(part.environment) | {"CUDA_VISIBLE_DEVICES": str(gpu.index)}
     with open(folder / f"{part.name}.log", "ab") as log:
-        process = subprocess.Popen(part.command, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            part.command, env=shared | os.environ | own, stdout=log, stderr=log
+        )
         code: int | None
         try:
             code = process.wait(left)

@@ -46,7 +46,6 @@ def _arm(name: str, precision: str = "", *changes: str, **fields: Any) -> Arm:
         name=name,
         precision=precision or name,
         changes=changes,
-        environment=(("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),),
         tokens_per_second=_SPEED,
         **fields,
     )

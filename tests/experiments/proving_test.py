@@ -59,8 +59,7 @@ def test_a_chain_is_one_run_that_is_scored_by_its_last_validation(tmp_path):
     (run,) = proving_plan.parts(Chain(ARMS["nvfp4"], 2, (RUN,)), RUN, tmp_path)
     assert run.kind == VALIDATED
     assert run.text() == (
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false python -m experiments.train"
-        f" --config=configs/proving.py:ranking --workdir={tmp_path}/run"
+        f"python -m experiments.train --config=configs/proving.py:ranking --workdir={tmp_path}/run"
         " --config.precision=nvfp4 --config.seed=2"
     )
     config = proving.get_config("ranking")
