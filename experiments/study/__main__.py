@@ -11,7 +11,9 @@
     python -m experiments.study parity --plan=screen --ledger=docs/parity_ledger.jsonl \\
         --workdir=runs/parity --corpus=runs/corpus --commit=HASH --budget=570 --machine=1500
     python -m experiments.study parity_table --ledger=docs/parity_ledger.jsonl \\
-        --manifest=docs/parity_corpus.json --output=docs/parity.json --setting=dfa4e814d324ced6
+        --manifest=docs/parity_corpus.json --output=docs/parity.json
+    python -m experiments.study parity_figure --numbers=docs/parity.json \\
+        --output=docs/figures/parity.png
     python -m experiments.study proving --plan=recipes --ledger=docs/proving_ledger.jsonl \\
         --workdir=runs/proving --commit=HASH --budget=570 --runs_per_gpu=6
     python -m experiments.study proving_table --ledger=docs/proving_ledger.jsonl \\
@@ -26,9 +28,9 @@ often rows of attention share their largest score, and the bias of each arithmet
 `kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
 a batch with requests alone. `intervals` prints the mean over a pipeline's seeds of each difference
 to BF16, with its t-interval; --output draws those of the losses. `corpus`, `parity` and
-`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts. `proving`
-trains all recipes on the proving ground, and `proving_table` writes what they lost into the tables
-of a page.
+`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts, which
+`parity_figure` draws. `proving` trains all recipes on the proving ground, and `proving_table`
+writes what they lost into the tables of a page.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -80,7 +82,7 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
-    " draws; the folder of `corpus`; the JSON of `parity_table`.",
+    " or `parity_figure` draws; the folder of `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -106,7 +108,11 @@ _TOLERANCE = flags.DEFINE_float(
 )
 
 
-_NUMBERS = flags.DEFINE_string("numbers", "", "A pipeline's figures.json, for `intervals`.")
+_NUMBERS = flags.DEFINE_string(
+    "numbers",
+    "",
+    "A pipeline's figures.json, for `intervals`; the JSON of `parity_table`, for `parity_figure`.",
+)
 
 
 _RUN = flags.DEFINE_string("run", "", "What stands in front of the names of --numbers.")
@@ -312,6 +318,16 @@ def _parity_table() -> None:
         raise ValueError("; ".join(failures))
 
 
+def _parity_figure() -> None:
+    numbers = intervals.read_numbers(Path(_NUMBERS.value))
+    gaps = {
+        name.removeprefix("gap/"): number["seeds"]
+        for name, number in numbers.items()
+        if name.startswith("gap/")
+    }
+    plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
+
+
 def _parse_integers(flag: str, texts: Sequence[str]) -> list[int]:
     try:
         return [int(text) for text in texts]
@@ -356,6 +372,7 @@ _COMMANDS = (
         needs=["ledger", "manifest"],
         takes=["output", "setting"],
     ),
+    _Study(name="parity_figure", run=_parity_figure, needs=["numbers", "output"]),
     _Study(
         name="proving",
         run=_proving,

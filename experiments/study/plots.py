@@ -190,8 +190,8 @@ def seed_intervals(losses: Mapping[str, Sequence[float]]) -> Any:
     """Returns a figure of losses above BF16's: a mark for each seed, their mean and its t-interval.
 
     Args:
-      losses: RECIPE/STAGE -> for each seed, the loss above BF16's in percent of it. Each recipe has
-        a color. What has one seed has no interval, and is not drawn.
+      losses: RECIPE or RECIPE/STAGE -> for each seed, the loss above BF16's in percent of it. Each
+        recipe has a color. What has one seed has no interval, and is not drawn.
 
     Raises:
       ValueError: nothing has two seeds.

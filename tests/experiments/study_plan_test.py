@@ -371,7 +371,7 @@ def test_ledgers_of_two_machines_become_one(tmp_path):
 
 # What is committed --------------------------------------------------------------------------------
 
-# Of run 1 and run 2 (docs/parity.md); theirs differ by the name of a folder.
+# Of run 1 and run 2 (docs/results/parity_scatter.md); theirs differ by the name of a folder.
 SETTINGS = ("f273a0483ed36634", "dfa4e814d324ced6")
 TO_A_TENTH = "2a34c2e27ba6b0d2"  # of repeats_long
 DOCS = ROOT / "docs"
@@ -381,11 +381,11 @@ DOCS = ROOT / "docs"
 def committed():
     """For each setting, the verdicts of the committed ledger."""
     lines = parity_ledger.read(DOCS / "parity_ledger.jsonl")
-    assert {line.setting for line in lines} <= {*SETTINGS, TO_A_TENTH, parity_plan.setting()}
+    assert {line.setting for line in lines} == {*SETTINGS, TO_A_TENTH, parity_plan.setting()}
     data = corpus.digest_of(DOCS / "parity_corpus.json")
     return {
         setting: parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
-        for setting in SETTINGS
+        for setting in (*SETTINGS, parity_plan.setting())
     }
 
 
@@ -403,23 +403,35 @@ def test_the_setting_has_the_values_of_the_committed_ledger_s():
 
 
 def test_committed_numbers_are_those_of_the_page_s_command(committed):
-    page = (DOCS / "parity.md").read_text(encoding="utf-8")
-    (setting,) = re.findall(r"--output=docs/parity.json --setting=(\w+)", page)
+    found = committed[parity_plan.setting()]
     numbers = json.loads((DOCS / "parity.json").read_text(encoding="utf-8"))
-    assert numbers == parity_analysis.numbers(committed[setting])
+    assert numbers == parity_analysis.numbers(found)
+    assert parity_analysis.table(found) in (DOCS / "parity.md").read_text(encoding="utf-8")
+
+
+def test_readme_s_gaps_of_the_study_are_the_committed_ones():
+    numbers = json.loads((DOCS / "parity.json").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    sentence = re.split(r"\[The study\]\(docs/parity.md\)", readme)[1].split(". The other")[0]
+    told = re.findall(r"`(\w+)` (\S+)% \[(\S+), (\S+)\] \((\w+)", sentence)
+    assert len(told) == 3
+    for arm, *shown, seeds in told:
+        exact = [numbers[f"{kind}/{arm}"]["value"] for kind in ("gap", "gap_low", "gap_high")]
+        assert shown == [f"{value:+.1f}" for value in exact]
+        assert ["four", "five"].index(seeds) + 4 == numbers[f"seeds/{arm}"]["value"]
 
 
 def test_gaps_on_the_page_are_the_ledger_s(committed):
-    """The first table: by arm, at 75M tokens in run 1 and 2, then at 151M."""
-    page = (DOCS / "parity.md").read_text(encoding="utf-8")
-    table = page.split("## What has run")[1].split("\n\n| ")[1].split("\n\n")[0]
+    """The table of the screen: by arm, at 75M tokens in run 1 and 2, then at 151M."""
+    page = (DOCS / "results" / "parity_scatter.md").read_text(encoding="utf-8")
+    table = page.split("one seed, twice")[1].split("\n\n| ")[1].split("\n\n")[0]
     shown = {}
     for arm, cells in re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", table, re.M):
         shown[arm] = [cell.strip() for cell in cells.split("|")][:4]
     gaps = {
         (setting, verdict.arm, verdict.fork): f"{verdict.gaps[0]:+.3f}"
-        for setting, found in committed.items()
-        for verdict in found
+        for setting in SETTINGS
+        for verdict in committed[setting]
         if 0 in verdict.gaps
     }
     columns = list(itertools.product(("75M", "150M"), SETTINGS))
