@@ -20,7 +20,7 @@ from typing import Any
 
 from fp8jax.lookup import lookup, unknown
 from fp8jax.numerics.formats import FORMATS, Format
-from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.scales import (
     Bias,
     Constant,
@@ -75,8 +75,8 @@ def _parse_bf16(text: str) -> None:
 
 
 def _parse_cast(text: str) -> str:
-    if text not in CAST_NAMES:
-        raise unknown("cast", text, CAST_NAMES)
+    if text not in CASTS:
+        raise unknown("cast", text, CASTS)
     return text
 
 
@@ -107,7 +107,6 @@ _OTHERS = {
     "fnuz": {fmt: FORMATS[f"{fmt.name}fnuz"] for fmt in _OCP},
     "e3m2": {fmt: FORMATS["e3m2"] for fmt in _OCP},
 }
-CAST_NAMES = tuple(Recipe().by_name())
 
 
 # What options apply to ----------------------------------------------------------------------------
@@ -263,6 +262,15 @@ OPTIONS: dict[str, Option] = {
         change=_keep_only,
         help="the one cast that stays, such as `wgrad_x`; all other operands in BF16",
     ),
+    **{
+        cast: Option(
+            parse=_parse_bf16,
+            applies=_belongs_to(cast),
+            change=_drop,
+            help="`bf16`: this operand of this GEMM in BF16",
+        )
+        for cast in CASTS
+    },
     "history": Option(
         parse=_parse_int,
         applies=_is_delayed,

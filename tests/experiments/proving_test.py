@@ -112,7 +112,9 @@ def test_tables_by_hand():
     place = "<!-- table: proving comparisons -->\n<!-- end -->\n"
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
-    with pytest.raises(ValueError, match="no place for any of recipes, readings, comparisons"):
+    with pytest.raises(
+        ValueError, match="no place for any of recipes, readings, casts, comparisons"
+    ):
         proving_analysis.fill_page("a page", lines)
 
 

@@ -12,7 +12,7 @@ from fp8jax.numerics.formats import FORMATS
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.names import as_policy, as_recipe
 from fp8jax.numerics.policy import POLICIES, Policy
-from fp8jax.numerics.recipe import Cast, Recipe
+from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
 from fp8jax.numerics.scales import SCALES, Bias, Constant, Delayed, Fp32, Mse, Pow2
 from fp8jax.numerics.schedule import PrecisionSchedule, as_schedule
@@ -224,6 +224,7 @@ def casts_of(spec: str, module: str = "layers/mlp/up") -> dict[str, Cast]:
         ("fp8_block:backward=bf16", None, None, "dgrad_g dgrad_w wgrad_x wgrad_g"),
         ("fp4_mixed:dgrad=bf16", None, None, "dgrad_g dgrad_w"),
         ("fp4_naive:only=wgrad_x", None, None, "fwd_x fwd_w dgrad_g dgrad_w wgrad_g"),
+        *((f"fp4_naive:{name}=bf16", None, None, name) for name in CASTS),
     ],
 )
 def test_an_option_changes_what_it_is_about_and_nothing_else(spec, field, value, names):
@@ -317,6 +318,10 @@ def test_queries_keys_and_values_share_the_scales_of_one_fused_weight():
         ("fp4_mixed:fp4_tile=row,forward=bf16", "fp4_tile=row: no cast"),
         ("fp8_rowwise_wgrad_bf16:only=wgrad_x", "only=wgrad_x: .* would quantize nothing"),
         ("fp8_block:only=wgrad", "only=wgrad: unknown cast 'wgrad'; did you mean 'wgrad_x'"),
+        ("fp8_rowwise_wgrad_bf16:wgrad_x=bf16", "wgrad_x=bf16: no cast"),
+        ("fp4_naive:dgrad_g=fp8", "dgrad_g=fp8: expected bf16, got 'fp8'"),
+        ("fp4_naive:only=fwd_x,fwd_x=bf16", "fwd_x=bf16: .* would quantize nothing"),
+        ("nvfp4:wgrad_x=bf16", "wgrad rotates its operands by hadamard=1 and 16"),
         ("fp8_block:formats=ocp", "formats=ocp: expected fnuz or e3m2"),
         ("fp4_naive:formats=fnuz", "formats=fnuz: no cast"),
         ("fp4_naive:fp4_tile=token", "fp4_tile=token: .* in wgrad only: add wgrad_tile=token"),
