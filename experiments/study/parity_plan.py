@@ -21,7 +21,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from configs import study
+from configs import gnmr, study
 
 STEP_TOKENS = 65_536  # 64 rows of 1024 (configs/study.py)
 
@@ -100,6 +100,22 @@ _OTHERS = (
     *_recipes("fp8_rowwise_wgrad_bf16", tokens_per_second=7e5),
     *_recipes("mxfp8", "mxfp4", "nvfp4_mixed", "fp4_block", "fp4_backward"),
 )
+# GNMR's own stress (configs/gnmr.py): activations saved for wgrad in 4 bits, a scale a token, with
+# 8 bits in promoted layers. If 4 bits are as good as 8, there is nothing to promote.
+_SAVED_4, _SAVED_8 = gnmr.SAVED_IN_4_BITS, gnmr.SAVED_IN_8_BITS
+_PROMOTED = Arm(
+    name="saved_4_gnmr",
+    precision=_SAVED_4,
+    changes=(
+        *("gnmr.alpha=1.5,", "gnmr.beta=1.3", f"gnmr.most={gnmr.MOST['llama_60m']}"),
+        f"gnmr.precision={_SAVED_8}",
+    ),
+)
+_SAVED = (
+    Arm(name="saved_8", precision=_SAVED_8),
+    Arm(name="saved_4", precision=_SAVED_4),
+    _PROMOTED,
+)
 _RATES = tuple(
     Arm(
         name=f"bf16_rate_{rate}",
@@ -159,6 +175,8 @@ PLANS = {
     "repeats": Plan(arms=_REPEATS, seeds=(101,), forks=FORKS[:1]),
     # The same at the chosen rate, four times, at twice and four times the tokens.
     "repeats_long": Plan(arms=_REPEATS[1:8:2], seeds=(101,), forks=FORKS[1:3]),
+    # Activations that are saved in 4 bits; chance and fixed layers follow if 4 bits fail.
+    "saved": Plan(arms=(*_BF16, *_SAVED), seeds=(0, 1), forks=FORKS[:1]),
     # All arms with one seed, to 150M tokens.
     "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
     # What the page is about, with intervals, at the horizon at which GPU time buys enough seeds.
