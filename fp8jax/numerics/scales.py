@@ -153,8 +153,9 @@ class Mse(Bias):
 
     A smaller scale saturates the largest numbers and keeps more of the smallest. Graphcore's
     `fp8_mse_scale` compares all biases by a histogram of binades; here a scale is only compared
-    with larger ones that it could gain from, by the errors of the casts themselves. The margin is
-    subtracted from the bias that was chosen.
+    with larger ones that it could gain from, by the errors of the casts themselves. These are sums
+    in float32: of two that differ by less than their rounding either may be chosen, by the order of
+    the sum. The margin is subtracted from the bias that was chosen.
     """
 
     lower = 3

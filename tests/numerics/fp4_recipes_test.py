@@ -26,6 +26,7 @@ KEY, WORD = jax.random.key(3), 0x9C3B51E7
 # Each cast once; they quantize the array itself.
 CASTS = {
     "gradient": RECIPES["nvfp4_unbiased"].dgrad_g,
+    "rotated gradient": RECIPES["nvfp4_unbiased"].wgrad_g,
     "activation": RECIPES["nvfp4_4over6"].fwd_x,
     "weight": RECIPES["nvfp4_4over6"].fwd_w,
     "rotated activation": RECIPES["nvfp4_4over6"].wgrad_x,
@@ -93,25 +94,48 @@ def test_what_is_not_finite_makes_the_scale_of_its_tile_nan(bad):
         assert np.isnan(tile), name
 
 
+def test_subnormal_numbers_are_zeros():
+    """Alone in their tiles, and beside normal ones."""
+    x = edge_cases()
+    x[96:112, :16] = np.float32(2.0**-127) * np.linspace(-1.9, 1.9, 16, dtype=np.float32)
+    x[112:120, :] = np.float32(2.0**-149)
+    tiny = np.abs(x) < np.float32(2.0**-126)
+    assert (tiny & (x != 0)).sum() > 1500
+    zeros = np.where(tiny, np.copysign(np.float32(0), x), x)
+    casts = tuple(CASTS.values())
+    both = [quantized(jnp.asarray(each), casts, KEY) for each in (x, zeros)]
+    for name, one, other in zip(CASTS, *both, strict=True):
+        for got, wanted in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            kind = np.dtype(f"u{got.dtype.itemsize}")
+            np.testing.assert_array_equal(
+                np.asarray(got).view(kind), np.asarray(wanted).view(kind), name
+            )
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", ["unbiased", "outer128_unbiased"])
-def test_stochastic_rounding_is_unbiased_maxima_included(scale):
+@pytest.mark.parametrize(
+    ("scale", "tile"), [("unbiased", "nv16"), ("outer128_unbiased", "nv16"), ("e8m0", "mx32")]
+)
+def test_stochastic_rounding_is_unbiased_maxima_included(scale, tile):
     """Within four standard errors of each element, from the two numbers around it."""
     x, keys = normal((8, 256)), jax.random.split(KEY, 4096)
 
     @jax.jit
     def means(x, keys):
         def total(sum_, key):
-            q = quantize(x, "e2m1", "nv16", scale=scale, rounding="stochastic", key=key)
+            q = quantize(x, "e2m1", tile, scale=scale, rounding="stochastic", key=key)
             return sum_ + q.values.astype(jnp.float32), q.float_scale()
 
         sum_, scales = jax.lax.scan(total, jnp.zeros_like(x), keys)
         return sum_ / len(keys), scales[0]
 
     mean, scales = (np.asarray(v, np.float64) for v in means(x, keys))
-    scaled, table = x / np.repeat(scales, 16, axis=1), reference.finite_values("e2m1")
+    scaled, table = (
+        x / np.repeat(scales, x.shape[1] // scales.shape[1], axis=1),
+        reference.finite_values("e2m1"),
+    )
     assert np.abs(scaled).max() <= 6
     above = np.searchsorted(table, scaled, side="right").clip(1, len(table) - 1)
     lo, hi = table[above - 1], table[above]
