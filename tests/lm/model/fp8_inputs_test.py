@@ -16,6 +16,7 @@ from fp8jax.lm.model.models import MODELS
 from fp8jax.lm.model.norms import RMSNorm
 from fp8jax.lm.model.transformer import Transformer
 from fp8jax.numerics.names import as_policy
+from tests.support.arrays import edge_cases, normal
 
 
 def by_numpy(x: np.ndarray) -> np.ndarray:
@@ -35,12 +36,12 @@ def by_numpy(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_backward_reads_numpys_codes_and_the_forward_reads_x(dtype):
-    """y = x^2 / 2, whose derivative is what was kept. Rows of 40 elements have half a group."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(512, 40)) * np.exp2(rng.integers(-30, 30, (512, 40)))
+    """y = x^2 / 2, whose derivative is what was kept. Rows of 168 elements end in half a group."""
+    x = np.concatenate([edge_cases(), normal((128, 8))], axis=1).astype(np.float64)
     x[0], x[1, :16], x[2, 3], x[3] = 0, 448, 2.0**-120, 2.0**100
-    x[4, :16] = np.arange(-8, 8) * 2.0**-6 + 2.0**-7  # ties, the largest of which is no power of 2
-    x[5, 1], x[6, 20], x[7, 33] = np.nan, np.inf, -np.inf
+    ties = [448, 17, 19, 21, 23, 25, 27, 29, 31, *np.exp2([-10, -9, -8]) * 3, 2.0**-10, 34, -38, 0]
+    x[4, :16], x[4, 16:32] = ties, -np.array(ties) * 2.0**-40
+    x[5, 1], x[6, 20], x[7, 163] = np.nan, np.inf, -np.inf
     x = jnp.asarray(x, dtype)
     half = jax.jit(lambda x: with_fp8_inputs(lambda x: x * x / 2, (x,)))
     y, vjp = jax.vjp(half, x)
