@@ -12,6 +12,7 @@ from fp8jax.gemm.backends.operands import CastRequest
 from fp8jax.gemm.dot import dot_general_together
 from fp8jax.gemm.weight import Weight
 from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipe import Cast
 from fp8jax.numerics.recipes import RECIPES
@@ -79,22 +80,35 @@ def test_what_is_not_finite_makes_the_scale_of_its_tile_nan(bad):
         assert np.isnan(tile), name
 
 
-def test_subnormal_numbers_are_zeros():
-    """Alone in their tiles, and beside normal ones."""
-    x = edge_cases()
-    x[96:112, :16] = np.float32(2.0**-127) * np.linspace(-1.9, 1.9, 16, dtype=np.float32)
-    x[112:120, :] = np.float32(2.0**-149)
-    tiny = np.abs(x) < np.float32(2.0**-126)
-    assert (tiny & (x != 0)).sum() > 1500
-    zeros = np.where(tiny, np.copysign(np.float32(0), x), x)
-    casts = tuple(CASTS.values())
-    both = [quantized(jnp.asarray(each), casts, KEY) for each in (x, zeros)]
-    for name, one, other in zip(CASTS, *both, strict=True):
-        for got, wanted in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            kind = np.dtype(f"u{got.dtype.itemsize}")
-            np.testing.assert_array_equal(
-                np.asarray(got).view(kind), np.asarray(wanted).view(kind), name
-            )
+@pytest.mark.parametrize(
+    "which", ["here", "not rotated", pytest.param("all", marks=pytest.mark.full)]
+)
+def test_subnormal_numbers_are_zeros(which):
+    """Under each cast of each recipe: alone in a tensor or a tile, and beside normal numbers."""
+    mixed = edge_cases()
+    mixed[96:112, :16] = np.float32(2.0**-127) * np.linspace(-1.9, 1.9, 16, dtype=np.float32)
+    mixed[112:120, :] = np.float32(2.0**-149)
+    alone = normal(mixed.shape) * np.float32(2.0**-130)
+    assert (alone != 0).all() and np.abs(alone).max() < np.float32(2.0**-126)
+    names = [*RECIPES, "fp8_amax:scale=mse"]
+    casts = tuple(dict.fromkeys(c for name in names for c in as_recipe(name).casts))
+    assert set(CASTS.values()) < set(casts)
+    if which == "here":
+        casts = tuple(CASTS.values())
+    elif which == "not rotated":
+        casts = tuple(c for c in casts if c.hadamard == 1 and c not in CASTS.values())
+        assert len(casts) >= 20
+    for x in (mixed, alone):
+        tiny = np.abs(x) < np.float32(2.0**-126)
+        assert (tiny & (x != 0)).sum() > 1500
+        zeros = np.where(tiny, np.copysign(np.float32(0), x), x)
+        both = [quantized(jnp.asarray(each), casts, KEY) for each in (x, zeros)]
+        for cast, one, other in zip(casts, *both, strict=True):
+            for got, wanted in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+                kind = np.dtype(f"u{got.dtype.itemsize}")
+                np.testing.assert_array_equal(
+                    np.asarray(got).view(kind), np.asarray(wanted).view(kind), str(cast)
+                )
 
 
 # Errors -------------------------------------------------------------------------------------------
