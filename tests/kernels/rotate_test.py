@@ -10,6 +10,8 @@ import pytest
 from fp8jax.numerics.formats import FORMATS, cast, key_words
 from fp8jax.numerics.hadamard import hadamard, whole_hadamard
 from fp8jax.numerics.quantization import lengths, squared_error
+from tests.support import reference
+from tests.support.arrays import edge_cases, normal
 from tests.support.interpreter import interpret, needs_pallas
 
 pytestmark = needs_pallas
@@ -116,3 +118,85 @@ def test_lengths_of_codes_are_xlas():
     np.testing.assert_array_equal(codes.astype(jnp.float32), expected)
     for got, each in zip(sums, lengths(scaled, FORMATS["e2m1"]), strict=True):
         np.testing.assert_array_equal(got, each.reshape(-1, 32, y.shape[1]).sum(1))
+
+
+def extreme(size: int) -> np.ndarray:
+    """The edge cases [64, 128], and below them blocks of which some are not finite."""
+    x = np.concatenate([edge_cases()[32:96, :128], normal((96, 128))])
+    x[32:48, :8] *= 16  # a transform of the smallest numbers is subnormal, which XLA makes zeros
+    # One number a block: the transform is that over sqrt(size), of 16 with ties of e2m1.
+    x[64:96] = 0
+    x[64, :] = np.arange(128, dtype=np.float32) % 31 * np.float32(0.25 * size**0.5)
+    x[96, 0], x[97, 1], x[128, 2], x[129, 3] = np.nan, np.inf, -np.inf, np.nan
+    return x
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_codes_are_numpys(stochastic):
+    from fp8jax.kernels.rotate import rotated_codes
+
+    x, key = extreme(16), jax.random.key(5)
+    reciprocal, scaled = scaled_by_numpy(x, 16)
+    words = jnp.stack([*key_words(key), *jnp.zeros(2, jnp.uint32)]) if stochastic else None
+    kernel = functools.partial(rotated_codes, fmt=FORMATS["e2m1"], size=16, words=words)
+    got = np.asarray(interpret(kernel, jnp.asarray(x), reciprocal)).astype(np.float32)
+    expected = rounded_by_numpy(scaled, reference.draws(key, x.shape) if stochastic else None)
+    finite = np.isfinite(scaled)
+    np.testing.assert_array_equal(got[finite], expected[finite])
+    assert (np.abs(got[np.isinf(scaled)]) == 6).all()
+    assert 16 <= (~finite).sum() <= 64 and (np.abs(expected[finite]) == 6).sum() > 100
+
+
+@pytest.mark.full
+def test_errors_are_numpys():
+    from fp8jax.kernels.rotate import rotated_errors
+
+    x = extreme(16)
+    reciprocal, scaled = scaled_by_numpy(x, 16)
+    got = interpret(
+        lambda x, r: rotated_errors(x, r, FORMATS["e2m1"], 16), jnp.asarray(x), reciprocal
+    )
+    for (block, column), error in np.ndenumerate(np.asarray(got)):
+        numbers = scaled[block * 16 : block * 16 + 16, column]
+        numbers = np.nan_to_num(numbers, nan=0, posinf=24, neginf=-24)
+        assert error == reference.error_units(numbers), (block, column)
+
+
+@pytest.mark.full
+def test_lengths_are_numpys():
+    from fp8jax.kernels.rotate import rotated_lengths
+
+    x = extreme(32)
+    reciprocal, scaled = scaled_by_numpy(x, 32, int(SIGNS), tile=16)
+    kernel = lambda x, r, signs: rotated_lengths(x, r, FORMATS["e2m1"], 32, signs)  # noqa: E731
+    codes, squares, products = interpret(kernel, jnp.asarray(x), reciprocal, SIGNS)
+    expected, finite = rounded_by_numpy(scaled), np.isfinite(scaled)
+    np.testing.assert_array_equal(np.asarray(codes).astype(np.float32)[finite], expected[finite])
+    units = np.rint(np.clip(scaled, -7, 7) * np.float32(64)).astype(np.float64)
+    whole = finite.reshape(-1, 32, 128).all(1)
+    for got, each in ((squares, units * units), (products, units * expected * 64)):
+        total = each.reshape(-1, 32, 128).sum(1)
+        np.testing.assert_array_equal(np.asarray(got)[whole], total[whole])
+    assert whole.sum() >= 5 * 128 - 4
+
+
+def scaled_by_numpy(x: np.ndarray, size: int, word: int = 0, tile: int | None = None):
+    """Reciprocals of the scales of tiles, 1 for the third 32 rows, and x' times them."""
+    tile = size if tile is None else tile
+    with np.errstate(invalid="ignore"):
+        y = reference.hadamard(x, size, 0, word)
+        amax = np.abs(y).reshape(-1, tile, y.shape[1]).max(1)
+        reciprocal = np.float32(6.4) / np.where((amax > 0) & np.isfinite(amax), amax, 6.4).astype(
+            np.float32
+        )
+        reciprocal[64 // tile : 96 // tile] = 1
+        return jnp.asarray(reciprocal), y * np.repeat(reciprocal, tile, axis=0)
+
+
+def rounded_by_numpy(scaled: np.ndarray, draws=None) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        finite = np.where(np.isfinite(scaled), scaled, 0)
+    if draws is None:
+        return reference.saturating_cast(finite, "e2m1").astype(np.float32)
+    return reference.stochastic_cast(finite, "e2m1", draws).astype(np.float32)
