@@ -208,6 +208,8 @@ def _parse_source(spec: str) -> Source:
     head, _, argument = spec.partition(":")
     name, equals, weighted = head.rpartition("=")
     weight, times, kind = weighted.rpartition("*")
+    if kind not in SOURCES and "/" in head:  # the star of a glob is no weight's
+        raise ValueError(f"{spec!r} has no kind in front of its path: text:{weighted} reads files")
     resolve = lookup("source", kind, SOURCES)
     number = _weight(weight, spec) if times else None
     if equals and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):

@@ -76,6 +76,7 @@ def test_weights_are_exact(tmp_path):
     [
         ("jsnol:DIR/a.txt", "unknown source 'jsnol'; did you mean 'jsonl'"),
         ("x=python_stdlb", "unknown source 'python_stdlb'; did you mean 'python_stdlib'"),
+        ("/no/*.py", "has no kind in front of its path: text:/no/..py reads files"),
         ("", "unknown source ''. There are: python_stdlib, text, jsonl, parquet, tfds"),
         ("text:DIR/a.txt,", "unknown source ''"),
         ("text:DIR/none-*.txt", r"no file matches '.*none-\*\.txt'"),

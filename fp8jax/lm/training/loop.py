@@ -249,6 +249,7 @@ def _train_in(
             )
             stack.push(channel.fail)  # before anything is closed
         _train(tools, now)
+        checkpointer.wait()  # a run whose last save fails has not finished
         return now.scalars
 
 

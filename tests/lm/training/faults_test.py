@@ -69,8 +69,12 @@ def test_what_ends_a_process_changes_no_bit(data, monkeypatch, tmp_path):
     error = train(run, "--inject=source_stalls@5", "--config.data_timeout=3", again, code=1)
     assert "no batch came within 3 s" in error
     assert [e["step"] for e in events(tmp_path / "run", "resume")] == [2]
-    error = killed_or_stopped(run, "--inject=full_disk@5", again, code=1)
+    # The disk is full at the last save of all: the run has not finished.
+    last = "--config.num_steps=6"
+    error = killed_or_stopped(run, last, "--inject=full_disk@5", again, code=1)
     assert re.search("^error: .*File too large", error, re.MULTILINE)
+    assert "finished at step" not in error
+    assert events(tmp_path / "run", "end")[-1]["reason"] != "finished"
     killed_or_stopped(run, "--inject=corrupt_checkpoint@9,kill@11", again, code=-signal.SIGKILL)
     killed_or_stopped(run, "--inject=sigterm@9", code=0)
     (damaged,) = events(tmp_path / "run", "damaged_checkpoint")
