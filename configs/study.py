@@ -34,7 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer.schedule = "wsd"
     config.optimizer.warmup_steps = 200
     config.optimizer.decay_fraction = 0.0  # the forks decay
-    config.optimizer.final_fraction = 0.0  # forks that end at a tenth scatter (docs/parity.md)
+    config.optimizer.final_fraction = 0.0  # forks end at a rate of zero
     config.optimizer.learning_rate = 2e-3  # to be tuned in BF16, once, with --plan=rate
     config.checkpoint.every = 1008  # divides the first steps of all forks
     config.checkpoint.keep = 2
