@@ -10,52 +10,34 @@ its operands, given the propagated shardings (`_sharded_over`). The answer for e
     parameter under FSDP, that one is all-gathered, as codes of one byte.
 
 `shard_map` was rejected: it needs shardings as arguments, when they have not been propagated yet.
-Without a mesh, and on one device, the kernel is called directly.
+Without a mesh, and on one device, nothing is declared.
 
 XLA asks for the function of the shards for each call: for each layer of an unrolled stack anew. JAX
 then traces and lowers what it gets. So it gets calls of kernels that were lowered before
-(`_lowered`), or a training step would lower 15 kernels 336 times.
+(lowered.py), or a training step would lower 15 kernels 336 times.
 """
 
 import functools
 import hashlib
 import math
-import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.export
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax import hidden_jax
 from fp8jax.device import hardware
 from fp8jax.kernels.hopper import BLOCK
+from fp8jax.kernels.lowered import hash_sources, lower_once, shapes_of
 
 Shards = dict[str, tuple[str, ...]]  # letter -> the mesh axes that it is sharded over
 Run = Callable[..., Any]  # run(f, *operands) calls the Hopper kernel f
 
 TILES = {"m": BLOCK, "k": BLOCK}
-
-# Lowered kernels by the hash of what they compute, as long as a program that calls them is kept.
-_lowered: weakref.WeakValueDictionary[bytes, jax.export.Exported] = weakref.WeakValueDictionary()
-_lowering = threading.Lock()  # programs are compiled in threads
-_MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-
-
-@functools.cache
-def _sources(*others: Path) -> str:
-    """Returns a hash of the source files that decide what runs on a shard, in `others`, too."""
-    package, found = Path(__file__).parents[1], hashlib.sha256(jax.__version__.encode())
-    for folder in (package / "kernels", package / "numerics", *others):
-        for file in sorted(folder.glob("*.py")):
-            found.update(hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()
 
 
 def _marks(
@@ -68,7 +50,7 @@ def _marks(
     device/xla.py leaves them out. So these scalars are more operands of the kernel. They hash what
     it computes, how it is partitioned, and what neither shows, such as kernels of parts of a sum.
     """
-    text = f"{jax.make_jaxpr(call)(*operands)} {rules} {_sources(*code)}"
+    text = f"{jax.make_jaxpr(call)(*operands)} {rules} {hash_sources(*code)}"
     return tuple(np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.uint32))
 
 
@@ -76,33 +58,22 @@ def _directly(f: Callable[..., Any], *operands: Any) -> Any:
     return f(*operands)
 
 
-def _lowered_once(f: Callable[..., Any], shapes: list[Any]) -> jax.export.Exported | None:
-    """Returns f, lowered, for operands of these shapes; None if it has effects, as interpreters do.
-
-    Equal kernels of equal shapes are lowered once in a process, while a program has them.
-    """
-    closed = jax.make_jaxpr(f)(*shapes)
-    if closed.effects:
-        return None
-    text = f"{closed} {[np.asarray(x).tobytes() for x in closed.consts]} {hardware.device_kind()}"
-    key = hashlib.sha256(text.encode()).digest()
-    platform = "cuda" if hardware.platform() == "gpu" else hardware.platform()
-    with _lowering:
-        found = _lowered[key] if key in _lowered else None
-        if found is None:
-            with hidden_jax.lowering_for_shards():
-                export = jax.export.export(
-                    jax.jit(f), platforms=[platform], disabled_checks=[_MOSAIC]
-                )
-                found = _lowered[key] = export(*shapes)
-    return found
+def _on_one_device(code: tuple[Path, ...], f: Callable[..., Any], *operands: Any) -> Any:
+    """Calls f; its lowered form in a program for a GPU."""
+    if hardware.platform() != "gpu" or not any(isinstance(x, jax.core.Tracer) for x in operands):
+        return f(*operands)
+    lowered = lower_once(f, shapes_of(operands), code)
+    # Under vmap it runs for one element after another, as Pallas' own calls do.
+    return f(*operands) if lowered is None else sequential_vmap(lowered.call)(*operands)
 
 
-def _run_lowered(known: dict[Any, Any], f: Callable[..., Any], *operands: Any) -> Any:
+def _on_shards(
+    known: dict[Any, Any], code: tuple[Path, ...], f: Callable[..., Any], *operands: Any
+) -> Any:
     """Calls f, lowered; `known` keeps that for each shape of the operands."""
-    shapes = tuple((x.shape, x.dtype) for x in operands)
+    shapes = shapes_of(operands)
     if shapes not in known:
-        known[shapes] = _lowered_once(f, [jax.ShapeDtypeStruct(*shape) for shape in shapes])
+        known[shapes] = lower_once(f, shapes, code)
     lowered = known[shapes]
     return f(*operands) if lowered is None else lowered.call(*operands)
 
@@ -181,9 +152,10 @@ def call_on_mesh(
       code: other folders than this one that hold sources of the kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    call = kernel(dict.fromkeys(multiples, ()), _directly)
+    whole: Shards = dict.fromkeys(multiples, ())
     if mesh.empty or mesh.size == 1:
-        return call(*operands)
+        return kernel(whole, functools.partial(_on_one_device, code))(*operands)
+    call = kernel(whole, _directly)
     marks = _marks(call, operands, code, letters, results, multiples, sources, ragged)
     letters = (*letters, *[""] * len(marks))
     lowered: dict[Any, dict[Any, Any]] = {}  # for each way to shard it
@@ -195,7 +167,7 @@ def call_on_mesh(
         out = [_sharding(mesh, shards, *each) for each in zip(results, leaves, strict=True)]
         arguments = tuple(_sharding(mesh, shards, *each) for each in named)
         known = lowered.setdefault(tuple(shards.items()), {})
-        of_shards = kernel(shards, functools.partial(_run_lowered, known))
+        of_shards = kernel(shards, functools.partial(_on_shards, known, code))
 
         def unmarked(*given):
             return of_shards(*given[: -len(marks)])

@@ -8,7 +8,6 @@ tested is the partitioning, the kernels are in quantize_test.py and block_gemm_t
 import contextlib
 import dataclasses
 import functools
-import gc
 import math
 import re
 import shutil
@@ -32,6 +31,7 @@ from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.weight import Weight
 from fp8jax.kernels import (
     block_gemm,
+    lowered,
     mesh_call,
     partition,
     quantize,
@@ -475,15 +475,15 @@ def test_a_program_of_a_mesh_has_one_key_and_its_kernels_and_sources_change_it(
     assert cache_key(monkeypatch, kept[0], "cpu") is None
 
     def changed() -> str | None:
-        mesh_call._sources.cache_clear()
+        lowered.hash_sources.cache_clear()
         return cache_key(monkeypatch, lower_on_mesh(tiles(Fp32())))
 
     found = [*keys, cache_key(monkeypatch, lower_on_mesh(tiles(Pow2())))]
-    package = Path(mesh_call.__file__).parents[1]
+    package = Path(lowered.__file__).parents[1]
     for folder in ("kernels", "numerics"):
         shutil.copytree(package / folder, tmp_path / folder)
     with monkeypatch.context() as patch:
-        patch.setattr(mesh_call, "__file__", str(tmp_path / "kernels" / "mesh_call.py"))
+        patch.setattr(lowered, "__file__", str(tmp_path / "kernels" / "lowered.py"))
         assert changed() == found[0]  # the same files elsewhere
         for name in ("kernels/quantize.py", "kernels/partition.py", "numerics/scales.py"):
             with open(tmp_path / name, "a") as file:
@@ -521,14 +521,13 @@ def test_partitioned_functions_of_others_keep_their_addresses_in_the_key(stand_i
 
 def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
     """XLA asks for each call: here for seven of three kernels."""
+    monkeypatch.setattr(lowered.cache_files, "read", lambda name: None)
     exported, export = [], jax.export.export
     monkeypatch.setattr(
         jax.export, "export", lambda f, **named: exported.append(f) or export(f, **named)
     )
-    asked, run = [], mesh_call._run_lowered
-    monkeypatch.setattr(
-        mesh_call, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
-    )
+    asked, run = [], mesh_call._on_shards
+    monkeypatch.setattr(mesh_call, "_on_shards", lambda *args: asked.append(args) or run(*args))
 
     def f(x):
         def layer(x, _):
@@ -542,33 +541,6 @@ def test_equal_kernels_are_lowered_once(stand_ins, monkeypatch):
     x = source((2048, 256), np.float32)
     on_mesh(make_mesh("8"), f, (x, P("a", None)))
     assert (len(asked), len(exported)) == (7, 3)
-
-
-def test_a_lowered_kernel_is_kept_as_long_as_a_program_has_it(stand_ins):
-    def lowered(scale: float, rows: int):
-        cast = functools.partial(quantize.cast_transpose, scale=np.float32(scale), fmt=E4M3)
-        return mesh_call._lowered_once(cast, [jax.ShapeDtypeStruct((rows, 128), jnp.float32)])
-
-    before = len(mesh_call._lowered)
-    kept = [lowered(0.375, 128), lowered(0.75, 128), lowered(0.375, 256), lowered(0.375, 128)]
-    assert kept[0] is kept[3] and len(mesh_call._lowered) == before + 3
-    del kept
-    gc.collect()
-    assert len(mesh_call._lowered) == before
-
-
-def test_what_has_effects_is_not_lowered_for_others():
-    """Such as the interpreter of kernels, whose callbacks no other program can have."""
-
-    def f(x):
-        jax.debug.callback(lambda x: None, x)
-        return x + 1
-
-    given = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert mesh_call._lowered_once(f, [given]) is None
-    known = {}
-    np.testing.assert_array_equal(mesh_call._run_lowered(known, f, jnp.ones(2)), [2, 2])
-    assert list(known.values()) == [None]
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

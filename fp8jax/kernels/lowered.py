@@ -1,0 +1,130 @@
+"""Kernels in the form that XLA compiles: each lowered once, for all programs that call it.
+
+Mosaic GPU lowers a kernel in Python, in about half a second. A training step calls 15 kernels, from
+hundreds of places. So each is lowered by itself (`jax.export`), and programs call that form, whose
+text is the one that a program would have had. The form is kept as long as a program has it, and in
+a file beside the programs that JAX's compilation cache keeps: the next process lowers none.
+
+Its key hashes the kernel's jaxpr, the kind of the device, the versions of JAX, and the sources
+that decide what the jaxpr does not show.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jaxlib
+import numpy as np
+
+from fp8jax import hidden_jax
+from fp8jax.device import cache_files, hardware
+
+Shapes = tuple[tuple[tuple[int, ...], np.dtype], ...]  # (shape, dtype) of each operand
+
+# Lowered kernels by their key, as long as a program that calls them is kept.
+_exported: weakref.WeakValueDictionary[str, jax.export.Exported] = weakref.WeakValueDictionary()
+_lowering = threading.Lock()  # programs are lowered and compiled in threads
+_MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A lowered kernel, whose results are leaves, and the tree of these leaves."""
+
+    exported: jax.export.Exported
+    tree: Any
+
+    def call(self, *operands: jax.Array) -> Any:
+        return jax.tree.unflatten(self.tree, self.exported.call(*operands))
+
+
+@functools.cache
+def hash_sources(*others: Path) -> str:
+    """Returns a hash of the source files that decide what a kernel does, in `others`, too."""
+    package, found = Path(__file__).parents[1], hashlib.sha256(jax.__version__.encode())
+    found.update(jaxlib.__version__.encode())
+    for folder in (package / "kernels", package / "numerics", *others):
+        for file in sorted(folder.glob("*.py")):
+            found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def shapes_of(operands: Any) -> Shapes:
+    return tuple((x.shape, x.dtype) for x in operands)
+
+
+def lower_once(
+    f: Callable[..., Any], shapes: Shapes, code: tuple[Path, ...] = ()
+) -> Lowered | None:
+    """Returns f, lowered for operands of these shapes; None if it has effects, as interpreters do.
+
+    Args:
+      f: a function of arrays; its results are a tree of arrays.
+      shapes: of the operands.
+      code: folders other than `kernels` and `numerics` that hold sources of f.
+    """
+    described = _describe(f, shapes, hardware.device_kind())
+    if described is None:
+        return None
+    digest, tree = described
+    key = hashlib.sha256(f"{digest} {hash_sources(*code)}".encode()).hexdigest()
+    with _lowering:
+        found = _exported[key] if key in _exported else None
+        if found is None:
+            found = _exported[key] = _read(key) or _lower(f, shapes, key)
+    return Lowered(found, tree)
+
+
+def _read(key: str) -> jax.export.Exported | None:
+    kept = cache_files.read(_file(key))
+    return None if kept is None else jax.export.deserialize(bytearray(kept))
+
+
+def _lower(f: Callable[..., Any], shapes: Shapes, key: str) -> jax.export.Exported:
+    platform = "cuda" if hardware.platform() == "gpu" else hardware.platform()
+
+    def kernel(*operands):
+        return tuple(jax.tree.leaves(f(*operands)))
+
+    with hidden_jax.lowering_for_shards():
+        export = jax.export.export(jax.jit(kernel), platforms=[platform], disabled_checks=[_MOSAIC])
+        found = export(*_structs(shapes))
+    cache_files.write(_file(key), bytes(found.serialize()))
+    return found
+
+
+def _file(key: str) -> str:
+    return f"fp8jax_kernel_{key}"
+
+
+def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def _describe(f: Callable[..., Any], shapes: Shapes, device: str) -> tuple[str, Any] | None:
+    """Returns a hash of f's jaxpr, and the tree of its results; None if it has effects."""
+    if isinstance(f, functools.partial) and "<locals>" not in f.func.__qualname__:
+        # The same function of a module, given the same: its jaxpr was seen before.
+        named = tuple((name, type(value), value) for name, value in f.keywords.items())
+        return _describe_partial(f.func, f.args, named, shapes, device)
+    with hidden_jax.lowering_for_shards():
+        closed, results = jax.make_jaxpr(f, return_shape=True)(*_structs(shapes))
+    if closed.effects:
+        return None
+    text = f"{closed} {[np.asarray(x).tobytes() for x in closed.consts]} {device}"
+    return hashlib.sha256(text.encode()).hexdigest(), jax.tree.structure(results)
+
+
+@functools.lru_cache(maxsize=1024)
+def _describe_partial(
+    function: Callable[..., Any], given: Any, named: Any, shapes: Shapes, device: str
+) -> tuple[str, Any] | None:
+    keywords = {name: value for name, _, value in named}
+    return _describe(lambda *operands: function(*given, *operands, **keywords), shapes, device)

@@ -1,0 +1,193 @@
+"""Lowered kernels: one for equal calls, kept in files, and the same values as the kernel's own."""
+
+import functools
+import gc
+import shutil
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fp8jax.kernels import lowered, mesh_call
+from fp8jax.kernels.lowered import lower_once, shapes_of
+
+
+def cast(x, scale, *, both=True, margin=1):
+    """Stands for a kernel: some results may be missing, and keys need not be texts."""
+    scaled = x * scale
+    return {1: scaled, 2: scaled.T if both else None, 3: (jnp.max(x) * margin,)}
+
+
+X, SCALE = np.arange(12, dtype=np.float32).reshape(3, 4), np.float32(0.5)
+SHAPES = shapes_of((X, SCALE))
+
+
+@pytest.fixture(autouse=True)
+def no_folder():
+    """Nothing that was lowered in earlier processes."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def exported(monkeypatch):
+    """The functions that JAX has lowered."""
+    found, export = [], jax.export.export
+    monkeypatch.setattr(
+        jax.export, "export", lambda f, **named: found.append(f) or export(f, **named)
+    )
+    return found
+
+
+@pytest.fixture
+def folder(no_folder, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """Call it to forget what this process has lowered."""
+
+    def forget():
+        monkeypatch.setattr(lowered, "_exported", type(lowered._exported)())
+        lowered._describe_partial.cache_clear()
+
+    forget()
+    return forget
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_lowered_function_returns_what_it_does(new_process, both):
+    f = functools.partial(cast, both=both)
+    assert_same(jax.jit(lower_once(f, SHAPES).call)(X, SCALE), f(X, SCALE))
+
+
+def test_another_process_reads_what_one_has_lowered(new_process, folder, exported):
+    def call():
+        return jax.jit(lower_once(functools.partial(cast), SHAPES).call)(X, SCALE)
+
+    first = call()
+    (file,) = folder.glob("fp8jax_kernel_*")
+    new_process()
+    assert_same(call(), first)
+    assert len(exported) == 1
+    file.write_bytes(file.read_bytes()[:-1])
+    new_process()
+    assert_same(call(), first)
+    assert len(exported) == 2  # what is damaged is lowered again
+    new_process()
+    call()
+    assert len(exported) == 2
+
+
+def test_sources_versions_and_devices_change_the_file(new_process, folder, monkeypatch, tmp_path):
+    def files() -> int:
+        new_process()
+        lowered.hash_sources.cache_clear()
+        lower_once(functools.partial(cast), SHAPES, (tmp_path / "more",))
+        return len(list(folder.glob("fp8jax_kernel_*")))
+
+    package = Path(lowered.__file__).parents[1]
+    for name in ("kernels", "numerics"):
+        shutil.copytree(package / name, tmp_path / name)
+    (tmp_path / "more").mkdir()
+    assert files() == files() == 1
+    monkeypatch.setattr(lowered, "__file__", str(tmp_path / "kernels" / "lowered.py"))
+    assert files() == 1  # the same sources elsewhere
+    for name in ("kernels/quantize.py", "numerics/scales.py", "more/flash.py"):
+        with open(tmp_path / name, "a") as file:
+            file.write("# another line\n")
+    changes = [
+        lambda: None,
+        lambda: monkeypatch.setattr(jax, "__version__", "0.0.1"),
+        lambda: monkeypatch.setattr(lowered.jaxlib, "__version__", "0.0.1"),
+        lambda: monkeypatch.setattr(lowered.hardware, "device_kind", lambda: "NVIDIA H300"),
+    ]
+    for number, change in enumerate(changes, start=2):
+        change()
+        assert files() == number
+    lowered.hash_sources.cache_clear()
+
+
+def test_equal_calls_are_lowered_once_and_others_are_not(new_process, exported):
+    calls = [
+        (functools.partial(cast, margin=1), SHAPES),
+        (functools.partial(cast, margin=2), SHAPES),
+        (functools.partial(cast, margin=1), shapes_of((X[:2], SCALE))),
+        (functools.partial(cast, margin=1), shapes_of((X.astype(np.int8), SCALE))),
+        # Equal to 1, but another program.
+        (functools.partial(cast, margin=1.0), shapes_of((X.astype(np.int8), SCALE))),
+    ]
+    kept = [lower_once(*call) for call in calls]
+    assert len(exported) == 5
+    again = [lower_once(*call) for call in calls]
+    assert len(exported) == 5
+    for one, other in zip(kept, again, strict=True):
+        assert one.exported is other.exported
+    # A closure has no name to be known by. Its jaxpr is the same.
+    assert lower_once(lambda x, scale: cast(x, scale), SHAPES).exported is kept[0].exported
+
+
+def test_a_lowered_kernel_is_kept_as_long_as_a_program_has_it(new_process):
+    kept = lower_once(functools.partial(cast), SHAPES)
+    assert len(lowered._exported) == 1
+    program = jax.jit(kept.call).trace(X, SCALE)
+    del kept
+    gc.collect()
+    assert len(lowered._exported) == 1
+    del program
+    jax.clear_caches()
+    gc.collect()
+    assert len(lowered._exported) == 0
+
+
+def test_what_has_effects_is_not_lowered_for_others():
+    """Such as the interpreter of kernels, whose callbacks no other program can have."""
+
+    def f(x):
+        jax.debug.callback(lambda x: None, x)
+        return x + 1
+
+    x = jnp.ones(2)
+    assert lower_once(f, shapes_of((x,))) is None
+    known = {}
+    np.testing.assert_array_equal(mesh_call._on_shards(known, (), f, x), [2, 2])
+    assert list(known.values()) == [None]
+
+
+def test_on_a_gpu_programs_call_the_lowered_form_and_arrays_the_kernel(
+    new_process, exported, monkeypatch
+):
+    f, run = functools.partial(cast), functools.partial(mesh_call._on_one_device, (), cast)
+    platform = lowered.hardware.platform
+    want = f(X, SCALE)
+    assert_same(jax.jit(run)(X, SCALE), want)  # on a CPU nothing is lowered for others
+    assert not exported
+    monkeypatch.setattr(mesh_call.hardware, "platform", lambda: "gpu")
+    assert_same(run(X, SCALE), want)
+    assert not exported
+    # The program runs here, so it is lowered for here.
+    lower = lowered._lower
+
+    def here(*given):
+        with monkeypatch.context() as patch:
+            patch.setattr(lowered.hardware, "platform", platform)
+            return lower(*given)
+
+    monkeypatch.setattr(lowered, "_lower", here)
+    assert_same(jax.jit(lambda x, scale: run(x, scale))(X, SCALE), want)
+    batch = np.stack([X, X + 1])
+    got = jax.jit(jax.vmap(lambda x: run(x, SCALE)))(batch)
+    assert_same(jax.tree.map(lambda leaf: leaf[1], got), f(batch[1], SCALE))
+    assert len(exported) == 1
