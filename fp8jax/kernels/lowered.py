@@ -6,7 +6,8 @@ text is the one that a program would have had. The form is kept as long as a pro
 a file beside the programs that JAX's compilation cache keeps: the next process lowers none.
 
 Its key hashes the kernel's jaxpr, the kind of the device, the versions of JAX, and the sources
-that decide what the jaxpr does not show.
+that decide what the jaxpr does not show. A trace only makes the key, since many traces become no
+program, such as those that ask for shapes.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ import jax
 import jax.export
 import jaxlib
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from fp8jax import hidden_jax
 from fp8jax.device import cache_files, hardware
@@ -35,14 +38,49 @@ _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowered:
-    """A lowered kernel, whose results are leaves, and the tree of these leaves."""
+class Kernel:
+    """A function of arrays of some shapes, which is lowered when a program needs it.
 
-    exported: jax.export.Exported
-    tree: Any
+    Attributes:
+      key: a hash of what it computes.
+      f: the function.
+      shapes: of its operands.
+      results: what it returns, a tree of shapes and dtypes.
+    """
+
+    key: str
+    f: Callable[..., Any] = dataclasses.field(compare=False)
+    shapes: Shapes = dataclasses.field(compare=False)
+    results: Any = dataclasses.field(compare=False)
 
     def call(self, *operands: jax.Array) -> Any:
-        return jax.tree.unflatten(self.tree, self.exported.call(*operands))
+        leaves = _kernel.bind(*operands, kernel=self)
+        return jax.tree.unflatten(jax.tree.structure(self.results), leaves)
+
+    @functools.cached_property
+    def exported(self) -> jax.export.Exported:
+        """The lowered function, whose results are the leaves."""
+        with _lowering:
+            found = _exported[self.key] if self.key in _exported else None
+            if found is None:
+                found = _exported[self.key] = _read(self) or _lower(self)
+        return found
+
+
+_kernel = Primitive("lowered_kernel")
+_kernel.multiple_results = True
+
+
+@_kernel.def_abstract_eval
+def _results(*_: Any, kernel: Kernel) -> list[Any]:
+    leaves = jax.tree.leaves(kernel.results)
+    return [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+mlir.register_lowering(
+    _kernel,
+    mlir.lower_fun(lambda *operands, kernel: kernel.exported.call(*operands), True),
+)
 
 
 @functools.cache
@@ -60,48 +98,43 @@ def shapes_of(operands: Any) -> Shapes:
     return tuple((x.shape, x.dtype) for x in operands)
 
 
-def lower_once(
-    f: Callable[..., Any], shapes: Shapes, code: tuple[Path, ...] = ()
-) -> Lowered | None:
-    """Returns f, lowered for operands of these shapes; None if it has effects, as interpreters do.
+def as_kernel(f: Callable[..., Any], shapes: Shapes, code: tuple[Path, ...] = ()) -> Kernel | None:
+    """Returns f for operands of these shapes; None if it has effects, as interpreters do.
 
     Args:
-      f: a function of arrays; its results are a tree of arrays.
+      f: a function of arrays; its results are a tree of arrays. What a `functools.partial` is
+        given must be hashable.
       shapes: of the operands.
       code: folders other than `kernels` and `numerics` that hold sources of f.
     """
     described = _describe(f, shapes, hardware.device_kind())
     if described is None:
         return None
-    digest, tree = described
+    digest, results = described
     key = hashlib.sha256(f"{digest} {hash_sources(*code)}".encode()).hexdigest()
-    with _lowering:
-        found = _exported[key] if key in _exported else None
-        if found is None:
-            found = _exported[key] = _read(key) or _lower(f, shapes, key)
-    return Lowered(found, tree)
+    return Kernel(key, f, shapes, results)
 
 
-def _read(key: str) -> jax.export.Exported | None:
-    kept = cache_files.read(_file(key))
+def _read(kernel: Kernel) -> jax.export.Exported | None:
+    kept = cache_files.read(_file(kernel))
     return None if kept is None else jax.export.deserialize(bytearray(kept))
 
 
-def _lower(f: Callable[..., Any], shapes: Shapes, key: str) -> jax.export.Exported:
+def _lower(kernel: Kernel) -> jax.export.Exported:
     platform = "cuda" if hardware.platform() == "gpu" else hardware.platform()
 
-    def kernel(*operands):
-        return tuple(jax.tree.leaves(f(*operands)))
+    def leaves(*operands):
+        return tuple(jax.tree.leaves(kernel.f(*operands)))
 
     with hidden_jax.lowering_for_shards():
-        export = jax.export.export(jax.jit(kernel), platforms=[platform], disabled_checks=[_MOSAIC])
-        found = export(*_structs(shapes))
-    cache_files.write(_file(key), bytes(found.serialize()))
+        export = jax.export.export(jax.jit(leaves), platforms=[platform], disabled_checks=[_MOSAIC])
+        found = export(*_structs(kernel.shapes))
+    cache_files.write(_file(kernel), bytes(found.serialize()))
     return found
 
 
-def _file(key: str) -> str:
-    return f"fp8jax_kernel_{key}"
+def _file(kernel: Kernel) -> str:
+    return f"fp8jax_kernel_{kernel.key}"
 
 
 def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
@@ -109,7 +142,7 @@ def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
 
 
 def _describe(f: Callable[..., Any], shapes: Shapes, device: str) -> tuple[str, Any] | None:
-    """Returns a hash of f's jaxpr, and the tree of its results; None if it has effects."""
+    """Returns a hash of f's jaxpr, and the shapes of its results; None if it has effects."""
     if isinstance(f, functools.partial) and "<locals>" not in f.func.__qualname__:
         # The same function of a module, given the same: its jaxpr was seen before.
         named = tuple((name, type(value), value) for name, value in f.keywords.items())
@@ -119,7 +152,7 @@ def _describe(f: Callable[..., Any], shapes: Shapes, device: str) -> tuple[str, 
     if closed.effects:
         return None
     text = f"{closed} {[np.asarray(x).tobytes() for x in closed.consts]} {device}"
-    return hashlib.sha256(text.encode()).hexdigest(), jax.tree.structure(results)
+    return hashlib.sha256(text.encode()).hexdigest(), results
 
 
 @functools.lru_cache(maxsize=1024)

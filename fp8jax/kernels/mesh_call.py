@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fp8jax.device import hardware
 from fp8jax.kernels.hopper import BLOCK
-from fp8jax.kernels.lowered import hash_sources, lower_once, shapes_of
+from fp8jax.kernels.lowered import as_kernel, hash_sources, shapes_of
 
 Shards = dict[str, tuple[str, ...]]  # letter -> the mesh axes that it is sharded over
 Run = Callable[..., Any]  # run(f, *operands) calls the Hopper kernel f
@@ -62,9 +62,9 @@ def _on_one_device(code: tuple[Path, ...], f: Callable[..., Any], *operands: Any
     """Calls f; its lowered form in a program for a GPU."""
     if hardware.platform() != "gpu" or not any(isinstance(x, jax.core.Tracer) for x in operands):
         return f(*operands)
-    lowered = lower_once(f, shapes_of(operands), code)
+    kernel = as_kernel(f, shapes_of(operands), code)
     # Under vmap it runs for one element after another, as Pallas' own calls do.
-    return f(*operands) if lowered is None else sequential_vmap(lowered.call)(*operands)
+    return f(*operands) if kernel is None else sequential_vmap(kernel.call)(*operands)
 
 
 def _on_shards(
@@ -73,9 +73,9 @@ def _on_shards(
     """Calls f, lowered; `known` keeps that for each shape of the operands."""
     shapes = shapes_of(operands)
     if shapes not in known:
-        known[shapes] = lower_once(f, shapes, code)
-    lowered = known[shapes]
-    return f(*operands) if lowered is None else lowered.call(*operands)
+        known[shapes] = as_kernel(f, shapes, code)
+    kernel = known[shapes]
+    return f(*operands) if kernel is None else kernel.call(*operands)
 
 
 def _mesh_axes(array: Any, dimension: int) -> tuple[str, ...]:

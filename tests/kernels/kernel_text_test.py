@@ -13,7 +13,7 @@ import pytest
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.kernels import quantize
-from fp8jax.kernels.lowered import lower_once, shapes_of
+from fp8jax.kernels.lowered import as_kernel, shapes_of
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.programs import lower_program
 from fp8jax.numerics.formats import FORMATS
@@ -52,7 +52,7 @@ def test_a_kernel_kept_for_the_shards_of_a_mesh_has_the_text_of_one_gpu():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 384), ())]
     with h200.default():
         alone = jax.jit(cast).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-        kept = lower_once(cast, shapes_of(shapes)).exported.mlir_module()
+        kept = as_kernel(cast, shapes_of(shapes)).exported.mlir_module()
     assert len(kernels(alone)) == 1 and kernels(kept) == kernels(alone)
 
 

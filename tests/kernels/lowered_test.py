@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fp8jax.kernels import lowered, mesh_call
-from fp8jax.kernels.lowered import lower_once, shapes_of
+from fp8jax.kernels.lowered import as_kernel, shapes_of
 
 
 def cast(x, scale, *, both=True, margin=1):
@@ -70,12 +70,12 @@ def assert_same(got, want):
 @pytest.mark.parametrize("both", [True, False])
 def test_a_lowered_function_returns_what_it_does(new_process, both):
     f = functools.partial(cast, both=both)
-    assert_same(jax.jit(lower_once(f, SHAPES).call)(X, SCALE), f(X, SCALE))
+    assert_same(jax.jit(as_kernel(f, SHAPES).call)(X, SCALE), f(X, SCALE))
 
 
 def test_another_process_reads_what_one_has_lowered(new_process, folder, exported):
     def call():
-        return jax.jit(lower_once(functools.partial(cast), SHAPES).call)(X, SCALE)
+        return jax.jit(as_kernel(functools.partial(cast), SHAPES).call)(X, SCALE)
 
     first = call()
     (file,) = folder.glob("fp8jax_kernel_*")
@@ -95,7 +95,7 @@ def test_sources_versions_and_devices_change_the_file(new_process, folder, monke
     def files() -> int:
         new_process()
         lowered.hash_sources.cache_clear()
-        lower_once(functools.partial(cast), SHAPES, (tmp_path / "more",))
+        assert as_kernel(functools.partial(cast), SHAPES, (tmp_path / "more",)).exported
         return len(list(folder.glob("fp8jax_kernel_*")))
 
     package = Path(lowered.__file__).parents[1]
@@ -129,24 +129,28 @@ def test_equal_calls_are_lowered_once_and_others_are_not(new_process, exported):
         # Equal to 1, but another program.
         (functools.partial(cast, margin=1.0), shapes_of((X.astype(np.int8), SCALE))),
     ]
-    kept = [lower_once(*call) for call in calls]
+    kept = [as_kernel(*call) for call in calls]
+    assert not exported
+    first = [kernel.exported for kernel in kept]
+    assert len(exported) == len(set(kept)) == 5
+    for one, call in zip(first, calls, strict=True):
+        assert one is as_kernel(*call).exported
     assert len(exported) == 5
-    again = [lower_once(*call) for call in calls]
-    assert len(exported) == 5
-    for one, other in zip(kept, again, strict=True):
-        assert one.exported is other.exported
     # A closure has no name to be known by. Its jaxpr is the same.
-    assert lower_once(lambda x, scale: cast(x, scale), SHAPES).exported is kept[0].exported
+    assert as_kernel(lambda x, scale: cast(x, scale), SHAPES).exported is first[0]
 
 
-def test_a_lowered_kernel_is_kept_as_long_as_a_program_has_it(new_process):
-    kept = lower_once(functools.partial(cast), SHAPES)
-    assert len(lowered._exported) == 1
-    program = jax.jit(kept.call).trace(X, SCALE)
-    del kept
+def test_a_kernel_is_lowered_for_programs_and_kept_as_long_as_one_has_it(new_process, exported):
+    kernel = as_kernel(functools.partial(cast), SHAPES)
+    traced = jax.jit(kernel.call).trace(X, SCALE)
+    jax.eval_shape(kernel.call, X, SCALE)
+    del kernel
+    assert not exported  # a trace alone lowers nothing
+    program = traced.lower()
     gc.collect()
-    assert len(lowered._exported) == 1
-    del program
+    assert len(exported) == len(lowered._exported) == 1
+    del traced, program
+    exported.clear()
     jax.clear_caches()
     gc.collect()
     assert len(lowered._exported) == 0
@@ -160,7 +164,7 @@ def test_what_has_effects_is_not_lowered_for_others():
         return x + 1
 
     x = jnp.ones(2)
-    assert lower_once(f, shapes_of((x,))) is None
+    assert as_kernel(f, shapes_of((x,))) is None
     known = {}
     np.testing.assert_array_equal(mesh_call._on_shards(known, (), f, x), [2, 2])
     assert list(known.values()) == [None]

@@ -8,7 +8,8 @@ import pytest
 from fp8jax.analysis.gemms import find_gemms, format_table, require_fp8
 from fp8jax.analysis.hlo import ROLES
 from fp8jax.device import xla
-from fp8jax.kernels import kernel_text, mesh_call
+from fp8jax.kernels import lowered as kernels
+from fp8jax.kernels import mesh_call
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.programs import lower_program
 from fp8jax.numerics.module_paths import MODULES
@@ -117,22 +118,16 @@ def test_four_gpus_lower_each_kernel_once_and_gather_codes_of_ragged_shards(
 ):
     """A weight of 768 rows is 192 on each GPU, no whole tiles. XLA asks for each call of a kernel,
     in each of the layers, and each is lowered anew unless it is kept."""
-    asked, texts, serialized = [], [], kernel_text._serialized
-    run = mesh_call._run_lowered
-
-    def record(module, **options):
-        found = serialized(module, **options)
-        texts.append(str(found))
-        return found
-
+    asked, made = [], []
+    run, lower = mesh_call._on_shards, kernels._lower
     step = lowered(data, name, 4, width=768, unroll=LAYERS)
-    monkeypatch.setattr(kernel_text, "_serialized", record)
-    monkeypatch.setattr(
-        mesh_call, "_run_lowered", lambda known, f, *args: asked.append(f) or run(known, f, *args)
-    )
+    monkeypatch.setattr(mesh_call, "_on_shards", lambda *args: asked.append(args) or run(*args))
+    monkeypatch.setattr(kernels, "_read", lambda kernel: None)
+    monkeypatch.setattr(kernels, "_lower", lambda kernel: made.append(kernel) or lower(kernel))
     with h200.default(4):
         text = step.compile().as_text()
     # All but the fused MLP's three: q, k, v and o, each forward, dgrad and wgrad.
-    assert len(asked) > 12 * LAYERS > len(texts) > 0
+    assert len(asked) > 12 * LAYERS > len(made) > 0
+    texts = [str(kernel.exported.mlir_module()) for kernel in made]
     assert len(texts) == len(set(texts))
     check_codes_are_gathered(text)
