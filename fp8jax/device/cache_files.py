@@ -1,14 +1,15 @@
 """Files in the folder of JAX's compilation cache, for what this library makes anew in each process.
 
 They are as safe to read as the compiled programs beside them, which run what they say: whoever may
-write to that folder decides what the processes that use it compute. JAX never deletes them; they
-may be deleted at any time.
+write to that folder decides what the processes that use it compute. They may be deleted at any
+time. JAX never deletes them, nor counts them for `jax_compilation_cache_max_size`. A process that
+is killed while it writes leaves a file NAME.HEX.
 """
 
 import contextlib
 import hashlib
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 import jax
@@ -17,49 +18,44 @@ from absl import logging
 _DIGEST = hashlib.sha256().digest_size
 
 
-def _folder() -> Path | None:
+def folder() -> Path | None:
     """Returns JAX's cache folder; None without one, or in an object store, which is not read."""
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    if not folder or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
+    found = jax.config.values["jax_compilation_cache_dir"]
+    if not found or "://" in found or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    return Path(folder)
+    return Path(found)
 
 
 def read(name: str) -> bytes | None:
     """Returns what was written under a name; None if nothing was, or if it cannot be read."""
-    folder = _folder()
-    if folder is None:
+    within = folder()
+    if within is None:
         return None
     try:
-        stored = (folder / name).read_bytes()
+        stored = (within / name).read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        logging.warning("%s: %s; it is made again", folder / name, error)
+        logging.warning("%s: %s; it is made again", within / name, error)
         return None
     digest, content = stored[:_DIGEST], stored[_DIGEST:]
     if hashlib.sha256(content).digest() != digest:
-        logging.warning("%s is damaged; it is made again", folder / name)
+        logging.warning("%s is damaged; it is made again", within / name)
         return None
     return content
 
 
 def write(name: str, content: bytes) -> None:
     """Writes a file at once or not at all. A folder that cannot be written to is a warning."""
-    folder = _folder()
-    if folder is None:
+    within = folder()
+    if within is None:
         return
+    draft = within / f"{name}.{uuid.uuid4().hex}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=folder, prefix=f"{name}.")
+        within.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(hashlib.sha256(content).digest() + content)
+        os.replace(draft, within / name)
     except OSError as error:
-        logging.warning("%s: %s; the next process makes it again", folder / name, error)
-        return
-    try:
-        with open(handle, "wb") as file:
-            file.write(hashlib.sha256(content).digest() + content)
-        os.replace(draft, folder / name)
-    except OSError as error:
-        logging.warning("%s: %s; the next process makes it again", folder / name, error)
+        logging.warning("%s: %s; the next process makes it again", within / name, error)
         with contextlib.suppress(OSError):
-            os.unlink(draft)
+            draft.unlink()

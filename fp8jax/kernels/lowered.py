@@ -23,7 +23,7 @@ import jax
 import jax.export
 import jaxlib
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from fp8jax import hidden_jax
@@ -43,25 +43,29 @@ class Kernel:
 
     Attributes:
       key: a hash of what it computes.
-      f: the function.
-      shapes: of its operands.
+      jaxpr: what it computes; its results are leaves.
       results: what it returns, a tree of shapes and dtypes.
     """
 
     key: str
-    f: Callable[..., Any] = dataclasses.field(compare=False)
-    shapes: Shapes = dataclasses.field(compare=False)
+    jaxpr: ClosedJaxpr = dataclasses.field(compare=False, repr=False)
     results: Any = dataclasses.field(compare=False)
 
     def call(self, *operands: jax.Array) -> Any:
+        """Calls the lowered form."""
         leaves = _kernel.bind(*operands, kernel=self)
+        return jax.tree.unflatten(jax.tree.structure(self.results), leaves)
+
+    def trace(self, *operands: jax.Array) -> Any:
+        """Does what the function does, as a part of the program that is traced."""
+        leaves = jaxpr_as_fun(self.jaxpr)(*operands)
         return jax.tree.unflatten(jax.tree.structure(self.results), leaves)
 
     @functools.cached_property
     def exported(self) -> jax.export.Exported:
-        """The lowered function, whose results are the leaves."""
+        """The lowered function of the leaves."""
         with _lowering:
-            found = _exported[self.key] if self.key in _exported else None
+            found = _exported.get(self.key)
             if found is None:
                 found = _exported[self.key] = _read(self) or _lower(self)
         return found
@@ -77,10 +81,12 @@ def _results(*_: Any, kernel: Kernel) -> list[Any]:
     return [jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-mlir.register_lowering(
-    _kernel,
-    mlir.lower_fun(lambda *operands, kernel: kernel.exported.call(*operands), True),
-)
+@_kernel.def_impl  # where JAX evaluates a trace, as it does with an eager jax.checkpoint
+def _call(*operands: jax.Array, kernel: Kernel) -> tuple[jax.Array, ...]:
+    return kernel.exported.call(*operands)
+
+
+mlir.register_lowering(_kernel, mlir.lower_fun(_call, multiple_results=True))
 
 
 @functools.cache
@@ -88,9 +94,11 @@ def hash_sources(*others: Path) -> str:
     """Returns a hash of the source files that decide what a kernel does, in `others`, too."""
     package, found = Path(__file__).parents[1], hashlib.sha256(jax.__version__.encode())
     found.update(jaxlib.__version__.encode())
+    files = [package / "hidden_jax.py"]
     for folder in (package / "kernels", package / "numerics", *others):
-        for file in sorted(folder.glob("*.py")):
-            found.update(hashlib.sha256(file.read_bytes()).digest())
+        files += sorted(folder.glob("*.py"))
+    for file in files:
+        found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()
 
 
@@ -107,12 +115,15 @@ def as_kernel(f: Callable[..., Any], shapes: Shapes, code: tuple[Path, ...] = ()
       shapes: of the operands.
       code: folders other than `kernels` and `numerics` that hold sources of f.
     """
-    described = _describe(f, shapes, hardware.device_kind())
+    # What a trace depends on besides.
+    config: Any = jax.config
+    options = config.jax_enable_x64, config.jax_default_matmul_precision
+    described = _describe(f, shapes, (hardware.device_kind(), *options))
     if described is None:
         return None
-    digest, results = described
+    digest, closed, results = described
     key = hashlib.sha256(f"{digest} {hash_sources(*code)}".encode()).hexdigest()
-    return Kernel(key, f, shapes, results)
+    return Kernel(key, closed, results)
 
 
 def _read(kernel: Kernel) -> jax.export.Exported | None:
@@ -122,14 +133,16 @@ def _read(kernel: Kernel) -> jax.export.Exported | None:
 
 def _lower(kernel: Kernel) -> jax.export.Exported:
     platform = "cuda" if hardware.platform() == "gpu" else hardware.platform()
+    run = jaxpr_as_fun(kernel.jaxpr)
 
     def leaves(*operands):
-        return tuple(jax.tree.leaves(kernel.f(*operands)))
+        return tuple(run(*operands))
 
     with hidden_jax.lowering_for_shards():
         export = jax.export.export(jax.jit(leaves), platforms=[platform], disabled_checks=[_MOSAIC])
-        found = export(*_structs(kernel.shapes))
-    cache_files.write(_file(kernel), bytes(found.serialize()))
+        found = export(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.jaxpr.in_avals))
+    if cache_files.folder() is not None:
+        cache_files.write(_file(kernel), bytes(found.serialize()))
     return found
 
 
@@ -137,27 +150,27 @@ def _file(kernel: Kernel) -> str:
     return f"fp8jax_kernel_{kernel.key}"
 
 
-def _structs(shapes: Shapes) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+Described = tuple[str, ClosedJaxpr, Any] | None
 
 
-def _describe(f: Callable[..., Any], shapes: Shapes, device: str) -> tuple[str, Any] | None:
-    """Returns a hash of f's jaxpr, and the shapes of its results; None if it has effects."""
+def _describe(f: Callable[..., Any], shapes: Shapes, context: Any) -> Described:
+    """Returns a hash of f's jaxpr, it, and the shapes of its results; None if it has effects."""
     if isinstance(f, functools.partial) and "<locals>" not in f.func.__qualname__:
         # The same function of a module, given the same: its jaxpr was seen before.
         named = tuple((name, type(value), value) for name, value in f.keywords.items())
-        return _describe_partial(f.func, f.args, named, shapes, device)
+        return _describe_partial(f.func, f.args, named, shapes, context)
+    structs = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     with hidden_jax.lowering_for_shards():
-        closed, results = jax.make_jaxpr(f, return_shape=True)(*_structs(shapes))
+        closed, results = jax.make_jaxpr(f, return_shape=True)(*structs)
     if closed.effects:
         return None
-    text = f"{closed} {[np.asarray(x).tobytes() for x in closed.consts]} {device}"
-    return hashlib.sha256(text.encode()).hexdigest(), results
+    text = f"{closed} {[np.asarray(x).tobytes() for x in closed.consts]} {context}"
+    return hashlib.sha256(text.encode()).hexdigest(), closed, results
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _describe_partial(
-    function: Callable[..., Any], given: Any, named: Any, shapes: Shapes, device: str
-) -> tuple[str, Any] | None:
+    function: Callable[..., Any], given: Any, named: Any, shapes: Shapes, context: Any
+) -> Described:
     keywords = {name: value for name, _, value in named}
-    return _describe(lambda *operands: function(*given, *operands, **keywords), shapes, device)
+    return _describe(lambda *operands: function(*given, *operands, **keywords), shapes, context)

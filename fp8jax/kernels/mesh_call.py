@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import sequential_vmap
+from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -62,9 +63,19 @@ def _on_one_device(code: tuple[Path, ...], f: Callable[..., Any], *operands: Any
     """Calls f; its lowered form in a program for a GPU."""
     if hardware.platform() != "gpu" or not any(isinstance(x, jax.core.Tracer) for x in operands):
         return f(*operands)
-    kernel = as_kernel(f, shapes_of(operands), code)
-    # Under vmap it runs for one element after another, as Pallas' own calls do.
-    return f(*operands) if kernel is None else sequential_vmap(kernel.call)(*operands)
+    given = tuple(map(jnp.asarray, operands))
+    kernel = as_kernel(f, shapes_of(given), code)
+    if kernel is None:
+        return f(*operands)
+    call = custom_vmap(kernel.call)
+
+    @call.def_vmap
+    def batched(_: int, mapped: list[bool], *given: jax.Array) -> tuple[Any, Any]:
+        axes = tuple(0 if each else None for each in mapped)
+        results = jax.vmap(kernel.trace, in_axes=axes)(*given)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call(*given)
 
 
 def _on_shards(

@@ -20,6 +20,8 @@ def test_what_was_written_is_read(folder):
         cache_files.write("name", content)
         assert cache_files.read("name") == content
     assert [file.name for file in folder.iterdir()] == ["name"]  # no drafts
+    (folder / "theirs").write_bytes(b"")  # as JAX writes its own
+    assert (folder / "name").stat().st_mode == (folder / "theirs").stat().st_mode
 
 
 def test_a_damaged_file_is_as_none(folder, caplog):

@@ -3,6 +3,7 @@
 import functools
 import gc
 import shutil
+import weakref
 from pathlib import Path
 
 import jax
@@ -101,11 +102,12 @@ def test_sources_versions_and_devices_change_the_file(new_process, folder, monke
     package = Path(lowered.__file__).parents[1]
     for name in ("kernels", "numerics"):
         shutil.copytree(package / name, tmp_path / name)
+    shutil.copy(package / "hidden_jax.py", tmp_path)
     (tmp_path / "more").mkdir()
     assert files() == files() == 1
     monkeypatch.setattr(lowered, "__file__", str(tmp_path / "kernels" / "lowered.py"))
     assert files() == 1  # the same sources elsewhere
-    for name in ("kernels/quantize.py", "numerics/scales.py", "more/flash.py"):
+    for name in ("kernels/quantize.py", "numerics/scales.py", "hidden_jax.py", "more/flash.py"):
         with open(tmp_path / name, "a") as file:
             file.write("# another line\n")
     changes = [
@@ -170,28 +172,81 @@ def test_what_has_effects_is_not_lowered_for_others():
     assert list(known.values()) == [None]
 
 
-def test_on_a_gpu_programs_call_the_lowered_form_and_arrays_the_kernel(
-    new_process, exported, monkeypatch
-):
-    f, run = functools.partial(cast), functools.partial(mesh_call._on_one_device, (), cast)
-    platform = lowered.hardware.platform
-    want = f(X, SCALE)
-    assert_same(jax.jit(run)(X, SCALE), want)  # on a CPU nothing is lowered for others
-    assert not exported
-    monkeypatch.setattr(mesh_call.hardware, "platform", lambda: "gpu")
-    assert_same(run(X, SCALE), want)
-    assert not exported
-    # The program runs here, so it is lowered for here.
-    lower = lowered._lower
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Programs take this for a GPU. They run here, so their kernels are lowered for here."""
+    platform, lower = lowered.hardware.platform, lowered._lower
 
-    def here(*given):
+    def here(kernel):
         with monkeypatch.context() as patch:
             patch.setattr(lowered.hardware, "platform", platform)
-            return lower(*given)
+            return lower(kernel)
 
     monkeypatch.setattr(lowered, "_lower", here)
-    assert_same(jax.jit(lambda x, scale: run(x, scale))(X, SCALE), want)
-    batch = np.stack([X, X + 1])
-    got = jax.jit(jax.vmap(lambda x: run(x, SCALE)))(batch)
-    assert_same(jax.tree.map(lambda leaf: leaf[1], got), f(batch[1], SCALE))
+    monkeypatch.setattr(lowered.hardware, "platform", lambda: "gpu")
+
+
+def run(x, scale):
+    return mesh_call._on_one_device((), cast, x, scale)
+
+
+def test_on_a_cpu_nothing_is_lowered_for_others(new_process, exported):
+    assert_same(jax.jit(run)(X, SCALE), cast(X, SCALE))
+    assert not exported
+
+
+def test_on_a_gpu_programs_call_the_lowered_form_and_arrays_the_kernel(
+    new_process, exported, on_a_gpu
+):
+    want = cast(X, SCALE)
+    assert_same(run(X, SCALE), want)
+    assert not exported
+    assert_same(jax.jit(run)(X, SCALE), want)
+    assert_same(jax.jit(run)(X, 0.5), want)  # a scalar that is no array
+    assert_same(jax.jit(lambda x: run(x, 0.5))(X), want)
     assert len(exported) == 1
+
+
+def test_a_batch_calls_the_batched_kernel(new_process, exported, on_a_gpu):
+    """As without a lowered form: Pallas makes one launch of it."""
+    batch = np.stack([X, X + 1])
+    mapped = jax.vmap(lambda x: run(x, SCALE))
+    got = jax.jit(mapped)(batch)
+    assert_same(got, jax.vmap(lambda x: cast(x, SCALE))(batch))
+    assert "while" not in jax.jit(mapped).lower(batch).as_text()
+    assert not exported
+
+
+def test_a_trace_can_be_evaluated(new_process, on_a_gpu):
+    """JAX evaluates the trace of a `jax.checkpoint` that no `jit` is around."""
+    assert_same(jax.checkpoint(run)(X, SCALE), cast(X, SCALE))
+    with jax.disable_jit():
+        assert_same(jax.checkpoint(run)(X, SCALE), cast(X, SCALE))
+
+
+def test_what_is_lowered_is_what_was_traced(new_process, folder, exported):
+    """The file of a kernel has what its key says, wherever it is lowered."""
+
+    def product(x, y):
+        return jnp.dot(x, y)
+
+    shapes = shapes_of((X, X.T))
+    with jax.default_matmul_precision("highest"):
+        high = as_kernel(functools.partial(product), shapes)
+    low = as_kernel(functools.partial(product), shapes)
+    assert high.key != low.key
+    texts = [kernel.exported.mlir_module() for kernel in (high, low)]
+    assert ["HIGHEST" in text for text in texts] == [True, False]
+
+
+def test_a_kernel_keeps_no_tracer_that_it_was_made_with(new_process, on_a_gpu):
+    """Such as closures that look at whether there is a scale."""
+    kept = []
+
+    def f(x, scale):
+        kept.append(weakref.ref(scale))
+        return mesh_call._on_one_device((), lambda x: x if scale is None else 2 * x, x)
+
+    traced = jax.jit(f).trace(X, SCALE)
+    gc.collect()
+    assert kept[0]() is None and traced
