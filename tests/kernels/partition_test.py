@@ -482,10 +482,11 @@ def test_a_program_of_a_mesh_has_one_key_and_its_kernels_and_sources_change_it(
     package = Path(lowered.__file__).parents[1]
     for folder in ("kernels", "numerics"):
         shutil.copytree(package / folder, tmp_path / folder)
+    shutil.copy(package / "hidden_jax.py", tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(lowered, "__file__", str(tmp_path / "kernels" / "lowered.py"))
         assert changed() == found[0]  # the same files elsewhere
-        for name in ("kernels/quantize.py", "kernels/partition.py", "numerics/scales.py"):
+        for name in ("hidden_jax.py", "kernels/partition.py", "numerics/scales.py"):
             with open(tmp_path / name, "a") as file:
                 file.write("# another line\n")
             found.append(changed())
