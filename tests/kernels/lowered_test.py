@@ -237,6 +237,10 @@ def test_what_is_lowered_is_what_was_traced(new_process, folder, exported):
     assert high.key != low.key
     texts = [kernel.exported.mlir_module() for kernel in (high, low)]
     assert ["HIGHEST" in text for text in texts] == [True, False]
+    new_process()
+    with jax.default_matmul_precision("highest"):
+        read = as_kernel(functools.partial(product), shapes).exported
+    assert "HIGHEST" in read.mlir_module() and len(exported) == 2
 
 
 def test_a_kernel_keeps_no_tracer_that_it_was_made_with(new_process, on_a_gpu):
