@@ -25,6 +25,7 @@ import jaxlib
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from jax.typing import ArrayLike
 
 from fp8jax import hidden_jax
 from fp8jax.device import cache_files, hardware
@@ -51,12 +52,12 @@ class Kernel:
     jaxpr: ClosedJaxpr = dataclasses.field(compare=False, repr=False)
     results: Any = dataclasses.field(compare=False)
 
-    def call(self, *operands: jax.Array) -> Any:
+    def call(self, *operands: ArrayLike) -> Any:
         """Calls the lowered form."""
         leaves = _kernel.bind(*operands, kernel=self)
         return jax.tree.unflatten(jax.tree.structure(self.results), leaves)
 
-    def trace(self, *operands: jax.Array) -> Any:
+    def trace(self, *operands: ArrayLike) -> Any:
         """Does what the function does, as a part of the program that is traced."""
         leaves = jaxpr_as_fun(self.jaxpr)(*operands)
         return jax.tree.unflatten(jax.tree.structure(self.results), leaves)
@@ -82,7 +83,7 @@ def _results(*_: Any, kernel: Kernel) -> list[Any]:
 
 
 @_kernel.def_impl  # where JAX evaluates a trace, as it does with an eager jax.checkpoint
-def _call(*operands: jax.Array, kernel: Kernel) -> tuple[jax.Array, ...]:
+def _call(*operands: ArrayLike, kernel: Kernel) -> tuple[jax.Array, ...]:
     return kernel.exported.call(*operands)
 
 
