@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import fm32
 from jax import lax
 
+from fp8jax.gemm.histories.summary import Summary
 from fp8jax.gemm.sharding.explicit_axes import is_explicit
 from fp8jax.lookup import brief
 from fp8jax.numerics.formats import check_float, check_key, check_result_dtype
@@ -210,19 +211,24 @@ def _without_ellipses(
 def history_lengths(recipe: Recipe, histories: Any) -> dict[str, int]:
     """Returns operand -> length of its history.
 
-    Raises TypeError for what is not a dict of float32 arrays with one axis.
+    Raises TypeError for what is not a dict of float32 arrays with one axis, or of their summaries.
     """
     expected = f"the state of recipe {recipe.name!r} must be a dict of float32 arrays [length]"
     if not isinstance(histories, Mapping):
         raise TypeError(f"{expected}, as fp8jax.init_state returns, got {brief(histories)}")
+    lengths = {}
     for operand, history in histories.items():
+        if isinstance(history, Summary):
+            lengths[operand] = history.length
+            continue
         if not (hasattr(history, "dtype") and hasattr(history, "shape")):
             raise TypeError(f"{expected}, got {brief(history)} for {operand!r}")
         # fm32: flax's float32 whose addition is the maximum (amax_history.py).
         if history.dtype not in (jnp.float32, fm32) or len(history.shape) != 1:
             got = f"{history.dtype}{list(history.shape)}"
             raise TypeError(f"{expected}, got {got} for {operand!r}")
-    return {operand: history.shape[0] for operand, history in histories.items()}
+        lengths[operand] = history.shape[0]
+    return lengths
 
 
 def check_rounding_key(recipe: Recipe, key: Any) -> None:

@@ -190,7 +190,7 @@ def _multiply(
         free = [a for a in range(w.ndim) if a not in (*rhs_contract, *rhs_batch)]
         ends.append([w.shape[a] for a in free])
         value = _merge_axes(w, rhs_batch, rhs_contract, free)
-        merged.append(dataclasses.replace(weight, value=value))
+        merged.append(dataclasses.replace(weight, value=value).summarized())
     ys = quantized_matmuls(settings, x, tuple(merged))
     rows = [lhs.shape[a] for a in (*lhs_batch, *lhs_free)]
     return tuple(y.reshape(*rows, *end) for y, end in zip(ys, ends, strict=True))

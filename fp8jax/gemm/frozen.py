@@ -166,7 +166,7 @@ def freeze_kernels(
     frozen = []
     for weight in weights:
         kernel = weight.value
-        operands, _ = quantize_operand(settings, kernel, {"fwd_w": -2}, weight, joint)
+        operands, _ = quantize_operand(settings, kernel, {"fwd_w": -2}, weight.summarized(), joint)
         operand = operands["fwd_w"]
         assert isinstance(operand, QuantizedOperand)  # fwd_w is a cast
         if multiplies_codes(recipe):
@@ -247,7 +247,7 @@ def frozen_dot(
         multiplying = dataclasses.replace(settings.backend, matmul=matmul)
         settings = dataclasses.replace(settings, backend=multiplying)
     frozen = tuple(
-        dataclasses.replace(weight, value=operand)
+        dataclasses.replace(weight, value=operand).summarized()
         for weight, operand in zip(weights, operands, strict=True)
     )
     measured = any(weight.probe is not None for weight in weights)

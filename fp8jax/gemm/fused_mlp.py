@@ -28,7 +28,7 @@ from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.backends.operands import Operand
 from fp8jax.gemm.backends.refusals import can_fuse_swiglu, kernels_refuse
 from fp8jax.gemm.dot import gemm_settings
-from fp8jax.gemm.histories.amax_history import record
+from fp8jax.gemm.histories.summary import record
 from fp8jax.gemm.vjp import (
     G_CASTS,
     QUANTIZED_INPUT,
@@ -185,7 +185,7 @@ def fused_mlp(
             f"the fused MLP has no kernels for {recipes[0].name!r} and {recipes[1].name!r} with"
             f" {x.dtype} here: ask can_fuse_mlp first"
         )
-    gate, up, down = weights
+    gate, up, down = (weight.summarized() for weight in weights)
     first, second = (
         gemm_settings(recipe, group, x.dtype, backend=backend, whole=True)
         for recipe, group in zip(recipes, ((gate, up), (down,)), strict=True)

@@ -125,5 +125,5 @@ def promotable_dot(
         gemm_settings(low, (weight,), x.dtype, **options),
         gemm_settings(high, (without,), x.dtype, **options),
     )
-    y_MN = _promotable(pair, promoted, x.reshape(-1, x.shape[-1]), weight)
+    y_MN = _promotable(pair, promoted, x.reshape(-1, x.shape[-1]), weight.summarized())
     return jnp.reshape(y_MN, (*x.shape[:-1], -1))

@@ -10,10 +10,10 @@ axis multiply the result, others multiply block by block. Saved for the backward
     x    quantized along the tokens, as wgrad reads it: one byte per element. If the recipe leaves
          wgrad_x in high precision, x itself. With `recompute_codes`, x itself instead of codes:
          what made x keeps it for its own backward anyway, and ours quantizes it to the same codes.
-    w    the weight as given, with its histories, key and probe (weight.py). Its value is in
+    w    the weight as given, with its summaries, key and probe (weight.py). Its value is in
          practice the float32 parameter, which exists anyway. The backward quantizes it again, so no
          gathered or cast weight is saved under any rematerialization policy.
-    what the casts of x and w have observed (weight.py): the next amax histories, and statistics
+    what the casts of x and w have observed (weight.py): answers to amax histories, and statistics
          where there are probes.
 
 A rematerialization policy can save what has a name: GEMM_OUTPUT, the results of the forward GEMMs,
@@ -49,8 +49,8 @@ from fp8jax.gemm.backends.operands import (
     plain_matmul,
     scaled,
 )
-from fp8jax.gemm.histories.amax_history import (
-    Histories,
+from fp8jax.gemm.histories.summary import (
+    Summaries,
     largest_of,
     record,
     self_seeded,
@@ -97,7 +97,7 @@ class GemmSettings:
       dtype: of x and dx.
       out_dtype: of y.
       seeded: promise that no history is empty; if False, an empty one is read as the operand's own
-        amax (amax_history.py).
+        amax (histories/summary.py).
       recompute_codes: whether x is saved for the backward and quantized there, not its codes.
       x_axes: mesh axes along which x varies inside `shard_map` (manual_axes.py).
       pooled: mesh axes whose devices share the scale of an operand.
@@ -137,7 +137,7 @@ class JointAmax(NamedTuple):
 def cast_requests(
     recipe: Recipe,
     cast_axes: dict[str, int],
-    histories: Histories,
+    summaries: Summaries,
     key,
     wgrad_signs: jax.Array | None = None,
 ) -> dict[str, CastRequest]:
@@ -145,7 +145,7 @@ def cast_requests(
 
     Args:
       cast_axes: name of the cast -> contracting axis of its operand.
-      histories: the operand's history in float32, read by delayed casts.
+      summaries: that of the operand's history in float32, read by delayed casts.
       key: a PRNG key, for casts that round stochastically or draw signs.
       wgrad_signs: those of wgrad's other operand; None to draw them from the key.
     """
@@ -156,7 +156,7 @@ def cast_requests(
             continue
         amax = cast_key = signs = None
         if isinstance(cast.scale, Delayed):
-            amax = stored_amax(histories[name[-1]], cast.scale)
+            amax = stored_amax(summaries[name[-1]], cast.scale)
         if cast.rounding == "stochastic":
             cast_key = folded(key, KEY_ORDER.index(name))
         if cast.redrawn:
@@ -190,14 +190,14 @@ def quantize_operand(
     """
     (operand,) = {name[-1] for name in cast_axes}
     pooled = getattr(settings.pooled, operand) & varying(x)
-    histories = weight.histories_of(operand)
-    if histories and not settings.seeded:
-        histories = self_seeded(histories, operand, largest_over(tensor_amax(x), pooled))
-    requests = cast_requests(settings.recipe, cast_axes, histories, weight.key, wgrad_signs)
+    summaries = weight.histories_of(operand)
+    if summaries and not settings.seeded:
+        summaries = self_seeded(summaries, operand, largest_over(tensor_amax(x), pooled))
+    requests = cast_requests(settings.recipe, cast_axes, summaries, weight.key, wgrad_signs)
     requests, again = _without_requantized(settings.recipe, operand, requests)
     if again and f"fwd_{operand}" not in requests:
         forward_axes = {f"fwd_{operand}": FORWARD_AXES[operand]}
-        requests |= cast_requests(settings.recipe, forward_axes, histories, weight.key)
+        requests |= cast_requests(settings.recipe, forward_axes, summaries, weight.key)
     if pooled:
         if any(isinstance(request.cast.rule, Mse) for request in requests.values()):
             raise NotImplementedError(

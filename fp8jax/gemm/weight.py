@@ -3,13 +3,13 @@
 A `Weight` is what a module hands to a GEMM. Its cotangent is a `Weight`, too:
 
     value      the gradient
-    histories  their next value (histories/amax_history.py)
+    histories  their next value (histories/amax_history.py), of summaries the answer (summary.py)
     probe      the statistics of the casts (probe.py)
     key        None
 
-Casts make operands for the GEMMs, and an `Observed` beside them: the next histories of their arrays
-and the rows of a probe. The forward observes x and w, the backward w again and g, and `cotangent`
-makes the cotangent of the weight from it, combined over the devices of a `shard_map`.
+Casts make operands for the GEMMs, and an `Observed` beside them: the answers to the histories of
+their arrays and the rows of a probe. The forward observes x and w, the backward w again and g, and
+`cotangent` makes the cotangent of the weight from it, combined over the devices of a `shard_map`.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 
 from fp8jax.gemm.backends.operands import Operand
-from fp8jax.gemm.histories import amax_history
-from fp8jax.gemm.histories.amax_history import Histories, record, to_float32
+from fp8jax.gemm.histories import summary
 from fp8jax.gemm.histories.shared_leaf import check_vmap, combining_by_max
+from fp8jax.gemm.histories.summary import Summaries, Summary, record, summarize, to_float32
 from fp8jax.gemm.probe import Statistics, measure, peaks_by_max, repeated
 from fp8jax.gemm.probe import as_cotangent as probe_cotangent
 from fp8jax.gemm.sharding.gathered import Specs
@@ -41,8 +41,8 @@ class Weight:
 
     Attributes:
       value: [..., K, N]; or what the cast fwd_w has made of it (frozen.py).
-      histories: the amax histories of its linear, operand -> [H]; inside a model they may have the
-        max-combining dtype.
+      histories: the amax histories of its linear, operand -> [H], or their summaries, as GEMMs
+        read them; inside a model they may have the max-combining dtype.
       key: a PRNG key, for casts that round stochastically, else None.
       probe: where the statistics of the casts go; None measures nothing.
       scope: name of its module in the compiled program; "" adds none.
@@ -57,8 +57,14 @@ class Weight:
     scope: str = ""
     gathered: Specs | None = None
 
-    def histories_of(self, operand: str) -> Histories:
-        """Returns {operand: its history in float32}, {} if it has none."""
+    def summarized(self) -> "Weight":
+        """Returns the weight with summaries of its histories, as GEMMs take them."""
+        if all(isinstance(history, Summary) for history in self.histories.values()):
+            return self
+        return dataclasses.replace(self, histories=summarize(self.histories))
+
+    def histories_of(self, operand: str) -> Summaries:
+        """Returns {operand: the summary of its history in float32}, {} if it has none."""
         return to_float32({k: v for k, v in self.histories.items() if k == operand})
 
 
@@ -66,11 +72,11 @@ class Observed(NamedTuple):
     """What the casts of some arrays leave behind.
 
     Attributes:
-      histories: operand -> its next history, of those that have one.
+      histories: operand -> the answer to its history, of those that have one.
       statistics: by the names of casts, {} without a probe.
     """
 
-    histories: Histories
+    histories: Summaries
     statistics: Statistics
 
     def also(self, other: "Observed") -> "Observed":
@@ -95,23 +101,23 @@ def observe(
       casts: name of the cast -> contracting axis, all of one operand.
     """
     (operand,) = {name[-1] for name in casts}
-    following = record(weight.histories_of(operand), operand, x, amax)
-    return Observed(following, measure(weight.probe, x, operands, casts, weight.key))
+    answer = record(weight.histories_of(operand), operand, x, amax)
+    return Observed(answer, measure(weight.probe, x, operands, casts, weight.key))
 
 
 def cotangent(weight: Weight, dw: jax.Array, observed: Observed, recipe: Recipe) -> Weight:
     """Returns the cotangent of a weight from its gradient and what was observed of x, w and g."""
-    histories = {
-        operand: largest_like(observed.histories[operand], varying(history))
-        for operand, history in weight.histories.items()
-    }
+    answers = {operand: observed.histories[operand] for operand in weight.histories}
+    answers = jax.tree.map(
+        lambda answer, entry: largest_like(answer, varying(entry)), answers, weight.histories
+    )
     statistics = observed.statistics
     if weight.probe is not None:  # XLA then drops what the forward measured of the same codes
         statistics = statistics | repeated(recipe, weight.probe.what_if, statistics)
     return dataclasses.replace(
         weight,
         value=summed_like(dw, varying(weight.value)),
-        histories=amax_history.as_cotangent(weight.histories, histories),
+        histories=summary.as_cotangent(weight.histories, answers),
         probe=probe_cotangent(weight.probe, statistics),
         key=None,
     )
@@ -126,5 +132,5 @@ def for_several_uses(x: jax.Array, weight: Weight) -> Weight:
     """
     for leaf in jax.tree.leaves((weight.histories, weight.probe)):
         check_vmap(x, leaf)
-    histories = {k: combining_by_max(v) for k, v in weight.histories.items()}
+    histories = {k: jax.tree.map(combining_by_max, v) for k, v in weight.histories.items()}
     return dataclasses.replace(weight, histories=histories, probe=peaks_by_max(weight.probe))

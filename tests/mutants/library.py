@@ -63,7 +63,7 @@ LINEAR = (
     M("_quantize_rows", "dropped call", "nan_unless(jnp.isfinite(amax), scale)", "scale"),
     M("check_lax_arguments", "off by one", "len(positional) > 1", "len(positional) > 2"),
     M("vjp:input_gradient", "dtype", "settings.recipe.dgrad_w)", "settings.recipe.fwd_w)"),
-    M("self_seeded", "comparison", "jnp.any(history > 0)", "jnp.all(history > 0)"),
+    M("self_seeded", "comparison", "summary.largest == 0", "summary.largest >= 0"),
     M("_what_if", "key", "len(CASTS) + CASTS.index(name)", "CASTS.index(name)"),
     M("sum_cotangents", "swapped arguments", "cotangents[::-1]", "cotangents"),
     M("weight:cotangent", "dropped call", "summed_like(dw, varying(weight.value))", "dw"),

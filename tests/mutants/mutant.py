@@ -1,7 +1,7 @@
 """What a mutant is, where its symbol stands in the library, and how it is planted.
 
 A mutant names a symbol, not a file, so that moving files breaks none: `Recipe._check_accumulation`
-is a method, `record_amax` a function at the top of some file. Where several files define the same
+is a method, `self_seeded` a function at the top of some file. Where several files define the same
 name, the stem of the file comes before it: `jsonl:_parse`.
 """
 

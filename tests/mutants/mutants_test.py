@@ -42,9 +42,9 @@ def test_the_list_covers_each_folder_and_kind():
         ("Pow2.__cal__", "a", "b", "defined nowhere"),
         ("_parse", "a", "b", "jsonl.py:.*sinks.py:"),
         ("jsonl:_parse", "nothing of this kind", "b", "occurs 0 times in jsonl:_parse"),
-        ("record_amax", "history", "b", "occurs . times"),
-        ("record_amax", "newest = jnp", "newest = (jnp", "does not compile"),
-        ("record_amax", "newest = jnp", "newest  = jnp", "changes nothing"),
+        ("summary:record", "newest", "b", "occurs . times"),
+        ("summary:record", "newest = jnp", "newest = (jnp", "does not compile"),
+        ("summary:record", "newest = jnp", "newest  = jnp", "changes nothing"),
     ],
 )
 def test_a_mutant_that_does_not_fit_is_named(symbol, before, after, message):

@@ -93,9 +93,9 @@ PAST = (
         "a template that leaves out the calls of tools trained empty turns",
     ),
     _past(
-        "self_seeded",
-        "nan_unless(jnp.all(history >= 0), filled)",
-        "filled",
+        "summary:_summary",
+        "nan_unless(sound, largest)",
+        "largest",
         "a history that an optimizer had changed went unnoticed",
     ),
     _past(

@@ -12,9 +12,9 @@ PLANTED = (
         "vjp:input_gradient", "dx = named_matmul(", "dx = -named_matmul(", "sign: dgrad negated"
     ),
     _planted(
-        "record_amax",
-        "newest = jnp.where(jnp.isfinite(amax), amax, history[0])",
-        "newest = history[0]",
+        "summary:record",
+        "newest = jnp.where(jnp.isfinite(amax), amax, summary.newest)",
+        "newest = summary.newest",
         "stale scale: the newest amax ignored",
     ),
     _planted(

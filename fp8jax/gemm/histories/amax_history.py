@@ -6,10 +6,11 @@ the last H steps, newest first. `Histories` maps a layer's operands to their his
 created    Zeros: `init_state` for `dot_general`, `module_histories` for a linen module. A module
            stores each history as one leaf of flax's collection `_overwrite_with_gradient`
            (`HISTORIES`).
-read       A delayed cast computes its scale from `stored_amax`, the maximum or the newest amax.
-           Weights that share one x use the largest of their histories of x (`largest_of`).
-recorded   `record` puts this step's amax in front (`record_amax`). The forward records x and w; the
-           backward records g.
+read       `summarize` takes from it what a GEMM reads (summary.py). A delayed cast computes its
+           scale from `stored_amax`, the maximum or the newest amax. Weights that share one x use
+           the largest of their histories of x (`largest_of`).
+recorded   The GEMM answers with this step's amax (`record`). The forward records x and w; the
+           backward records g. The derivative of `summarize` puts it in front of the history.
 returned   The new histories are the *cotangent* of the old ones: the collection's convention is
            that the gradient of a leaf is its next value, and flax's own `TrainState` follows it.
            Histories must never reach clipping, weight decay or an optimizer.
@@ -26,7 +27,6 @@ merged     Between two steps, `merge_history` chooses the new history, or keeps 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,11 +38,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.hidden_jax import is_eager
-from fp8jax.numerics.formats import nan_unless
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
-from fp8jax.numerics.scales import Delayed
-from fp8jax.numerics.tiles import tensor_amax
 
 Histories = dict[str, Array]  # operand "x", "w" or "g" -> its amax history [H]
 
@@ -111,89 +108,6 @@ def _no_histories(path: str, recipe: str, missing: list[str]) -> str:
         " also with parameters from a BF16 checkpoint; under nn.scan or nn.vmap, name the"
         " collection in variable_axes or variable_broadcast"
     )
-
-
-# Read ---------------------------------------------------------------------------------------------
-
-
-def to_float32(histories: Histories) -> Histories:
-    """Returns the histories in float32; inside a model they may have the max-combining dtype."""
-    return {k: lax.convert_element_type(v, jnp.float32) for k, v in histories.items()}
-
-
-def stored_amax(history: Float[Array, " H"], scale: Delayed) -> Float[Array, ""]:
-    """Returns the amax that sets the scale of a delayed cast: the history's maximum or newest."""
-    return largest_amax(history) if scale.amax == "max" else history[0]
-
-
-def self_seeded(histories: Histories, operand: str, amax: Float[Array, ""]) -> Histories:
-    """Returns the histories to read scales from if the operand's own may be empty.
-
-    An empty history is read as if it were full of `amax`, the operand's own in this step. A history
-    with a negative or NaN entry is read as NaN, which makes the result of the GEMM NaN: something
-    other than the update of histories has changed it, such as an optimizer.
-
-    Costs a pass over the operand before its cast; without it, cast and amax share one pass.
-    """
-    if operand not in histories:
-        return histories
-    history = histories[operand]
-    filled = jnp.where(jnp.any(history > 0), history, amax)
-    return histories | {operand: nan_unless(jnp.all(history >= 0), filled)}
-
-
-def largest_amax(history: Float[Array, " H"]) -> Float[Array, ""]:
-    """Returns the maximum of a history.
-
-    A short history is halved until one entry is left, which XLA fuses with what follows. A
-    reduction would be a kernel of its own; entries compared one by one would be sixteen slices.
-    """
-    if len(history) > 16:
-        return jnp.max(history)
-    while len(history) > 1:
-        half = (len(history) + 1) // 2  # the halves share the entry in the middle, if there is one
-        history = jnp.maximum(history[:half], history[-half:])
-    return history[0]
-
-
-def largest_of(histories: tuple[Histories, ...]) -> Histories:
-    """Returns the elementwise maximum of the histories of several weights that share one x.
-
-    The histories of x are equal if the weights have always shared it.
-    """
-    return functools.reduce(combine_max, histories)
-
-
-# Recorded -----------------------------------------------------------------------------------------
-
-
-def record(histories: Histories, operand: str, x: jax.Array, amax: jax.Array | None) -> Histories:
-    """Returns {operand: its next history}, or {} if the operand has no history.
-
-    Args:
-      x: the operand's array.
-      amax: max|x| where a kernel computed it, or None to compute it here.
-    """
-    if operand not in histories:
-        return {}
-    return {operand: record_amax(histories[operand], tensor_amax(x) if amax is None else amax)}
-
-
-def record_amax(history: Float[Array, " H"], amax: Float[Array, ""]) -> Float[Array, " H"]:
-    """Returns the history shifted by one entry, with `amax` in front.
-
-    An amax that is not finite is replaced by the newest stored one.
-    """
-    newest = jnp.where(jnp.isfinite(amax), amax, history[0])
-    return jnp.roll(history, 1).at[0].set(newest)
-
-
-# Returned -----------------------------------------------------------------------------------------
-
-
-def as_cotangent(histories: Histories, new_histories: Histories) -> Histories:
-    """Returns the cotangent of `histories`: the new ones of all operands, in the old dtypes."""
-    return {k: lax.convert_element_type(new_histories[k], v.dtype) for k, v in histories.items()}
 
 
 # Combined -----------------------------------------------------------------------------------------

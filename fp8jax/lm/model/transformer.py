@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.gemm.frozen import has_frozen, take_layers
+from fp8jax.gemm.histories.summary import summarize
 from fp8jax.gemm.modules import Dense, Fp8DotGeneral
 from fp8jax.gemm.vjp import GEMM_OUTPUT, QUANTIZED_INPUT
 from fp8jax.lm.mesh import constrain, weight_specs
@@ -393,7 +394,7 @@ def _run_stretch(
         layer = jax.checkpoint(layer, policy=remat.policy, prevent_cse=together)
     part = _part_of(variables, begin, end)
     if HISTORIES in part:  # after slicing, which max-combining arrays do not support
-        part[HISTORIES] = to_max_combining(part[HISTORIES])
+        part[HISTORIES] = to_max_combining(summarize(part[HISTORIES]))
     promotion = None
     if inputs.promotion is not None and not is_exact(stretch.policy):
         promotion = inputs.promotion[begin:end]

@@ -6,6 +6,7 @@ attention is nearly uniform and layers hardly matter, so that many a mistake wou
 
 import dataclasses
 import functools
+import re
 from unittest import mock
 
 import flax.linen as nn
@@ -236,6 +237,20 @@ def test_initial_values_have_the_documented_spread_and_layers_differ():
 def gradients_under(name: str, remat: str):
     model = Transformer(CONFIG, name, remat=remat)
     return gradients(model, enlarged(), histories_of(name), batch())
+
+
+def test_no_layer_of_a_stack_reads_or_shifts_a_history():
+    """All histories are summarized before the first layer and shifted after the last one: so XLA
+    gets that arithmetic once, not for each layer of a stack without a loop."""
+    entries = 13  # a size that nothing else has
+    policy = f"fp8_delayed:history={entries}"
+    model = Transformer(CONFIG, policy, unroll=CONFIG.n_layers)
+    histories = histories_of(policy, np.float32(1))
+    jaxpr = jax.make_jaxpr(functools.partial(traced_gradients, model))(
+        enlarged(), histories, batch()
+    )
+    shapes = re.findall(rf"f32\[([\d,]*){entries}\]", str(jaxpr))
+    assert set(shapes) == {f"{CONFIG.n_layers},"}
 
 
 @pytest.mark.optimized_too
