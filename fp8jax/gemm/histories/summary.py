@@ -9,8 +9,8 @@ history when the answer comes back, which is the cotangent of the summary:
 
 Both do many histories at once: a stack of layers summarizes those of all its layers before the
 first one. Where each layer of an unrolled stack does it, XLA gets the same dozen operations on
-sixteen numbers for each operand of each layer: a third of what a step of 12 layers takes to compile
-(docs/results/mesh_compile.md).
+sixteen numbers for each operand of each layer: a quarter of what a step of 12 layers takes to
+compile (docs/results/mesh_compile.md).
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def _shifted(old: Any, answer: Summary) -> Any:
 summarize.defvjp(lambda histories: (summarize(histories), histories), _shift)
 
 
-def stored_amax(summary: Summary, scale: Delayed) -> Float[Array, ""]:
+def stored_amax(summary: Summary, scale: Delayed) -> Float[Array, "*L"]:
     """Returns the amax that sets the scale of a delayed cast: the history's maximum or newest."""
     return summary.largest if scale.amax == "max" else summary.newest
 
