@@ -198,7 +198,7 @@ def empty_max(histories: Any) -> Any:
 
 
 def combine_max(a: Any, b: Any) -> Any:
-    """Returns the elementwise maximum of two trees of float32 histories."""
+    """Returns the elementwise maximum of two trees of float32 histories, or of their summaries."""
     return jax.tree.map(jnp.maximum, a, b)
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from fp8jax.gemm.histories.amax_history import combine_max
 from fp8jax.numerics.formats import nan_unless
 from fp8jax.numerics.scales import Delayed
 from fp8jax.numerics.tiles import tensor_amax
@@ -125,7 +126,7 @@ def largest_of(summaries: tuple[Summaries, ...]) -> Summaries:
 
     The histories of x are equal if the weights have always shared it.
     """
-    return functools.reduce(lambda a, b: jax.tree.map(jnp.maximum, a, b), summaries)
+    return functools.reduce(combine_max, summaries)
 
 
 def record(summaries: Summaries, operand: str, x: Array, amax: Array | None) -> Summaries:
