@@ -85,8 +85,10 @@ def init_state(recipe: str | Recipe) -> Histories:
     return {k: jnp.zeros(n, jnp.float32) for k, n in as_recipe(recipe).histories.items()}
 
 
-def module_histories(module: nn.Module, recipe: Recipe) -> Histories:
+def module_histories(module: nn.Module, recipe: Recipe) -> dict[str, Any]:
     """Returns the module's histories, operand -> [H]; creates them, empty, in `init`.
+
+    In a layer of a stack they are summaries (summary.py).
 
     Raises ValueError in `apply` if the variables have no histories for this module.
     """
