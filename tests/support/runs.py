@@ -18,7 +18,7 @@ from fp8jax.numerics.policy import POLICIES, Policy
 from fp8jax.numerics.recipes import RECIPES
 
 # Every run has these.
-ROUTINE = frozenset({Event.START, Event.STAGE, Event.CHECKPOINT, Event.END})
+ROUTINE = frozenset({Event.START, Event.STAGE, Event.PRECISION, Event.CHECKPOINT, Event.END})
 
 # A policy with histories that compiles nearly as fast as bf16; a test puts it into `POLICIES`.
 ONE_LINEAR = Policy((("layers/mlp/down", RECIPES["fp8_delayed"]),), name="one_linear")

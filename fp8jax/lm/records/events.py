@@ -12,7 +12,8 @@ class Event(enum.StrEnum):
     """What happened to a run, with the fields that the event carries."""
 
     START = "start"  # jax, python, devices, mesh, processes, parameters, policies
-    STAGE = "stage"  # policy, fp8_gemms, cast_gemms, compile_s, memory: its step was compiled
+    STAGE = "stage"  # policy, compile_s, memory: its step was compiled
+    PRECISION = "precision"  # policy, fp8_gemms, cast_gemms: GEMMs of its step were found
     CHECKPOINT = "checkpoint"  # path: the state is being written there, in the background
     END = "end"  # reason, seconds, loss, best_valid_loss, best_step; reason may name an error
     RESUME = "resume"  # seeding, changes: the run goes on from a checkpoint

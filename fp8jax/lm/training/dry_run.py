@@ -262,7 +262,7 @@ def make_plan(run: Run) -> Plan:
 
 
 def _gemms(stage: Stage, program: Any) -> str:
-    table = format_table(stage.gemms(program))
+    table = format_table(stage.gemms(program.as_text()))
     return f"GEMMs of a training step, policy {stage.policy.name}:\n{table}"
 
 

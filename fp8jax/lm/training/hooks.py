@@ -181,9 +181,10 @@ def measure_casts(tools: Tools, now: Now) -> None:
 
 def report_compilation(tools: Tools, now: Now) -> None:
     """Says how long the program of the step compiled, where it is new, and what runs."""
-    if (end := tools.programs.report(now.run, now.step)) is not None:
+    if (end := tools.programs.report(now.step)) is not None:
         now.clock = end
         now.dispatched = dataclasses.replace(now.dispatched, timed=False)
+    tools.programs.report_precision(now.run, now.step - 1)
 
 
 def write_step_before(tools: Tools, now: Now) -> None:

@@ -409,6 +409,7 @@ def _report_end(
     """Says and records how the run ended, also if an exception of that class ended it."""
     reason = (tools.stop.signal or "finished") if kind is None else kind.__name__
     seconds = time.perf_counter() - began
+    tools.programs.report_precision(now.run, now.finished, wait=True)
     if jax.process_index() != 0:
         return
     last, validated = None, []

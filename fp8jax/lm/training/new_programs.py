@@ -1,14 +1,21 @@
-"""Training programs before the first step that runs them: compiled, and checked for FP8 GEMMs."""
+"""Training programs before the first step that runs them: compiled, and checked for FP8 GEMMs.
+
+XLA takes a second or two to print a large program, in which the GEMMs are found. A thread does that
+while the first steps run, unless the config requires FP8: then nothing is trained before.
+"""
 
 import json
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.analysis.gemms import Summary, format_table, require_fp8, summarize
+from fp8jax.analysis.gemms import format_table, require_fp8, summarize
+from fp8jax.analysis.hlo import Gemm
 from fp8jax.analysis.wire import (
+    Transfer,
     find_transfers,
     format_transfers,
     gathered,
@@ -22,6 +29,19 @@ from fp8jax.lm.training.programs import Compilation, compile_programs, training_
 from fp8jax.lm.training.resume import Position
 from fp8jax.lm.training.run import Run, Stage
 from fp8jax.lm.training.step_memory import memory_by_kind
+
+
+class _Found(NamedTuple):
+    """What the text of a stage's compiled step shows; transfers only on several devices."""
+
+    stage: Stage
+    gemms: list[Gemm]
+    transfers: list[Transfer]
+
+
+def _find(run: Run, stage: Stage, step: Any) -> _Found:
+    text = step.as_text()
+    return _Found(stage, stage.gemms(text), find_transfers(text) if run.mesh.size > 1 else [])
 
 
 class NewPrograms:
@@ -46,7 +66,8 @@ class NewPrograms:
             self.unchecked += [stage for stage in run.stages if stage.begins > start]
         self._compiled: set[tuple[int, bool]] = set()  # (begin of the stage, whether it seeds)
         self._precision: list[str] = []  # of precision.txt
-        self._checked: list[tuple[Stage, Summary, str, dict[str, int]]] = []  # to be reported
+        self._searches: list[Future[_Found]] = []  # whose findings are still to be said
+        self._memory: list[tuple[Stage, dict[str, int]]] = []  # to be reported
         self._began: float | None = None  # the compilation that is still to be reported
 
     def needed(self, run: Run, step: int, position: Position) -> bool:
@@ -84,12 +105,12 @@ class NewPrograms:
                 position.stage = run.at(position.stage.begins + 1)
                 write_config(self._workdir, run)
                 continue
-            self._check(run, stage, programs["step"])
+            self._check(run, stage, programs["step"], step - 1)
         self._compiled.add((position.stage.begins, position.seeding))
         self._began = time.perf_counter() - compiling
         return run
 
-    def report(self, run: Run, step: int) -> float | None:
+    def report(self, step: int) -> float | None:
         """Says what the dispatch of a step has compiled; returns when that ended, None for nothing.
 
         The first call of a program that `compile` has not compiled compiles it.
@@ -99,41 +120,68 @@ class NewPrograms:
         now = time.perf_counter()
         seconds, self._began = now - self._began, None
         self._metrics.say(f"compiled it in {seconds:.1f} s")
-        for stage, summary, sent, memory in self._checked:
-            named = f"policy {stage.policy.name}: " if len(run.stages) > 1 else ""
-            details = "; see precision.txt" if summary.cast else ""
-            self._say("precision", f"{named}{summary}{sent}{details}")
+        for stage, memory in self._memory:
             self._metrics.event(
                 step - 1,
                 Event.STAGE,
                 policy=stage.policy.name,
-                fp8_gemms=summary.fp8,
-                cast_gemms=summary.cast,
                 compile_s=round(seconds, 2),
                 memory=memory,
             )
-        self._checked = []
+        self._memory = []
         return now
 
-    def _check(self, run: Run, stage: Stage, step: Any) -> None:
-        """Finds the GEMMs of a stage's compiled step, and its memory by kind."""
-        gemms = stage.gemms(step)
+    def report_precision(self, run: Run, step: int, *, wait: bool = False) -> None:
+        """Says and writes which GEMMs the compiled programs run, as far as they are found.
+
+        Args:
+          step: finished steps.
+          wait: for those that are not found yet.
+        """
+        while self._searches and (wait or self._searches[0].done()):
+            stage, gemms, transfers = self._searches.pop(0).result()
+            self._precision += [
+                f"GEMMs of a training step, policy {stage.policy.name}:",
+                format_table(gemms),
+                "",
+            ]
+            if transfers:
+                title = f"Sent between devices in a training step, policy {stage.policy.name}:"
+                self._precision += [title, format_transfers(transfers), ""]
+            write_file(self._workdir, "precision.txt", "\n".join(self._precision[:-1]))
+            summary = summarize(gemms)
+            named = f"policy {stage.policy.name}: " if len(run.stages) > 1 else ""
+            sent = f"; devices gather {gathered(transfers)}" if transfers else ""
+            details = "; see precision.txt" if summary.cast else ""
+            self._say("precision", f"{named}{summary}{sent}{details}")
+            self._metrics.event(
+                step,
+                Event.PRECISION,
+                policy=stage.policy.name,
+                fp8_gemms=summary.fp8,
+                cast_gemms=summary.cast,
+            )
+
+    def _check(self, run: Run, stage: Stage, program: Any, finished: int) -> None:
+        """Begins to find the GEMMs of a stage's compiled step; finds its memory by kind.
+
+        Where FP8 is required, it waits, and raises if something is not in FP8.
+        """
         self._compiled.add((stage.begins, False))
-        title = f"GEMMs of a training step, policy {stage.policy.name}:"
-        self._precision += [title, format_table(gemms), ""]
-        transfers = find_transfers(step.as_text()) if run.mesh.size > 1 else []
-        if transfers:
-            title = f"Sent between devices in a training step, policy {stage.policy.name}:"
-            self._precision += [title, format_transfers(transfers), ""]
-        write_file(self._workdir, "precision.txt", "\n".join(self._precision[:-1]))
-        if run.settings.require_fp8_gemms:
-            require_fp8(gemms)
-        if run.settings.require_fp8_gathers:
+        pool = ThreadPoolExecutor(1, "precision")
+        search = pool.submit(_find, run, stage, program)
+        pool.shutdown(wait=False)  # the thread ends with its work
+        self._searches.append(search)
+        self._memory.append((stage, memory_by_kind(run, stage, xla.program_bytes(program))))
+        settings = run.settings
+        if settings.require_fp8_gemms or settings.require_fp8_gathers:
+            self.report_precision(run, finished, wait=True)
+        if settings.require_fp8_gemms:
+            require_fp8(search.result().gemms)
+        if settings.require_fp8_gathers:
             model, parts = stage.model.config, run.mesh.shape["tensor"]
+            transfers = search.result().transfers
             require_fp8_gathers(transfers, stage.policy, model.linears, model.n_layers, parts)
-        memory = memory_by_kind(run, stage, xla.program_bytes(step))
-        sent = f"; devices gather {gathered(transfers)}" if transfers else ""
-        self._checked.append((stage, summarize(gemms), sent, memory))
 
     def _say(self, label: str, text: str) -> None:
         for line in labeled(label, text):

@@ -99,10 +99,10 @@ class Stage:
         """What runs in another policy in the next step."""
         return promotion_of(self.promoter, self.model, state)
 
-    def gemms(self, step: Any) -> list[Gemm]:
-        """The GEMMs of the stage's compiled training step."""
+    def gemms(self, text: str) -> list[Gemm]:
+        """The GEMMs of the stage's compiled training step, from its `as_text()`."""
         return find_gemms(
-            step.as_text(),
+            text,
             self.policy,
             self.model.config.linears,
             backend=self.model.backend,
