@@ -1,9 +1,11 @@
 """Programs that compile in a thread, while a run prepares its start."""
 
+import threading
 import time
 
 import pytest
 
+from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training import loop, new_programs, programs
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
@@ -47,6 +49,40 @@ def test_an_error_of_the_thread_ends_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "compile_programs", fail)
     with pytest.raises(NotImplementedError, match="no such kernel"):
         train_and_evaluate(tiny(data), str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["found", "failed"])
+def test_gemms_are_found_beside_the_first_steps(data, tmp_path, monkeypatch, found):
+    """They are found after the last step is dispatched; the run's end waits for them, and raises
+    what finding them raised."""
+    dispatched, trained = [], threading.Event()
+
+    def find(*arguments):
+        assert trained.wait(60), "the run waited before its last step"
+        if not found:
+            raise NotImplementedError("no such text")
+        return original_find(*arguments)
+
+    def dispatch(now):
+        dispatched.append(now.step)
+        out = original_dispatch(now)
+        if now.step == 3:
+            trained.set()
+        return out
+
+    original_find, original_dispatch = new_programs._find, loop._dispatch
+    monkeypatch.setattr(new_programs, "_find", find)
+    monkeypatch.setattr(loop, "_dispatch", dispatch)
+    config = one_layer(data, num_steps=3)
+    if not found:
+        with pytest.raises(NotImplementedError, match="no such text"):
+            train_and_evaluate(config, str(tmp_path))
+        return
+    train_and_evaluate(config, str(tmp_path))
+    assert dispatched == [1, 2, 3]
+    (event,) = (e for e in read_jsonl(tmp_path / "events.jsonl") if e["kind"] == "precision")
+    assert event["step"] in (2, 3)
+    assert (tmp_path / "precision.txt").read_text().startswith("GEMMs of a training step, policy")
 
 
 def test_its_programs_are_those_of_the_stage(data):
