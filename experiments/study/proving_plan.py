@@ -7,6 +7,7 @@ the same rows in the same order and the same held-out rows.
     recipes    every policy of docs/recipes.md, and BF16 computed another way
     readings   other readings of papers, and options of recipes
     casts      the control with one of its six casts alone, and with all but one
+    schedule   FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
 
 Each arm is compared with `bf16` of its seed. `COMPARISONS` are the pairs of arms that the pages
 speak of; no others are looked at. With so many intervals one in twenty leaves zero out by chance.
@@ -92,12 +93,34 @@ _NAIVE = "fp4_naive"
 _ALONE = tuple(_arm(f"{_NAIVE}:only={cast}") for cast in CASTS)
 _WITHOUT = tuple(_arm(f"{_NAIVE}:{cast}=bf16") for cast in CASTS)
 
+# The FP4 paper's schedule, with its recipe: what a run ends in, and where that begins. The control
+# has the larger gap, so that a part of it is seen more easily.
+_MIXED = "fp4_mixed"
+_BEGINS = (0.8, 0.9, 0.95)
+
+
+def _ending(trunk: str, target: str, begins: float) -> Arm:
+    """A run in `trunk` that ends in `target`, from that share of its steps on."""
+    return _arm(
+        f"{trunk}_then_{target}_at_{begins}", trunk, f'precision_schedule=(({begins},"{target}"),)'
+    )
+
+
+_TARGETS = (BASELINE, "fp8_block", f"{_MIXED}:backward=bf16")
+_MIXED_ENDINGS = tuple(_ending(_MIXED, target, at) for target in _TARGETS for at in _BEGINS)
+_NAIVE_ENDINGS = tuple(_ending(_NAIVE, BASELINE, at) for at in _BEGINS)
+
 _SEEDS = (0, 1, 2)
 PLANS = {
     "recipes": Plan(arms=(_BASE, *_POLICIES, _NULL_ARM), seeds=_SEEDS, forks=(RUN,)),
     "readings": Plan(arms=(_BASE, *_READINGS), seeds=_SEEDS, forks=(RUN,)),
     "casts": Plan(
         arms=(_BASE, _arm(_NAIVE, control=True), *_ALONE, *_WITHOUT), seeds=_SEEDS, forks=(RUN,)
+    ),
+    "schedule": Plan(
+        arms=(_BASE, _arm(_MIXED), *_MIXED_ENDINGS, _arm(_NAIVE, control=True), *_NAIVE_ENDINGS),
+        seeds=_SEEDS,
+        forks=(RUN,),
     ),
 }
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
@@ -129,6 +152,8 @@ COMPARISONS = (
     (_TOKEN, "fp4_naive:fp4_tile=row"),
     ("fp4_naive_token_gnmr", _TOKEN),
     (f"fp4_naive:{_SAVED}", f"fp8_rowwise:{_SAVED}"),
+    *((arm.name, _MIXED) for arm in _MIXED_ENDINGS),
+    *((arm.name, _NAIVE) for arm in _NAIVE_ENDINGS),
 )
 
 

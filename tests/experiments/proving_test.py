@@ -1,5 +1,6 @@
 """The proving ground: what its sizes are for, what runs on it, and what its pages say of that."""
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -19,6 +20,7 @@ from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import POLICIES
+from fp8jax.numerics.schedule import PrecisionSchedule
 from tests.support import ROOT
 from tests.support.runs import numbers
 from tests.support.traced_programs import traced_once
@@ -53,6 +55,17 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
         assert plan.arms[0].name == BASELINE and plan.seeds == (0, 1, 2)
     assert [name for name, arm in ARMS.items() if arm.control] == ["fp4_naive"]
     assert ARMS[NULL].changes == ("attention=xla", "unroll=6")
+
+
+def test_runs_of_a_schedule_end_as_their_names_say():
+    ending = [arm for arm in PLANS["schedule"].arms if arm.changes]
+    assert len(ending) == 12
+    for arm in ending:
+        (change,) = arm.changes
+        (last,) = ast.literal_eval(change.removeprefix("precision_schedule="))
+        schedule = PrecisionSchedule(((0.0, arm.precision), last))
+        assert arm.name == f"{arm.precision}_then_{schedule.policies[1].name}_at_{last[0]}"
+        assert schedule.begins(RUN.steps)[1] in (800, 900, 950)
 
 
 def test_a_chain_is_one_run_that_is_scored_by_its_last_validation(tmp_path):
@@ -113,7 +126,7 @@ def test_tables_by_hand():
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
     with pytest.raises(
-        ValueError, match="no place for any of recipes, readings, casts, comparisons"
+        ValueError, match="no place for any of recipes, readings, casts, schedule, comparisons"
     ):
         proving_analysis.fill_page("a page", lines)
 
