@@ -284,9 +284,7 @@ def cast_produced(
 
     The amaxes are over all shards, NaN if any shard's is.
     """
-
-    def cast(*given):
-        return swiglu_quantize.cast_produced(producer, given[:-1], given[-1], formats, axes)
+    cast = functools.partial(_cast_produced, producer, formats, axes)
 
     def kernel(shards: Shards, run: Run):
         def of_shard(*given):
@@ -309,6 +307,16 @@ def cast_produced(
     )
 
 
+def _cast_produced(
+    producer: Producer,
+    formats: tuple[Format, ...],
+    axes: tuple[swiglu_quantize.Axes, ...],
+    *given: jax.Array,
+) -> Any:
+    """`swiglu_quantize.cast_produced` of its sources, and its scales as one array behind them."""
+    return swiglu_quantize.cast_produced(producer, given[:-1], given[-1], formats, axes)
+
+
 def tiles_produced(
     producer: Producer,
     sources: tuple[Float[Array, "M K"], ...],
@@ -319,9 +327,7 @@ def tiles_produced(
 ) -> tuple[dict[int, TileCodes], ...]:
     """`swiglu_quantize.tiles_produced` on a mesh."""
 
-    def kernel(*sources):
-        return swiglu_quantize.tiles_produced(producer, sources, fmt, rule, axes, blocks)
-
+    kernel = functools.partial(_tiles_produced, producer, fmt, rule, axes, blocks)
     results: list[str] = []
     for of in axes:
         for axis in sorted(of):  # as jax.tree has them
@@ -330,6 +336,17 @@ def tiles_produced(
     return call_on_mesh(
         each_shard(kernel), sources, letters, tuple(results), TILES, sources=len(sources)
     )
+
+
+def _tiles_produced(
+    producer: Producer,
+    fmt: Format,
+    rule: ScaleRule,
+    axes: tuple[swiglu_quantize.Axes, ...],
+    blocks: frozenset[int],
+    *sources: jax.Array,
+) -> tuple[dict[int, TileCodes], ...]:
+    return swiglu_quantize.tiles_produced(producer, sources, fmt, rule, axes, blocks)
 
 
 def _summed(

@@ -12,8 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8jax.kernels import lowered, mesh_call
+from fp8jax.kernels import lowered, mesh_call, partition
 from fp8jax.kernels.lowered import as_kernel, shapes_of
+from fp8jax.kernels.swiglu import SWIGLU
+from fp8jax.lm.flash.partition import flash_forward
+from fp8jax.numerics.formats import FORMATS
+from fp8jax.numerics.scales import Pow2
+from tests.support.interpreter import needs_pallas
 
 
 def cast(x, scale, *, both=True, margin=1):
@@ -254,3 +259,34 @@ def test_a_kernel_keeps_no_tracer_that_it_was_made_with(new_process, on_a_gpu):
     traced = jax.jit(f).trace(X, SCALE)
     gc.collect()
     assert kept[0]() is None and traced
+
+
+def attention(x):
+    shape = 1, 128, 1, 1, 64
+    q, begin = x[:, :64].reshape(shape), jnp.zeros((1, 128), jnp.int32)
+    return flash_forward(q, q[..., 0, :], q[..., 0, :], begin, scale=0.125)
+
+
+def casts(x):
+    scale = jnp.float32(1)
+    return partition.cast_produced(SWIGLU, (x, x), (scale,), (FORMATS["e4m3"],), ((-1, -2),))
+
+
+def tiles(x):
+    return partition.tiles_produced(SWIGLU, (x, x), FORMATS["e4m3"], Pow2(), ((-1,),))
+
+
+@needs_pallas
+@pytest.mark.parametrize("call", [attention, casts, tiles])
+def test_a_kernel_of_another_program_is_not_traced_again(call, new_process, on_a_gpu, monkeypatch):
+    monkeypatch.setattr(lowered.hardware, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(lowered.hardware, "cuda_version", lambda: 13_000)
+    traced, make_jaxpr = [], jax.make_jaxpr
+    monkeypatch.setattr(
+        jax, "make_jaxpr", lambda f, **named: traced.append(f) or make_jaxpr(f, **named)
+    )
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    jax.eval_shape(lambda x: call(x), x)
+    assert len(traced) == 1
+    jax.eval_shape(lambda x: call(x), x)
+    assert len(traced) == 1

@@ -23,24 +23,31 @@ def _attention_on_mesh(
     operands: tuple[jax.Array, ...],
     letters: tuple[str, ...],
     results: tuple[str, ...],
+    scale: float,
 ) -> Any:
     """Calls a kernel of flash attention, which takes and gives query heads as one dimension."""
     _, length, _, group, head_dim = operands[0].shape
     multiples = {"b": 1, "k": 1, "t": length, "g": group, "h": head_dim}
-
-    def merging(*given):
-        merged = []
-        for x, of in zip(given, letters, strict=True):
-            merged.append(_merge_heads(x, of))
-        split = []
-        for x, of in zip(kernel(*merged), results, strict=True):
-            split.append(_split_heads(x, of, group))
-        return tuple(split)
-
+    # The same function of the module each time, so that equal calls are traced once.
+    merging = functools.partial(_with_merged_heads, kernel, letters, results, group, scale=scale)
     # The shardings of the first two operands decide: the queries' and the keys'.
     return call_on_mesh(
         each_shard(merging), operands, letters, results, multiples, sources=2, code=(_CODE,)
     )
+
+
+def _with_merged_heads(
+    kernel: Callable[..., Any],
+    letters: tuple[str, ...],
+    results: tuple[str, ...],
+    group: int,
+    *operands: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Calls a kernel; query heads are two dimensions of the operands and of its results."""
+    merged = [_merge_heads(x, of) for x, of in zip(operands, letters, strict=True)]
+    found = zip(kernel(*merged, scale=scale), results, strict=True)
+    return tuple(_split_heads(x, of, group) for x, of in found)
 
 
 def _merge_heads(x: jax.Array, letters: str) -> jax.Array:
@@ -66,10 +73,11 @@ def flash_forward(
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
     """`forward.forward` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(forward.forward, scale=scale),
+        forward.forward,
         (q_BTKGH, k_BTKH, v_BTKH, begin_BT),
         (_QUERIES, _KEYS, _KEYS, _BY_POSITION),
         (_QUERIES, _BY_QUERY),
+        scale,
     )
 
 
@@ -78,10 +86,11 @@ def flash_gradient_q(
 ) -> tuple[Float[Array, "B T K G H"], Float[Array, "B K G T"]]:
     """`backward.gradient_q` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(backward.gradient_q, scale=scale),
+        backward.gradient_q,
         (q, k, v, y, dy, lse, begin_BT),
         (_QUERIES, _KEYS, _KEYS, _QUERIES, _QUERIES, _BY_QUERY, _BY_POSITION),
         (_QUERIES, _BY_QUERY),
+        scale,
     )
 
 
@@ -90,8 +99,9 @@ def flash_gradient_kv(
 ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """`backward.gradient_kv` on a mesh, with query heads as [K, G]."""
     return _attention_on_mesh(
-        functools.partial(backward.gradient_kv, scale=scale),
+        backward.gradient_kv,
         (q, k, v, dy, lse, delta, end_BT),
         (_QUERIES, _KEYS, _KEYS, _QUERIES, _BY_QUERY, _BY_QUERY, _BY_POSITION),
         (_KEYS, _KEYS),
+        scale,
     )
