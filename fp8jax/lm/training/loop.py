@@ -240,6 +240,8 @@ def _train_in(
             tools, now, workdir, shown, changes, None if defaults is None else defaults.to_dict()
         )
         stack.push(functools.partial(_report_end, tools, now, workdir, shown, began))
+        # Before the end is reported, which says so if it fails.
+        stack.callback(lambda: programs.report_precision(now.run, now.finished, wait=True))
         if channel is not None:
             channel.trains(
                 workdir,
@@ -409,7 +411,6 @@ def _report_end(
     """Says and records how the run ended, also if an exception of that class ended it."""
     reason = (tools.stop.signal or "finished") if kind is None else kind.__name__
     seconds = time.perf_counter() - began
-    tools.programs.report_precision(now.run, now.finished, wait=True)
     if jax.process_index() != 0:
         return
     last, validated = None, []

@@ -77,6 +77,8 @@ def test_gemms_are_found_beside_the_first_steps(data, tmp_path, monkeypatch, fou
     if not found:
         with pytest.raises(NotImplementedError, match="no such text"):
             train_and_evaluate(config, str(tmp_path))
+        end = read_jsonl(tmp_path / "events.jsonl")[-1]
+        assert (end["kind"], end["reason"], end["step"]) == ("end", "NotImplementedError", 3)
         return
     train_and_evaluate(config, str(tmp_path))
     assert dispatched == [1, 2, 3]
