@@ -7,6 +7,7 @@ JAX.
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from jax._src import clusters, compiler, core, custom_partitioning, distributed
 from jax._src.config import (
     export_ignore_forward_compatibility,
+    persistent_cache_min_compile_time_secs,
     remove_custom_partitioning_ptr_from_cache_key,
 )
 from jax._src.interpreters import batching, partial_eval
@@ -173,6 +175,14 @@ def set_cache_key(key: Callable[..., str | None]) -> None:
     JAX offers no public way to leave a program out, or the addresses of only some functions.
     """
     compiler._get_cache_key = key  # type: ignore[assignment]
+
+
+def storing_no_program() -> contextlib.AbstractContextManager[Any]:
+    """What this thread compiles inside is not written to JAX's compilation cache.
+
+    JAX's public option is one for the whole process.
+    """
+    return persistent_cache_min_compile_time_secs(math.inf)
 
 
 def without_addresses(wanted: bool) -> contextlib.AbstractContextManager[Any]:

@@ -5,6 +5,10 @@ hundreds of places. So each is lowered by itself (`jax.export`), and programs ca
 text is the one that a program would have had. The form is kept as long as a program has it, and in
 a file beside the programs that JAX's compilation cache keeps: the next process lowers none.
 
+XLA compiles the kernels of a program one after another, after all else. So a thread compiles each
+as soon as it is lowered; XLA finds in the process what was compiled there. A process that reads
+lowered kernels most likely reads its programs, too, compiled kernels included: it compiles none.
+
 Its key hashes the kernel's jaxpr, the kind of the device, the versions of JAX, and the sources
 that decide what the jaxpr does not show. A trace only makes the key, since many traces become no
 program, such as those that ask for shapes.
@@ -16,6 +20,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,7 @@ Shapes = tuple[tuple[tuple[int, ...], np.dtype], ...]  # (shape, dtype) of each 
 # Lowered kernels by their key, as long as a program that calls them is kept.
 _exported: weakref.WeakValueDictionary[str, jax.export.Exported] = weakref.WeakValueDictionary()
 _lowering = threading.Lock()  # programs are lowered and compiled in threads
+_compiling = ThreadPoolExecutor(8, "kernel")  # its threads start when there is work
 _MOSAIC = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
 
 
@@ -142,9 +148,17 @@ def _lower(kernel: Kernel) -> jax.export.Exported:
     with hidden_jax.lowering_for_shards():
         export = jax.export.export(jax.jit(leaves), platforms=[platform], disabled_checks=[_MOSAIC])
         found = export(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.jaxpr.in_avals))
+    # What it raises is not asked for: the program that calls the kernel raises it, too.
+    _compiling.submit(_compile, found)
     if cache_files.folder() is not None:
         cache_files.write(_file(kernel), bytes(found.serialize()))
     return found
+
+
+def _compile(kernel: jax.export.Exported) -> None:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kernel.in_avals]
+    with hidden_jax.storing_no_program():
+        jax.jit(kernel.call).lower(*shapes).compile()
 
 
 def _file(kernel: Kernel) -> str:

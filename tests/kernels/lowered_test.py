@@ -3,7 +3,9 @@
 import functools
 import gc
 import shutil
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -62,6 +64,7 @@ def new_process(monkeypatch):
 
     def forget():
         monkeypatch.setattr(lowered, "_exported", type(lowered._exported)())
+        monkeypatch.setattr(lowered, "_compiling", ThreadPoolExecutor(1, "kernel"))
         lowered._describe_partial.cache_clear()
 
     forget()
@@ -158,9 +161,35 @@ def test_a_kernel_is_lowered_for_programs_and_kept_as_long_as_one_has_it(new_pro
     assert len(exported) == len(lowered._exported) == 1
     del traced, program
     exported.clear()
+    lowered._compiling.shutdown()  # waits for the thread that compiles the kernel
     jax.clear_caches()
     gc.collect()
     assert len(lowered._exported) == 0
+
+
+def test_a_thread_compiles_what_was_lowered_and_nothing_that_was_read(new_process, folder):
+    compiled = []
+
+    def listen(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for threads in ({"kernel_0"}, set()):
+        new_process()
+        compiled.clear()
+        assert as_kernel(functools.partial(cast), SHAPES).exported
+        lowered._compiling.shutdown()
+        assert set(compiled) == threads
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_what_a_kernel_cannot_be_compiled_for_is_the_programs_to_say(new_process, monkeypatch):
+    """As where a program is compiled for a device that this process does not have."""
+    monkeypatch.setattr(lowered.hardware, "platform", lambda: "gpu")
+    text = as_kernel(functools.partial(cast), SHAPES).exported.mlir_module()
+    lowered._compiling.shutdown()
+    assert "stablehlo" in text
 
 
 def test_what_has_effects_is_not_lowered_for_others():
