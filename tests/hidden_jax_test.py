@@ -174,7 +174,9 @@ def test_keys_of_programs_that_ask_how_to_partition(monkeypatch):
     assert key(kept[0], True) == key(kept[1], True) != key(kept[1], False)
 
 
-def test_a_program_is_not_stored(tmp_path):
+@pytest.fixture
+def stored(tmp_path):
+    """A folder in which JAX stores every program."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -184,15 +186,19 @@ def test_a_program_is_not_stored(tmp_path):
     for name, value in zip(names, (str(tmp_path), 0.0, -1), strict=True):
         jax.config.update(name, value)
     compilation_cache.reset_cache()
-    x = jax.ShapeDtypeStruct((4,), jnp.float32)
-    with hidden_jax.storing_no_program():
-        jax.jit(doubled).lower(x).compile()
-    assert list(tmp_path.glob("*-cache")) == []
-    jax.jit(half).lower(x).compile()
-    assert len(list(tmp_path.glob("*-cache"))) == 1
+    yield tmp_path
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+def test_a_program_is_not_stored(stored):
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    with hidden_jax.storing_no_program():
+        jax.jit(doubled).lower(x).compile()
+    assert list(stored.glob("*-cache")) == []
+    jax.jit(half).lower(x).compile()
+    assert len(list(stored.glob("*-cache"))) == 1
 
 
 def test_kernels_are_changed_once(monkeypatch):
