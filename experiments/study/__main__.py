@@ -322,7 +322,9 @@ def _parity_figure() -> None:
     numbers = intervals.read_numbers(Path(_NUMBERS.value))
     arms = [name.removeprefix("gap/") for name in numbers if name.startswith("gap/")]
     # Controls are so far off that nothing else would be seen beside them.
-    gaps = {arm: numbers[f"gap/{arm}"]["seeds"] for arm in arms if not parity_plan.ARMS[arm].control}
+    gaps = {
+        arm: numbers[f"gap/{arm}"]["seeds"] for arm in arms if not parity_plan.ARMS[arm].control
+    }
     plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
 
 
