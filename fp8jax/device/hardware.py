@@ -7,9 +7,11 @@ multi-host run, call them after `jax.distributed.initialize`.
 import dataclasses
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.extend
+import numpy as np
 
 # Dense BF16 peak in FLOP/s per device, from the vendors' data sheets: without sparsity, at boost
 # clock and full power. (The T4 has no BF16: its figure is for FP16.) `peak_flops` tries the names
@@ -137,6 +139,23 @@ def memory_limit(devices: Iterable[jax.Device]) -> int | None:
         return None
     known = [stat["bytes_limit"] for stat in stats if stat is not None and "bytes_limit" in stat]
     return min(known) if known and len(known) == len(stats) else None
+
+
+def wake(devices: Iterable[jax.Device]) -> None:
+    """Makes an array on each of these devices of this process in a thread, without waiting.
+
+    A GPU takes two seconds for its first array, in which JAX takes most of its memory. Meanwhile
+    programs can be traced and files read. If it fails, the next use of the device fails likewise.
+    """
+
+    def make(device: jax.Device) -> None:
+        jax.device_put(np.zeros(()), device).block_until_ready()
+
+    with_each = list(devices)
+    pool = ThreadPoolExecutor(len(with_each), "device")
+    for device in with_each:
+        pool.submit(make, device)
+    pool.shutdown(wait=False)  # the threads end with their work
 
 
 def peak_memory() -> int | None:

@@ -1,5 +1,6 @@
 """What the library knows about a device: its units and its peak FLOPs."""
 
+import threading
 import types
 
 import jax
@@ -72,3 +73,29 @@ def test_the_version_of_cuda(monkeypatch, text, version):
 )
 def test_peak_flops(kind, flops):
     assert hardware.peak_flops(kind) == flops
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_devices_wake_in_threads(monkeypatch, fails):
+    """`wake` waits for none of them, nor says what fails there."""
+    begun, go = threading.Barrier(3), threading.Event()
+
+    def device_put(x, device):
+        begun.wait(60)  # both at once
+        assert go.wait(60)
+        devices.append(device)
+        if fails:
+            raise RuntimeError("no memory")
+        return put(x)
+
+    devices, put = [], jax.device_put
+    before = set(threading.enumerate())
+    monkeypatch.setattr(jax, "device_put", device_put)
+    hardware.wake(["one", "other"])
+    threads = set(threading.enumerate()) - before
+    assert devices == []
+    begun.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(devices) == ["one", "other"]

@@ -14,7 +14,7 @@ from configs import base, proving
 from experiments.study import parity_ledger, proving_analysis, proving_plan
 from experiments.study.parity_parts import VALIDATED, read_validation
 from experiments.study.parity_plan import BASELINE, NULL, Chain
-from experiments.study.proving_plan import ARMS, COMPARISONS, PLANS, RUN
+from experiments.study.proving_plan import ALONE, ARMS, COMPARISONS, NAIVE, PLANS, RUN
 from fp8jax.lm.model.models import model_config
 from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training.loop import train_and_evaluate
@@ -126,9 +126,24 @@ def test_tables_by_hand():
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
     with pytest.raises(
-        ValueError, match="no place for any of recipes, readings, casts, schedule, comparisons"
+        ValueError, match="for any of recipes, readings, casts, schedule, comparisons, sum"
     ):
         proving_analysis.fill_page("a page", lines)
+
+
+def test_the_sum_of_casts_by_hand():
+    """Casts alone at 1% but one at 3%; all at 6% and 7%: 8 - 6, 8 - 7. Seed 2 lacks a cast.
+
+    The interval: 12.706 x (1 / sqrt(2)) / sqrt(2) = 6.353 to either side.
+    """
+    lines = [*BASE, *made(NAIVE, 2.12, 2.14, 2.2)]
+    for arm in ALONE[1:]:
+        lines += made(arm.name, 2.02, 2.02, 2.02)
+    assert proving_analysis.sum_of_casts(lines) == {}
+    lines += made(ALONE[0].name, 2.06, 2.06)
+    assert proving_analysis.sum_of_casts(lines) == pytest.approx({0: 2.0, 1: 1.0})
+    row = "| `fp4_naive` | +2.00 +1.00 | +1.50 | [-4.85, +7.85] | 1 |"
+    assert proving_analysis.tables(lines)["sum"].splitlines()[-1] == row
 
 
 def test_a_control_that_is_not_worse_is_a_failure():
@@ -159,6 +174,11 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     for name in ("recipes_loss", "recipe_readings"):
         page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
         assert proving_analysis.fill_page(page, second) == page
+    casts = parity_ledger.read(docs / "casts_ledger.jsonl")
+    page = (docs / "results/casts.md").read_text(encoding="utf-8")
+    assert f"{len(casts)} of 42 runs" in page and len({line.code for line in casts}) == 1
+    casts = proving_analysis.lines_of(casts, proving_plan.setting())
+    assert proving_analysis.fill_page(page, casts) == page
     assert proving_analysis.control_failures(first) == []
     assert proving_analysis.control_failures(second) == []
 

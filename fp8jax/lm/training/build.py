@@ -230,7 +230,10 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     vocab_size = shared.tokenizer.vocab_size
     model = _model(config, shared.shape, policy, vocab_size, shared.mesh)
     initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
-    boxed = initial.eval_shape()
+    with jax.set_mesh(
+        shared.mesh
+    ):  # as where the program is traced: the mesh is a part of a trace's key
+        boxed = initial.eval_shape()
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         linen.meta.unbox(boxed),
@@ -391,9 +394,9 @@ def _initial_state(model: Transformer, shared: _Shared, seed: int) -> Callable[.
 
     It takes the parameters, not boxed, or nothing: then they are random.
     """
-    key = jax.random.key(seed)
 
     def initial(given: Any = None) -> TrainState:
+        key = jax.random.key(seed)  # outside it would be an array, for which a GPU takes seconds
         tokens = jnp.zeros((1, 1), jnp.int32)
         variables = model.init(jax.random.fold_in(key, 0), tokens, tokens, tokens, key)
         params = to_master(variables["params"], shared.master_weights)

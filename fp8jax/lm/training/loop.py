@@ -256,12 +256,19 @@ def _train_in(
 
 
 def _built(config: ConfigDict) -> Run:
-    """Returns the run of a config; ValueError if the memory does not hold its state."""
+    """Returns the run of a config, and wakes its devices.
+
+    Raises:
+      ValueError: their memory does not hold its state.
+    """
     run = build(config)
     state = max(device_bytes(stage.state) for stage in run.stages)
     require_memory(
         state, f"the state of {run.settings.model}", "take smaller sizes, or shard it (mesh=fsdp)"
     )
+    hardware.wake(
+        run.mesh.local_devices
+    )  # they are used once data is read and programs are lowered
     return run
 
 

@@ -52,7 +52,7 @@ class NewPrograms:
     """
 
     def __init__(self, workdir: str, run: Run, metrics: Metrics, start: int, *, fresh: bool):
-        """Begins to compile the programs of a fresh run in a thread, which `compile` waits for.
+        """Begins to compile the programs of a fresh run in threads, which `compile` waits for.
 
         Those of several processes compile when all of them need the program, so that none waits for
         another in between.

@@ -44,21 +44,53 @@ def abstract_numbers(run: Run, stage: Stage) -> StepNumbers:
 
 
 def training_programs(stage: Stage) -> list[str]:
-    """The fields of `Programs` that train a stage: `seed_step` if histories are new, and `step`."""
-    return ["seed_step", "step"] if stage.seeds else ["step"]
+    """The fields of `Programs` that train a stage: `step`, and `seed_step` if histories are new.
+
+    XLA compiles `step` for longest: it comes first.
+    """
+    return ["step", "seed_step"] if stage.seeds else ["step"]
 
 
 def lower_program(run: Run, stage: Stage, name: str) -> Any:
     """The program `name`, a field of `Programs`, lowered for the shapes that the loop passes."""
     program: Any = getattr(stage.programs, name)
-    if name == "initialize":
-        return program.lower()
-    settings = run.settings
-    rows = settings.microbatch if name == "eval_step" else settings.batch_size
-    trains = name in ("seed_step", "step", "repeat_step")
     with jax.set_mesh(run.mesh):
+        if name == "initialize":
+            return program.lower()
+        settings = run.settings
+        rows = settings.microbatch if name == "eval_step" else settings.batch_size
+        trains = name in ("seed_step", "step", "repeat_step")
         numbers = (abstract_numbers(run, stage),) if trains else ()
         return program.lower(stage.state, abstract_batch(run, rows), *numbers)
+
+
+class Compilation:
+    """Programs of a stage that compile in threads, while a run prepares its start.
+
+    Making it lowers them, each of which begins to compile at once. Lowering is Python, which holds
+    Python's lock: beside other Python both take longer than one after the other. XLA does not hold
+    it.
+    """
+
+    def __init__(self, run: Run, stage: Stage, names: list[str]):
+        """Begins to compile the programs `names`, fields of `Programs`; raises as lowering does."""
+        self._began = time.perf_counter()
+        pool = ThreadPoolExecutor(len(names), "compilation")
+        self._futures = {
+            name: pool.submit(_compile, lower_program(run, stage, name)) for name in names
+        }
+        pool.shutdown(wait=False)  # the threads end with their work
+
+    def result(self) -> tuple[dict[str, Any], float]:
+        """Waits, and returns what `compile_programs` returns; raises what XLA raises."""
+        done = {name: future.result() for name, future in self._futures.items()}
+        programs = {name: program for name, (program, _) in done.items()}
+        return programs, max(ended for _, ended in done.values()) - self._began
+
+
+def _compile(lowered: Any) -> tuple[Any, float]:
+    """Returns the compiled program, and when it was."""
+    return lowered.compile(), time.perf_counter()
 
 
 def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str, Any], float]:
@@ -66,26 +98,7 @@ def compile_programs(run: Run, stage: Stage, names: list[str]) -> tuple[dict[str
 
     A call of such a program, with the state and batches of the loop, compiles nothing more.
     """
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(len(names)) as pool:
-        # XLA does not hold Python's lock: it compiles one program while the next one is traced.
-        futures = {name: pool.submit(lower_program(run, stage, name).compile) for name in names}
-        compiled = {name: future.result() for name, future in futures.items()}
-    return compiled, time.perf_counter() - begin
-
-
-class Compilation:
-    """Training programs of a stage that compile in a thread, while a run prepares its start."""
-
-    def __init__(self, run: Run, stage: Stage, names: list[str]):
-        """Begins to compile the programs `names`, fields of `Programs`."""
-        pool = ThreadPoolExecutor(1, "compilation")
-        self._result = pool.submit(compile_programs, run, stage, names)
-        pool.shutdown(wait=False)  # the thread ends with its work
-
-    def result(self) -> tuple[dict[str, Any], float]:
-        """Waits, and returns what `compile_programs` returns; raises what it raises."""
-        return self._result.result()
+    return Compilation(run, stage, names).result()
 
 
 def dump_hlo(run: Run, directory: str | os.PathLike[str]) -> list[Path]:

@@ -169,7 +169,7 @@ def test_report_says_what_limits():
 def test_dump_hlo_writes_every_program(tmp_path, monkeypatch):
     monkeypatch.setitem(POLICIES, "one_linear", ONE_LINEAR)
     run = build(one_layer(precision="one_linear"), jax.devices()[:1])
-    names = ["seed_step", "step", "eval_step"]
+    names = ["step", "seed_step", "eval_step"]
     files = programs.dump_hlo(run, tmp_path / "new" / "hlo")
     kinds = ("stablehlo", "hlo")
     assert [file.name for file in files] == [f"{n}.{kind}.txt" for n in names for kind in kinds]

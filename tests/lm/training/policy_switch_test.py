@@ -280,7 +280,7 @@ def test_histories_that_both_policies_have_are_kept_and_new_ones_seeded(data, fi
             assert new[name].sharding == abstract.sharding
             assert new[name].dtype == abstract.dtype
     assert stage.seeds == any(not name.startswith(kept) for name in new)
-    assert programs.training_programs(stage) == (["seed_step", "step"] if stage.seeds else ["step"])
+    assert programs.training_programs(stage) == (["step", "seed_step"] if stage.seeds else ["step"])
 
 
 class Found(Checkpointer):
@@ -444,7 +444,7 @@ def test_plan_programs_and_parameters_are_those_of_all_stages(data, tmp_path):
     line = f"After step 3 policy mlp: {size / 2**30:,.3f} GiB a step."
     assert line in made.text().splitlines()
 
-    names = ["step", "eval_step", "stage2_seed_step", "stage2_step", "stage2_eval_step"]
+    names = ["step", "eval_step", "stage2_step", "stage2_seed_step", "stage2_eval_step"]
     files = programs.dump_hlo(run, tmp_path)
     assert [f.name for f in files] == [f"{n}.{k}.txt" for n in names for k in ("stablehlo", "hlo")]
     quantized = ["f8E4M3FN" in file.read_text() for file in files[::2]]
