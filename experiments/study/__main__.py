@@ -126,7 +126,11 @@ _ROWS = flags.DEFINE_integer(
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at once.", 1)
 
 
-_PLAN = flags.DEFINE_string("plan", "", f"What `parity` runs: {', '.join(parity_plan.PLANS)}.")
+_PLAN = flags.DEFINE_string(
+    "plan",
+    "",
+    f"What `parity` runs: {', '.join(parity_plan.PLANS)}; of `parity_table`, whose runs it judges.",
+)
 
 
 _ARMS = flags.DEFINE_string("arms", "", "The arms of `proving`, of its plan; by default all.")
@@ -262,7 +266,7 @@ def _parity() -> None:
         budget=_BUDGET.value,
         machine=_MACHINE.value or _BUDGET.value,
         facts=parity_facts.facts(
-            parity_plan.setting(), corpus.digest_of(text / corpus.MANIFEST), _COMMIT.value
+            plan.setting(), corpus.digest_of(text / corpus.MANIFEST), _COMMIT.value
         ),
     )
     try:
@@ -307,7 +311,8 @@ def _proving_table() -> None:
 def _parity_table() -> None:
     lines = parity_ledger.read(Path(_LEDGER.value))
     data = corpus.digest_of(Path(_MANIFEST.value))
-    setting = _SETTING.value or parity_plan.setting()
+    plan = lookup("plan", _PLAN.value or "headline", parity_plan.PLANS)
+    setting = _SETTING.value or plan.setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
     found = parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
@@ -370,7 +375,7 @@ _COMMANDS = (
         name="parity_table",
         run=_parity_table,
         needs=["ledger", "manifest"],
-        takes=["output", "setting"],
+        takes=["output", "plan", "setting"],
     ),
     _Study(name="parity_figure", run=_parity_figure, needs=["numbers", "output"]),
     _Study(

@@ -107,7 +107,7 @@ def _train(chain: Chain, keys: Sequence[str], workdir: Path, corpus: Path) -> li
         *keys,
     )
     flags = [f"--config.{setting}" for setting in settings]
-    return ["--config=configs/study.py", f"--workdir={workdir}", *flags]
+    return [f"--config=configs/study.py:{chain.size}", f"--workdir={workdir}", *flags]
 
 
 # Results ------------------------------------------------------------------------------------------

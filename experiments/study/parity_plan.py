@@ -143,11 +143,12 @@ _REPEATS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """One arm with one seed."""
+    """One arm with one seed; `size` is one of configs/study.py."""
 
     arm: Arm
     seed: int
     forks: tuple[Fork, ...]
+    size: str = study.SIZES[0]
 
     @property
     def name(self) -> str:
@@ -156,15 +157,20 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Arms x seeds x forks."""
+    """Arms x seeds x forks, of one size of configs/study.py."""
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     forks: tuple[Fork, ...]
+    size: str = study.SIZES[0]
 
     def chains(self) -> list[Chain]:
         """Returns the chains in the order in which they are to run: seed by seed, `bf16` first."""
-        return [Chain(arm, seed, self.forks) for seed in self.seeds for arm in self.arms]
+        return [Chain(arm, seed, self.forks, self.size) for seed in self.seeds for arm in self.arms]
+
+    def setting(self) -> str:
+        """Returns the digest of its config: only runs of one setting are compared."""
+        return setting(study.get_config(self.size))
 
 
 _HEADLINE = (*_BF16, *_FP8, *_FP4, _NULL_ARM)
@@ -183,6 +189,10 @@ PLANS = {
     "headline": Plan(arms=_HEADLINE, seeds=tuple(range(12)), forks=FORKS[:1]),
     # Three seeds were planned: they detected `fp4_naive`, and `stale_scale` scatters too far.
     "controls": Plan(arms=_CONTROLS, seeds=tuple(range(5)), forks=FORKS[:1]),
+    # The FP8 recipe and the FP4 recipe whose gaps have the narrowest intervals, at 134M parameters.
+    "larger": Plan(
+        arms=(*_BF16, *_FP8[:1], *_FP4[1:]), seeds=(0, 1, 2), forks=FORKS[:1], size=study.SIZES[1]
+    ),
 }
 
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}

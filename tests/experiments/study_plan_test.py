@@ -35,13 +35,28 @@ def test_forks_begin_at_the_trunk_s_checkpoints_and_decay_over_an_eighth():
     assert [round(fork.tokens / 1e6) for fork in FORKS] == [75, 151, 302, 604]
 
 
-def test_no_tile_of_the_model_is_ragged_or_the_whole():
-    config = study.get_config()
+@pytest.mark.parametrize(
+    "size, tiles, millions", [("llama_60m", (4, 11), 58.5), ("llama_125m", (6, 16), 134.1)]
+)
+def test_no_tile_of_the_model_is_ragged_or_the_whole(size, tiles, millions):
+    config = study.get_config(size)
     model = model_config(config.model, {k: v for k, v in config.model_overrides.items() if v})
-    assert (model.d_model, model.d_ff, model.vocab_size) == (4 * 128, 11 * 128, 250 * 128)
+    widths = model.d_model, model.d_ff, model.vocab_size
+    assert widths == (tiles[0] * 128, tiles[1] * 128, 250 * 128)
     layer = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff + 2 * model.d_model
     tables = 2 * model.vocab_size * model.d_model
-    assert round((model.n_layers * layer + tables + model.d_model) / 1e6, 1) == 58.5
+    assert round((model.n_layers * layer + tables + model.d_model) / 1e6, 1) == millions
+
+
+def test_a_plan_of_another_size_is_another_setting(tmp_path):
+    plan = PLANS["larger"]
+    assert [arm.name for arm in plan.arms] == [BASELINE, "fp8_delayed", "fp4_mixed"]
+    assert plan.setting() != PLANS["headline"].setting() == parity_plan.setting()
+    for name, size in (("larger", "llama_125m"), ("headline", "llama_60m")):
+        chain = PLANS[name].chains()[0]
+        trunk, decay, _ = parity_parts.parts(chain, FORKS[0], tmp_path, tmp_path / "corpus")
+        for part in (trunk, decay):
+            assert f"--config=configs/study.py:{size}" in part.command
 
 
 def test_arms_can_be_honored_and_each_seed_has_its_baseline_first():
