@@ -515,9 +515,12 @@ def abstract_variables(model: Transformer) -> Any:
 @functools.lru_cache(maxsize=64)
 def _abstract_variables(model: Transformer, mesh: jax.sharding.AbstractMesh) -> Any:
     """Under the mesh `mesh`, on which shapes and their shardings may depend."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    key = jax.random.key(0)
-    return jax.eval_shape(model.init, key, tokens, tokens, tokens, key)
+
+    def variables() -> Any:
+        tokens, key = jnp.zeros((1, 1), jnp.int32), jax.random.key(0)
+        return model.init(key, tokens, tokens, tokens, key)
+
+    return jax.eval_shape(variables)
 
 
 def count_params(config: ModelConfig) -> int:
