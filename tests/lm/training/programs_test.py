@@ -57,11 +57,10 @@ def test_an_error_of_a_program_ends_the_run(data, tmp_path, monkeypatch, what):
         train_and_evaluate(tiny(data), str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("precision", ["fp8_delayed", "nvfp4"])
-def test_what_comes_before_the_device_s_first_array_makes_none(data, precision):
+def test_what_comes_before_the_device_s_first_array_makes_none(data):
     """So that a GPU can get ready meanwhile (`hardware.wake`)."""
     with jax.transfer_guard("disallow_explicit"):
-        run = build(one_layer(data, precision=precision))
+        run = build(one_layer(data, precision="fp8_delayed"))
         for name in programs.training_programs(run.stages[0]):
             programs.lower_program(run, run.stages[0], name)
 
