@@ -229,10 +229,8 @@ def _draft(config: ConfigDict, shared: _Shared, policy: Policy) -> _Draft:
     """The draft of the stage that trains in `policy`."""
     vocab_size = shared.tokenizer.vocab_size
     model = _model(config, shared.shape, policy, vocab_size, shared.mesh)
-    initial = jax.jit(_initial_state(model, shared, config.seed))  # its program has this trace, too
-    with jax.set_mesh(
-        shared.mesh
-    ):  # as where the program is traced: the mesh is a part of a trace's key
+    initial = jax.jit(_initial_state(model, shared, config.seed))
+    with jax.set_mesh(shared.mesh):  # as where its program is traced, which has this trace, too
         boxed = initial.eval_shape()
     state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

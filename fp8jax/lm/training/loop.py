@@ -266,9 +266,7 @@ def _built(config: ConfigDict) -> Run:
     require_memory(
         state, f"the state of {run.settings.model}", "take smaller sizes, or shard it (mesh=fsdp)"
     )
-    hardware.wake(
-        run.mesh.local_devices
-    )  # they are used once data is read and programs are lowered
+    hardware.wake(run.mesh.local_devices)  # used once data is read and programs are lowered
     return run
 
 
