@@ -6,7 +6,7 @@ multi-host run, call them after `jax.distributed.initialize`.
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -141,19 +141,18 @@ def memory_limit(devices: Iterable[jax.Device]) -> int | None:
     return min(known) if known and len(known) == len(stats) else None
 
 
-def wake(devices: Iterable[jax.Device]) -> None:
+def wake(devices: Sequence[jax.Device]) -> None:
     """Makes an array on each of these devices of this process in a thread, without waiting.
 
-    A GPU takes two seconds for its first array, in which JAX takes most of its memory. Meanwhile
+    An H200 takes nearly two seconds for its first array (docs/results/mesh_compile.md). Meanwhile
     programs can be traced and files read. If it fails, the next use of the device fails likewise.
     """
 
     def make(device: jax.Device) -> None:
         jax.device_put(np.zeros(()), device).block_until_ready()
 
-    with_each = list(devices)
-    pool = ThreadPoolExecutor(len(with_each), "device")
-    for device in with_each:
+    pool = ThreadPoolExecutor(len(devices), "device")
+    for device in devices:
         pool.submit(make, device)
     pool.shutdown(wait=False)  # the threads end with their work
 
