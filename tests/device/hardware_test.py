@@ -91,11 +91,11 @@ def test_devices_wake_in_threads(monkeypatch, fails):
     devices, put = [], jax.device_put
     before = set(threading.enumerate())
     monkeypatch.setattr(jax, "device_put", device_put)
-    hardware.wake(["one", "other"])
+    hardware.wake(jax.devices()[:2])
     threads = set(threading.enumerate()) - before
     assert devices == []
     begun.wait(60)
     go.set()
     for thread in threads:
         thread.join(60)
-    assert sorted(devices) == ["one", "other"]
+    assert set(devices) == set(jax.devices()[:2])
