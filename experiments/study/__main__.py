@@ -37,7 +37,7 @@ and `sweep` write Markdown and a figure into --workdir.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from absl import flags, logging
@@ -65,6 +65,7 @@ from experiments.study import (
     proving_plan,
     recipe_page,
 )
+from experiments.study.parity_plan import Plan
 from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
@@ -90,7 +91,9 @@ _PRECISIONS = flags.DEFINE_string("precisions", ",".join(POLICIES), "Policies, b
 
 
 _SEEDS = flags.DEFINE_list(
-    "seeds", None, "Of `curves`, by default the config's own; of `proving`, the plan's."
+    "seeds",
+    None,
+    "Of `curves`, by default the config's own; of `parity` and `proving`, by default the plan's.",
 )
 
 
@@ -133,7 +136,9 @@ _PLAN = flags.DEFINE_string(
 )
 
 
-_ARMS = flags.DEFINE_string("arms", "", "The arms of `proving`, of its plan; by default all.")
+_ARMS = flags.DEFINE_string(
+    "arms", "", "Arms of the plan that `parity` and `proving` run; by default all."
+)
 
 
 _RUNS_PER_GPU = flags.DEFINE_integer(
@@ -254,9 +259,17 @@ def _gpus() -> list[parity_runner.Gpu]:
     return parity_runner.find_gpus() * _RUNS_PER_GPU.value
 
 
+def _chosen(plans: Mapping[str, Plan]) -> Plan:
+    """Returns the plan of --plan, with the arms and seeds of --arms and --seeds where given."""
+    plan = lookup("plan", _PLAN.value, plans)
+    arms = command.split_specs(_ARMS.value) if _ARMS.present else None
+    seeds = None if _SEEDS.value is None else _parse_integers("seeds", _SEEDS.value)
+    return plan.part(arms, seeds)
+
+
 def _parity() -> None:
     text, ledger = Path(_CORPUS.value), Path(_LEDGER.value)
-    plan = lookup("plan", _PLAN.value, parity_plan.PLANS)
+    plan = _chosen(parity_plan.PLANS)
     given = parity_runner.Run(
         chains=plan.chains(),
         parts=lambda chain, fork, folder: parity_parts.parts(chain, fork, folder, text),
@@ -276,15 +289,9 @@ def _parity() -> None:
 
 
 def _proving() -> None:
-    plan = lookup("plan", _PLAN.value, proving_plan.PLANS)
-    seeds = plan.seeds if _SEEDS.value is None else _parse_integers("seeds", _SEEDS.value)
-    arms = plan.arms
-    if _ARMS.present:
-        names = command.split_specs(_ARMS.value)
-        arms = tuple(lookup("arm", name, {arm.name: arm for arm in plan.arms}) for name in names)
     ledger = Path(_LEDGER.value)
     given = parity_runner.Run(
-        chains=dataclasses.replace(plan, arms=arms, seeds=tuple(seeds)).chains(),
+        chains=_chosen(proving_plan.PLANS).chains(),
         parts=proving_plan.parts,
         gpus=_gpus(),
         workdir=Path(_WORKDIR.value),
@@ -368,7 +375,7 @@ _COMMANDS = (
     _Study(
         name="parity",
         run=_parity,
-        takes=["machine", "runs_per_gpu"],
+        takes=["machine", "arms", "seeds", "runs_per_gpu"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
     _Study(

@@ -16,12 +16,13 @@ held-out rows: each is compared with `bf16` of its seed and its fork, and with n
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from configs import gnmr, study
+from fp8jax.lookup import lookup
 
 STEP_TOKENS = 65_536  # 64 rows of 1024 (configs/study.py)
 
@@ -167,6 +168,20 @@ class Plan:
     def chains(self) -> list[Chain]:
         """Returns the chains in the order in which they are to run: seed by seed, `bf16` first."""
         return [Chain(arm, seed, self.forks, self.size) for seed in self.seeds for arm in self.arms]
+
+    def part(self, arms: Sequence[str] | None, seeds: Sequence[int] | None) -> "Plan":
+        """Returns the plan with these of its arms and with these seeds; None: all of them.
+
+        Raises:
+          ValueError: it has no such arm; the message names those that it has.
+        """
+        known = {arm.name: arm for arm in self.arms}
+        chosen = known if arms is None else dict.fromkeys(arms)
+        return dataclasses.replace(
+            self,
+            arms=tuple(lookup("arm", name, known) for name in chosen),
+            seeds=self.seeds if seeds is None else tuple(dict.fromkeys(seeds)),
+        )
 
     def setting(self) -> str:
         """Returns the digest of its config: only runs of one setting are compared."""
