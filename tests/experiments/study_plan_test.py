@@ -78,12 +78,14 @@ def test_arms_can_be_honored_and_each_seed_has_its_baseline_first():
 
 def test_a_part_of_a_plan_has_these_arms_and_seeds_and_no_unknown_one():
     plan = PLANS["headline"]
-    part = plan.part(["bf16", "fp8_block"], [11, 12])
+    part = plan.part(["fp8_block", "bf16"], [11, 12])  # a baseline comes first all the same
     names = ["bf16-seed11", "fp8_block-seed11", "bf16-seed12", "fp8_block-seed12"]
     assert [chain.name for chain in part.chains()] == names
     assert part.setting() == plan.setting() and plan.part(None, None) == plan
     with pytest.raises(ValueError, match="'fp8_blok'.*fp8_block"):
         plan.part(["fp8_blok"], None)
+    with pytest.raises(ValueError, match="without seeds"):
+        plan.part(None, [])
 
 
 def test_commands_of_a_fork(tmp_path):
