@@ -322,10 +322,7 @@ def _parity_table() -> None:
     setting = _SETTING.value or plan.setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
-    own = parity_ledger.comparable(lines, setting, data)
-    if not own:
-        raise ValueError(f"{_LEDGER.value} has no run of the text of {_MANIFEST.value}")
-    found = parity_analysis.verdicts(own)
+    found = parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
     print(parity_analysis.table(found))
     if _OUTPUT.value:
         parity_analysis.write_json(Path(_OUTPUT.value), found)

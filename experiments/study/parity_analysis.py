@@ -84,8 +84,11 @@ def verdicts(lines: Sequence[Line]) -> list[Verdict]:
       lines: of one setting and one set of data.
 
     Raises:
-      ValueError: the two members of a pair were not run alike; the message says in what.
+      ValueError: there are no lines; or the two members of a pair were not run alike, and the
+        message says in what.
     """
+    if not lines:
+        raise ValueError("the ledger has no run of this setting and this text")
     each = [(arm, fork) for arm in ARMS if arm != BASELINE for fork in FORKS]
     found = [compare(lines, arm, fork) for arm, fork in each]
     return [verdict for verdict in found if verdict is not None]

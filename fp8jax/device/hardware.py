@@ -144,8 +144,9 @@ def memory_limit(devices: Iterable[jax.Device]) -> int | None:
 def wake(devices: Sequence[jax.Device]) -> None:
     """Makes an array on each of these devices of this process in a thread, without waiting.
 
-    An H200 takes nearly two seconds for its first array (docs/results/mesh_compile.md). Meanwhile
-    programs can be traced and files read. If it fails, the next use of the device fails likewise.
+    An H200's first array waits two seconds for the memory that JAX takes of it
+    (docs/results/mesh_compile.md). Meanwhile programs can be traced and files read. If it fails,
+    the next use of the device fails likewise.
     """
 
     def make(device: jax.Device) -> None:

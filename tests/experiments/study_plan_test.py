@@ -369,6 +369,11 @@ def test_what_was_not_run_alike_is_no_pair(field):
         parity_analysis.verdicts(lines)
 
 
+def test_no_run_of_a_setting_and_text_is_no_table():
+    with pytest.raises(ValueError, match="no run of this setting and this text"):
+        parity_analysis.verdicts([])
+
+
 def test_a_margin_that_an_interval_crosses_decides_nothing():
     lines = [made(BASELINE, seed, 1.0) for seed in range(3)]
     lines += [made("fp8_block", s, 1 + g / 100) for s, g in enumerate((0.14, 0.17, 0.15))]
