@@ -59,7 +59,7 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
 
 def test_runs_of_a_schedule_end_as_their_names_say():
     ending = [arm for arm in PLANS["schedule"].arms if arm.changes]
-    assert len(ending) == 12
+    assert len(ending) == 14
     for arm in ending:
         (change,) = arm.changes
         (last,) = ast.literal_eval(change.removeprefix("precision_schedule="))
