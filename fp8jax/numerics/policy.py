@@ -131,6 +131,15 @@ class Policy:
         return any(recipe.histories for _, recipe in self.rules)
 
     @property
+    def constant_gradients(self) -> bool:
+        """Whether the scale of some gradient is a constant, which does not follow its size."""
+        return any(
+            cast is not None and cast.timing == "constant"
+            for _, recipe in self.rules
+            for cast in (recipe.dgrad_g, recipe.wgrad_g)
+        )
+
+    @property
     def stochastic(self) -> bool:
         """Whether any module needs a key."""
         return any(recipe.stochastic for _, recipe in self.rules)

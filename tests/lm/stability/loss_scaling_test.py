@@ -17,6 +17,7 @@ from fp8jax.lm.training.build import build
 from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.step import TrainState, accumulate
+from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import RECIPES
 from tests.support.runs import corpus, happened, numbers, one_layer, tiny
@@ -91,6 +92,30 @@ def test_scales_in_words():
 def test_amax_histories_refuse_a_scale_that_jumps(data):
     with pytest.raises(ValueError, match="the amax histories of fp8_delayed would clip them"):
         build(one_layer(data, precision="fp8_delayed", optimizer__loss_scale="dynamic"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale", "warned"),
+    [("fp8_cscale", "none", True), ("fp8_cscale", "4096", False), ("fp8_amax", "none", False)],
+)
+def test_constant_scales_of_gradients_ask_for_a_loss_scale(data, caplog, precision, scale, warned):
+    build(one_layer(data, precision=precision, optimizer__loss_scale=scale))
+    said = f"{precision} has a constant scale for gradients. Those of a mean over 1024 tokens"
+    assert (said in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("precision", "constant"),
+    [
+        ("fp8_cscale", True),
+        ("fp8_cscale:backward=bf16", False),
+        ("fp8_cscale:only=fwd_x", False),
+        ("fp8_amax:margin=3", False),
+        ("bf16", False),
+    ],
+)
+def test_which_policies_have_gradients_of_constant_scale(precision, constant):
+    assert as_policy(precision).constant_gradients == constant
 
 
 def first_batch(run, data):
