@@ -37,6 +37,7 @@ from experiments.study import parity_ledger
 from experiments.study.parity_ledger import Line
 from experiments.study.parity_parts import READERS, SCORE, Part, non_finite
 from experiments.study.parity_plan import Chain, Fork
+from fp8jax.lookup import lookup
 
 GRACE = 30.0  # seconds that a program has to save
 START = 15.0  # seconds that a program takes before it works: imports, compiled programs, data
@@ -75,11 +76,19 @@ class Run:
 
 
 def find_gpus() -> list[Gpu]:
-    """Returns the GPUs that nvidia-smi lists. Raises OSError if there is no such program."""
+    """Returns the GPUs that nvidia-smi lists; of CUDA_VISIBLE_DEVICES, if that has indices.
+
+    Raises:
+      OSError: there is no such program.
+      ValueError: CUDA_VISIBLE_DEVICES names a GPU otherwise than by an index that it lists.
+    """
     query = ("nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader")
     listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     pairs = [line.partition(",") for line in listed.splitlines()]
-    return [Gpu(int(index), name.strip()) for index, _, name in pairs]
+    found = {index: Gpu(int(index), name.strip()) for index, _, name in pairs}
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = found if chosen is None else chosen.split(",")
+    return [lookup("GPU of CUDA_VISIBLE_DEVICES", name.strip(), found) for name in names]
 
 
 def run(given: Run) -> list[Line]:

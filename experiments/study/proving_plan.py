@@ -8,6 +8,8 @@ the same rows in the same order and the same held-out rows.
     readings   other readings of papers, and options of recipes
     casts      the control with one of its six casts alone, and with all but one
     schedule   FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
+    last_step  FP4 whose last step alone runs in BF16
+    constants  one constant scale for everything, with and without a loss scale
 
 Each arm is compared with `bf16` of its seed. `COMPARISONS` are the pairs of arms that the pages
 speak of; no others are looked at. With so many intervals one in twenty leaves zero out by chance.
@@ -107,14 +109,22 @@ def _ending(trunk: str, target: str, begins: float) -> Arm:
 
 
 _TARGETS = (BASELINE, "fp8_block", f"{_MIXED}:backward=bf16")
+_MIXED_ENDINGS = tuple(_ending(_MIXED, target, at) for target in _TARGETS for at in _BEGINS)
+_NAIVE_ENDINGS = tuple(_ending(NAIVE, BASELINE, at) for at in _BEGINS)
 # The last of 1,000 steps, at a rate of nearly zero: the casts are gone and no training is left.
-# Asked for after the first runs.
-_LAST_STEP = 0.999
-_MIXED_ENDINGS = (
-    *(_ending(_MIXED, target, at) for target in _TARGETS for at in _BEGINS),
-    _ending(_MIXED, BASELINE, _LAST_STEP),
+_LAST_STEP = tuple(_ending(trunk, BASELINE, 0.999) for trunk in (_MIXED, NAIVE))
+
+# One constant scale; the same with gradients that are 2^12 and 2^16 times as large, or whose scale
+# is as much smaller.
+_CSCALE = "fp8_cscale"
+_CONSTANTS = (
+    _arm(_CSCALE),
+    *(
+        _arm(f"{_CSCALE}_loss_scale_{scale}", _CSCALE, f"optimizer.loss_scale={scale}")
+        for scale in (4096, 65536)
+    ),
+    _arm(f"{_CSCALE}:margin=-12"),
 )
-_NAIVE_ENDINGS = tuple(_ending(NAIVE, BASELINE, at) for at in (*_BEGINS, _LAST_STEP))
 
 _SEEDS = (0, 1, 2)
 PLANS = {
@@ -128,6 +138,13 @@ PLANS = {
         seeds=_SEEDS,
         forks=(RUN,),
     ),
+    # Planned after the runs of `schedule`.
+    "last_step": Plan(
+        arms=(_BASE, _arm(_MIXED), _arm(NAIVE, control=True), *_LAST_STEP),
+        seeds=_SEEDS,
+        forks=(RUN,),
+    ),
+    "constants": Plan(arms=(_BASE, *_CONSTANTS), seeds=_SEEDS, forks=(RUN,)),
 }
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
 
@@ -161,6 +178,7 @@ COMPARISONS = (
     *((arm.name, NAIVE) for arm in WITHOUT),
     *((arm.name, _MIXED) for arm in _MIXED_ENDINGS),
     *((arm.name, NAIVE) for arm in _NAIVE_ENDINGS),
+    *zip([arm.name for arm in _LAST_STEP], (_MIXED, NAIVE), strict=True),
 )
 
 

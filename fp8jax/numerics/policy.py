@@ -22,8 +22,9 @@ from typing import Any
 
 from fp8jax.lookup import Table, brief
 from fp8jax.numerics.describe import HEADER, recipe_rows, table
-from fp8jax.numerics.recipe import Recipe
+from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import HIGH_PRECISION, RECIPES
+from fp8jax.numerics.scales import Constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +133,9 @@ class Policy:
 
     @property
     def constant_gradients(self) -> bool:
-        """Whether the scale of some gradient is a constant, which does not follow its size."""
+        """Whether some gradient has a constant scale that is not finer than the forward's."""
         return any(
-            cast is not None and cast.timing == "constant"
+            cast is not None and cast.timing == "constant" and not _finer(cast, recipe.fwd_x)
             for _, recipe in self.rules
             for cast in (recipe.dgrad_g, recipe.wgrad_g)
         )
@@ -152,6 +153,14 @@ class Policy:
     def without_exemptions(self) -> "Policy":
         """Returns the policy of the layers that are not exempt."""
         return dataclasses.replace(self, bf16_first=0, bf16_last=0)
+
+
+def _finer(cast: Cast, other: Cast | None) -> bool:
+    """Whether a constant scale is smaller than another, which is a constant, too."""
+    match cast.scale, other and other.scale:
+        case Constant(value), Constant(of_other):
+            return value < of_other
+    return False
 
 
 def _check_rule(rule: Any) -> None:

@@ -9,7 +9,8 @@ options of the recipe's name (cast_options.py), given in parentheses:
                 values are one tensor there, with one bias (the policy's option `qkv=shared`).
                 Formats with the largest number 240, theirs, are `formats=fnuz`.
     fp8_cscale  The same with one constant bias, of gradients less 3 in their code (`margin=3`).
-                CSCALE_BIAS is the middle of the interval in which small models train here
+                CSCALE_BIAS is the middle of the interval in which models of up to 0.4M parameters
+                train with 2,048 tokens a step. Gradients of larger steps are too small for it
                 (docs/results/cscale_bias.md). No constant is right for every model.
     fp8_block   DeepSeek-V3 (2412.19437) and InfiR2 (2509.22536): E4M3 everywhere. InfiR2 compares
                 float32 scales with power-of-two scales. Its scripts run the latter, which is

@@ -58,8 +58,9 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
 
 
 def test_runs_of_a_schedule_end_as_their_names_say():
-    ending = [arm for arm in PLANS["schedule"].arms if arm.changes]
-    assert len(ending) == 14
+    plans = (PLANS["schedule"], PLANS["last_step"])
+    ending = [arm for plan in plans for arm in plan.arms if arm.changes]
+    assert len(ending) == 12 + 2
     for arm in ending:
         (change,) = arm.changes
         (last,) = ast.literal_eval(change.removeprefix("precision_schedule="))
@@ -125,7 +126,7 @@ def test_tables_by_hand():
     place = "<!-- table: proving comparisons -->\n<!-- end -->\n"
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
-    names = "recipes, readings, casts, schedule, comparisons, sum"
+    names = "recipes, readings, casts, schedule, last_step, constants, comparisons, sum"
     with pytest.raises(ValueError, match=f"no place for any of {names}"):
         proving_analysis.fill_page("a page", lines)
 

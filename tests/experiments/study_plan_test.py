@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -174,6 +175,25 @@ class Stub:
     def ran(self):
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return [line.rpartition(" ")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1, 2]), ("1", [1]), ("2, 0", [2, 0]), ("", None), ("3", None)],
+)
+def test_gpus_are_those_that_are_listed_and_visible(tmp_path, monkeypatch, visible, indices):
+    listing = tmp_path / "nvidia-smi"
+    listing.write_text("#!/bin/sh\nprintf '0, NVIDIA H200\\n1, NVIDIA H200\\n2, NVIDIA H200\\n'\n")
+    listing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if indices is None:
+        with pytest.raises(ValueError, match="unknown GPU of CUDA_VISIBLE_DEVICES"):
+            runner.find_gpus()
+    else:
+        assert runner.find_gpus() == [runner.Gpu(index, "NVIDIA H200") for index in indices]
 
 
 @pytest.fixture

@@ -469,12 +469,13 @@ def _loss_scaling(config: ConfigDict, precision: PrecisionSchedule) -> LossScali
             f" histories of {delayed[0]} would clip them for a step: take a power of two, or a"
             " policy with current scaling"
         )
-    constant = [policy.name for policy in precision.policies if policy.constant_gradients]
+    others = (as_policy(config.gnmr.precision), as_policy(config.recovery.precision))
+    constant = [each.name for each in (*precision.policies, *others) if each.constant_gradients]
     if scaling is None and constant:
         logging.warning(
             "%s has a constant scale for gradients. Those of a mean over %d tokens may be too small"
-            " for it: give optimizer.loss_scale, a power of two or dynamic"
-            " (docs/results/cscale_bias.md)",
+            " for it. A power of two as optimizer.loss_scale, or option margin=-12, makes up for"
+            " that (docs/results/cscale_bias.md)",
             constant[0], config.batch_size * config.seq_len,
         )  # fmt: skip
     return scaling

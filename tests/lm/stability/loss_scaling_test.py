@@ -95,12 +95,21 @@ def test_amax_histories_refuse_a_scale_that_jumps(data):
 
 
 @pytest.mark.parametrize(
-    ("precision", "scale", "warned"),
-    [("fp8_cscale", "none", True), ("fp8_cscale", "4096", False), ("fp8_amax", "none", False)],
+    ("changes", "warned"),
+    [
+        ({"precision": "fp8_cscale"}, True),
+        ({"precision_schedule": ((0.5, "fp8_cscale"),)}, True),
+        ({"recovery__precision": "fp8_cscale"}, True),
+        ({"gnmr__precision": "fp8_cscale"}, True),
+        ({"precision": "fp8_cscale", "optimizer__loss_scale": "1"}, True),
+        ({"precision": "fp8_cscale", "optimizer__loss_scale": "4096"}, False),
+        ({"precision": "fp8_cscale", "optimizer__loss_scale": "dynamic"}, False),
+        ({"precision": "fp8_amax"}, False),
+    ],
 )
-def test_constant_scales_of_gradients_ask_for_a_loss_scale(data, caplog, precision, scale, warned):
-    build(one_layer(data, precision=precision, optimizer__loss_scale=scale))
-    said = f"{precision} has a constant scale for gradients. Those of a mean over 1024 tokens"
+def test_constant_scales_of_gradients_ask_for_a_loss_scale(data, caplog, changes, warned):
+    build(one_layer(data, **{"precision": "bf16"} | changes))
+    said = "fp8_cscale has a constant scale for gradients. Those of a mean over 1024 tokens"
     assert (said in caplog.text) == warned
 
 
@@ -108,6 +117,10 @@ def test_constant_scales_of_gradients_ask_for_a_loss_scale(data, caplog, precisi
     ("precision", "constant"),
     [
         ("fp8_cscale", True),
+        ("fp8_cscale:only=dgrad_g", True),
+        ("fp8_cscale:only=wgrad_g", True),
+        ("fp8_cscale:margin=0", True),
+        ("fp8_cscale:margin=-1", False),
         ("fp8_cscale:backward=bf16", False),
         ("fp8_cscale:only=fwd_x", False),
         ("fp8_amax:margin=3", False),
