@@ -114,8 +114,8 @@ _NAIVE_ENDINGS = tuple(_ending(NAIVE, BASELINE, at) for at in _BEGINS)
 # The last of 1,000 steps, at a rate of nearly zero: the casts are gone and no training is left.
 _LAST_STEP = tuple(_ending(trunk, BASELINE, 0.999) for trunk in (_MIXED, NAIVE))
 
-# One constant scale; the same with gradients that are 2^12 and 2^16 times as large, or whose scale
-# is as much smaller.
+# One constant scale; the same with gradients that are 2^12 and 2^16 times as large; with a scale of
+# gradients that is 2^12 times smaller.
 _CSCALE = "fp8_cscale"
 _CONSTANTS = (
     _arm(_CSCALE),

@@ -474,10 +474,11 @@ def _loss_scaling(config: ConfigDict, precision: PrecisionSchedule) -> LossScali
     if scaling is None and constant:
         logging.warning(
             "%s has a constant scale for gradients. Those of a mean over %d tokens may be too small"
-            " for it. A power of two as optimizer.loss_scale, or option margin=-12, makes up for"
+            " for it. A power of two as optimizer.loss_scale, or option margin=-12, may make up for"
             " that (docs/results/cscale_bias.md)",
-            constant[0], config.batch_size * config.seq_len,
-        )  # fmt: skip
+            constant[0],
+            config.batch_size * config.seq_len,
+        )
     return scaling
 
 
