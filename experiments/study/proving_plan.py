@@ -111,7 +111,8 @@ def _ending(trunk: str, target: str, begins: float) -> Arm:
 _TARGETS = (BASELINE, "fp8_block", f"{_MIXED}:backward=bf16")
 _MIXED_ENDINGS = tuple(_ending(_MIXED, target, at) for target in _TARGETS for at in _BEGINS)
 _NAIVE_ENDINGS = tuple(_ending(NAIVE, BASELINE, at) for at in _BEGINS)
-# The last of 1,000 steps, at a rate of nearly zero: the casts are gone and no training is left.
+# The last of 1,000 steps, at a tenth of the largest rate: the casts are gone, and hardly any
+# training is left.
 _LAST_STEP = tuple(_ending(trunk, BASELINE, 0.999) for trunk in (_MIXED, NAIVE))
 
 # One constant scale; the same with gradients that are 2^12 and 2^16 times as large; with a scale of

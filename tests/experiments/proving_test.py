@@ -185,6 +185,13 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     schedule = proving_analysis.lines_of(schedule, proving_plan.setting())
     assert proving_analysis.fill_page(page, schedule) == page
     assert proving_analysis.control_failures(schedule) == []
+    for name, of in (("fp4_last_step", "last_step"), ("cscale_bias", "constants")):
+        lines = parity_ledger.read(docs / f"{of}_ledger.jsonl")
+        page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
+        assert f"{len(lines)} runs" in page and len({line.code for line in lines}) == 1
+        lines = proving_analysis.lines_of(lines, proving_plan.setting())
+        assert proving_analysis.fill_page(page, lines) == page
+        assert proving_analysis.control_failures(lines) == []
     assert proving_analysis.control_failures(first) == []
     assert proving_analysis.control_failures(second) == []
 

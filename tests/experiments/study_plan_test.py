@@ -458,7 +458,14 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     found = committed[parity_plan.setting()]
     numbers = json.loads((DOCS / "parity.json").read_text(encoding="utf-8"))
     assert numbers == parity_analysis.numbers(found)
-    assert parity_analysis.table(found) in (DOCS / "parity.md").read_text(encoding="utf-8")
+    page = (DOCS / "parity.md").read_text(encoding="utf-8")
+    assert parity_analysis.table(found) in page
+    larger = parity_ledger.read(DOCS / "larger_ledger.jsonl")
+    setting = parity_plan.PLANS["larger"].setting()
+    assert len(larger) == 12 and len({line.code for line in larger}) == 1
+    data = corpus.digest_of(DOCS / "parity_corpus.json")
+    larger = parity_analysis.verdicts(parity_ledger.comparable(larger, setting, data))
+    assert parity_analysis.table(larger) in page
 
 
 def test_readme_s_gaps_of_the_study_are_the_committed_ones():
