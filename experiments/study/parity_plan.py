@@ -102,6 +102,17 @@ _OTHERS = (
     *_recipes("fp8_rowwise_wgrad_bf16", tokens_per_second=7e5),
     *_recipes("mxfp8", "mxfp4", "nvfp4_mixed", "fp4_block", "fp4_backward"),
 )
+# Recipes that came later, and the constant scale, which does not train without a loss scale.
+_LATER_RECIPES = (
+    *_recipes("nvfp4_unbiased", "nvfp4_4over6", "quartet2", "tetrajet2", "nemotron3"),
+    *_recipes("fp4_weights", "deepseek_v4"),
+    Arm(
+        name="fp8_cscale_loss_scale_65536",
+        precision="fp8_cscale",
+        changes=("optimizer.loss_scale=65536",),
+        tokens_per_second=8e5,
+    ),
+)
 # GNMR's own stress (configs/gnmr.py): activations saved for wgrad in 4 bits, a scale a token, with
 # 8 bits in promoted layers. If 4 bits are as good as 8, there is nothing to promote.
 _SAVED_4, _SAVED_8 = gnmr.SAVED_IN_4_BITS, gnmr.SAVED_IN_8_BITS
@@ -204,7 +215,9 @@ PLANS = {
     # Activations that are saved in 4 bits; chance and fixed layers follow if 4 bits fail.
     "saved": Plan(arms=(*_BF16, *_SAVED), seeds=(0, 1), forks=FORKS[:1]),
     # All arms with one seed, to 150M tokens.
-    "screen": Plan(arms=(*_HEADLINE, *_CONTROLS, *_OTHERS), seeds=(0,), forks=FORKS[:2]),
+    "screen": Plan(
+        arms=(*_HEADLINE, *_CONTROLS, *_OTHERS, *_LATER_RECIPES), seeds=(0,), forks=FORKS[:2]
+    ),
     # What the page is about, with intervals, at the horizon at which GPU time buys enough seeds.
     "headline": Plan(arms=_HEADLINE, seeds=tuple(range(12)), forks=FORKS[:1]),
     # Three seeds were planned. They detected `fp4_naive`, not `stale_scale`, whose gaps scatter by

@@ -13,7 +13,7 @@ from experiments.study.intervals import CONFIDENCE
 from experiments.study.parity_analysis import Verdict, compare
 from experiments.study.parity_ledger import Line, comparable
 from experiments.study.parity_plan import BASELINE
-from experiments.study.proving_plan import ALONE, ARMS, COMPARISONS, MARGIN, NAIVE, PLANS, RUN
+from experiments.study.proving_plan import ARMS, COMPARISONS, MARGIN, PLANS, RUN, SUMS
 
 
 def lines_of(lines: Sequence[Line], setting: str) -> list[Line]:
@@ -95,27 +95,32 @@ def _comparison_table(lines: Sequence[Line]) -> str:
 _INTERVAL = (f"{CONFIDENCE:.0%} interval", "degrees of freedom", "verdict")
 
 
-def sum_of_casts(lines: Sequence[Line]) -> dict[int, float]:
-    """Returns by seed the gaps of the six casts alone, added up, less the gap of all of them.
+def sum_of_casts(lines: Sequence[Line], whole: str) -> dict[int, float]:
+    """Returns by seed the gaps of a recipe's casts alone, added up, less the gap of all of them.
 
-    Percent of BF16's loss, for the seeds that have all eight runs. Effects of casts add up where
+    Percent of BF16's loss, for the seeds that have all of these runs. Effects of casts add up where
     the interval of its mean holds zero.
     """
     loss = {(line.arm, line.seed): line.loss for line in lines if line.loss is not None}
-    names = [BASELINE, NAIVE, *(arm.name for arm in ALONE)]
+    alone = [arm.name for arm in SUMS[whole]]
+    names = [BASELINE, whole, *alone]
     found = {}
     for seed in sorted({seed for _, seed in loss}):
         if all((name, seed) in loss for name in names):
             gap = {name: 100 * (loss[name, seed] / loss[BASELINE, seed] - 1) for name in names}
-            found[seed] = sum(gap[arm.name] for arm in ALONE) - gap[NAIVE]
+            found[seed] = sum(gap[name] for name in alone) - gap[whole]
     return found
 
 
 def _sum_table(lines: Sequence[Line]) -> str:
-    verdict = Verdict(arm=NAIVE, fork=RUN.name, tokens=RUN.tokens, gaps=sum_of_casts(lines))
-    each = " ".join(f"{gap:+.2f}" for gap in verdict.gaps.values())
-    header = ["the six casts alone, less all of them", "of each seed, %", "mean, %", *_INTERVAL[:2]]
-    return markdown_table(header, [[f"`{NAIVE}`", each, *_cells(verdict)[:3]]])
+    rows = []
+    for whole in SUMS:
+        if gaps := sum_of_casts(lines, whole):
+            verdict = Verdict(arm=whole, fork=RUN.name, tokens=RUN.tokens, gaps=gaps)
+            each = " ".join(f"{gap:+.2f}" for gap in gaps.values())
+            rows.append([f"`{whole}`", each, *_cells(verdict)[:3]])
+    header = ["its casts alone, less all of them", "of each seed, %", "mean, %", *_INTERVAL[:2]]
+    return markdown_table(header, rows)
 
 
 def _cells(verdict: Verdict) -> list[str]:

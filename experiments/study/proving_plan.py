@@ -7,6 +7,8 @@ the same rows in the same order and the same held-out rows.
     recipes    every policy of docs/recipes.md, and BF16 computed another way
     readings   other readings of papers, and options of recipes
     casts      the control with one of its six casts alone, and with all but one
+    late       BF16 whose last fifth has another policy: each of docs/recipes.md
+    late_casts  the same with one cast of a recipe, and with all but one
     schedule   FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
     last_step  FP4 whose last step alone runs in BF16
     constants  one constant scale for everything, with and without a loss scale
@@ -56,6 +58,12 @@ def _arm(name: str, precision: str = "", *changes: str, **fields: Any) -> Arm:
     )
 
 
+def _ending(trunk: str, target: str, begins: float, **fields: Any) -> Arm:
+    """A run in `trunk` that ends in `target`, from that share of its steps on."""
+    name = f"{trunk}_then_{target}_at_{begins}"
+    return _arm(name, trunk, f'precision_schedule=(({begins},"{target}"),)', **fields)
+
+
 _CONTROLS = {"fp4_naive"}
 _BASE = _arm(BASELINE)
 # Layers that are unrolled and scores in memory: the same arithmetic in another order.
@@ -99,15 +107,6 @@ WITHOUT = tuple(_arm(f"{NAIVE}:{cast}=bf16") for cast in CASTS)
 # has the larger gap, so that a part of it is seen more easily.
 _MIXED = "fp4_mixed"
 _BEGINS = (0.8, 0.9, 0.95)
-
-
-def _ending(trunk: str, target: str, begins: float) -> Arm:
-    """A run in `trunk` that ends in `target`, from that share of its steps on."""
-    return _arm(
-        f"{trunk}_then_{target}_at_{begins}", trunk, f'precision_schedule=(({begins},"{target}"),)'
-    )
-
-
 _TARGETS = (BASELINE, "fp8_block", f"{_MIXED}:backward=bf16")
 _MIXED_ENDINGS = tuple(_ending(_MIXED, target, at) for target in _TARGETS for at in _BEGINS)
 _NAIVE_ENDINGS = tuple(_ending(NAIVE, BASELINE, at) for at in _BEGINS)
@@ -126,6 +125,25 @@ _CONSTANTS = (
     ),
     _arm(f"{_CSCALE}:margin=-12"),
 )
+
+
+# What a policy costs in the last fifth of training. Runs that have the first four in common, to the
+# bit, are expected to differ by less than runs that share nothing. The null ends in BF16 once more.
+def _late(policy: str) -> Arm:
+    return _ending(BASELINE, policy, 0.8, control=policy in _CONTROLS)
+
+
+# Its casts, each alone and all but each. `nvfp4` rotates both operands of wgrad, which are left out
+# together.
+_LATE_CASTS = {"nvfp4": (*CASTS[:4], "wgrad"), NAIVE: CASTS}
+LATE_ALONE = {
+    _late(whole).name: tuple(_late(f"{whole}:only={cast}") for cast in casts)
+    for whole, casts in _LATE_CASTS.items()
+}
+LATE_WITHOUT = {
+    _late(whole).name: tuple(_late(f"{whole}:{cast}=bf16") for cast in casts)
+    for whole, casts in _LATE_CASTS.items()
+}
 
 _SEEDS = (0, 1, 2)
 PLANS = {
@@ -146,6 +164,15 @@ PLANS = {
         forks=(RUN,),
     ),
     "constants": Plan(arms=(_BASE, *_CONSTANTS), seeds=_SEEDS, forks=(RUN,)),
+    "late": Plan(arms=(_BASE, *map(_late, POLICIES)), seeds=_SEEDS, forks=(RUN,)),
+    "late_casts": Plan(
+        arms=(
+            *(_BASE, _late(BASELINE), *map(_late, _LATE_CASTS)),
+            *(arm for arms in (LATE_ALONE, LATE_WITHOUT) for each in arms.values() for arm in each),
+        ),
+        seeds=_SEEDS,
+        forks=(RUN,),
+    ),
 }
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
 
@@ -180,7 +207,10 @@ COMPARISONS = (
     *((arm.name, _MIXED) for arm in _MIXED_ENDINGS),
     *((arm.name, NAIVE) for arm in _NAIVE_ENDINGS),
     *zip([arm.name for arm in _LAST_STEP], (_MIXED, NAIVE), strict=True),
+    *((arm.name, whole) for whole, without in LATE_WITHOUT.items() for arm in without),
 )
+# All casts of a recipe -> each of them alone
+SUMS = {NAIVE: ALONE, **LATE_ALONE}
 
 
 def setting() -> str:

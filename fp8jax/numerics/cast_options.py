@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fp8jax.lookup import lookup, unknown
+from fp8jax.lookup import lookup
 from fp8jax.numerics.formats import FORMATS, Format
 from fp8jax.numerics.recipe import CASTS, Cast, Recipe
 from fp8jax.numerics.scales import (
@@ -74,10 +74,11 @@ def _parse_bf16(text: str) -> None:
         raise ValueError(f"expected bf16, got {text!r}")
 
 
-def _parse_cast(text: str) -> str:
-    if text not in CASTS:
-        raise unknown("cast", text, CASTS)
-    return text
+def _parse_casts(text: str) -> tuple[str, ...]:
+    """Returns a cast, or both casts of a GEMM."""
+    gemms = {cast.partition("_")[0] for cast in CASTS}
+    both = {gemm: tuple(cast for cast in CASTS if cast.startswith(gemm)) for gemm in gemms}
+    return lookup("cast or GEMM", text, {cast: (cast,) for cast in CASTS} | both)
 
 
 def _parse_formats(text: str) -> dict[Format, Format]:
@@ -183,8 +184,8 @@ def _drop(name: str, cast: Cast, value: None) -> None:
     return None
 
 
-def _keep_only(name: str, cast: Cast, kept: str) -> Cast | None:
-    return cast if name == kept else None
+def _keep_only(name: str, cast: Cast, kept: tuple[str, ...]) -> Cast | None:
+    return cast if name in kept else None
 
 
 def _set(field: str) -> Callable[[str, Cast, Any], Cast]:
@@ -256,11 +257,18 @@ OPTIONS: dict[str, Option] = {
         change=_drop,
         help="`bf16`: the input gradient in BF16",
     ),
+    "wgrad": Option(
+        parse=_parse_bf16,
+        applies=_belongs_to("wgrad"),
+        change=_drop,
+        help="`bf16`: the weight gradient in BF16",
+    ),
     "only": Option(
-        parse=_parse_cast,
+        parse=_parse_casts,
         applies=_is_cast,
         change=_keep_only,
-        help="the one cast that stays, such as `wgrad_x`; all other operands in BF16",
+        help="the one cast, such as `wgrad_x`, or the one GEMM, such as `wgrad`, that stays; all"
+        " other operands in BF16",
     ),
     **{
         cast: Option(

@@ -14,7 +14,7 @@ from configs import base, proving
 from experiments.study import parity_ledger, proving_analysis, proving_plan
 from experiments.study.parity_parts import VALIDATED, read_validation
 from experiments.study.parity_plan import BASELINE, NULL, Chain
-from experiments.study.proving_plan import ALONE, ARMS, COMPARISONS, NAIVE, PLANS, RUN
+from experiments.study.proving_plan import ALONE, ARMS, COMPARISONS, NAIVE, PLANS, RUN, SUMS
 from fp8jax.lm.model.models import model_config
 from fp8jax.lm.records.config_keys import by_path
 from fp8jax.lm.training.loop import train_and_evaluate
@@ -53,14 +53,15 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
     assert {name for pair in COMPARISONS for name in pair} <= ARMS.keys()
     for plan in PLANS.values():
         assert plan.arms[0].name == BASELINE and plan.seeds == (0, 1, 2)
-    assert [name for name, arm in ARMS.items() if arm.control] == ["fp4_naive"]
+    controls = [name for name, arm in ARMS.items() if arm.control]
+    assert controls == ["fp4_naive", "bf16_then_fp4_naive_at_0.8"]
     assert ARMS[NULL].changes == ("attention=xla", "unroll=6")
 
 
 def test_runs_of_a_schedule_end_as_their_names_say():
-    plans = (PLANS["schedule"], PLANS["last_step"])
-    ending = [arm for plan in plans for arm in plan.arms if arm.changes]
-    assert len(ending) == 12 + 2
+    plans = ("schedule", "last_step", "late", "late_casts")
+    ending = {arm for plan in plans for arm in PLANS[plan].arms if arm.changes}
+    assert len(ending) == 12 + 2 + len(POLICIES) + 2 * (5 + 6)
     for arm in ending:
         (change,) = arm.changes
         (last,) = ast.literal_eval(change.removeprefix("precision_schedule="))
@@ -126,7 +127,7 @@ def test_tables_by_hand():
     place = "<!-- table: proving comparisons -->\n<!-- end -->\n"
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
-    names = "recipes, readings, casts, schedule, last_step, constants, comparisons, sum"
+    names = "recipes, .*, last_step, constants, late, late_casts, comparisons, sum"
     with pytest.raises(ValueError, match=f"no place for any of {names}"):
         proving_analysis.fill_page("a page", lines)
 
@@ -139,11 +140,16 @@ def test_the_sum_of_casts_by_hand():
     lines = [*BASE, *made(NAIVE, 2.12, 2.14, 2.2)]
     for arm in ALONE[1:]:
         lines += made(arm.name, 2.02, 2.02, 2.02)
-    assert proving_analysis.sum_of_casts(lines) == {}
+    assert proving_analysis.sum_of_casts(lines, NAIVE) == {}
     lines += made(ALONE[0].name, 2.06, 2.06)
-    assert proving_analysis.sum_of_casts(lines) == pytest.approx({0: 2.0, 1: 1.0})
+    assert proving_analysis.sum_of_casts(lines, NAIVE) == pytest.approx({0: 2.0, 1: 1.0})
+    late = "bf16_then_nvfp4_at_0.8"
+    lines += [*made(late, 2.06, 2.04)]
+    lines += [line for arm in SUMS[late] for line in made(arm.name, 2.02, 2.02)]
+    assert len(SUMS[late]) == 5
+    assert proving_analysis.sum_of_casts(lines, late) == pytest.approx({0: 2.0, 1: 3.0})
     row = "| `fp4_naive` | +2.00 +1.00 | +1.50 | [-4.85, +7.85] | 1 |"
-    assert proving_analysis.tables(lines)["sum"].splitlines()[-1] == row
+    assert proving_analysis.tables(lines)["sum"].splitlines()[-2] == row
 
 
 def test_a_control_that_is_not_worse_is_a_failure():
