@@ -2,7 +2,8 @@
 
 Written before the first run. For each arm and fork:
 
-    gap         100 (loss / BF16's loss - 1), of the same seed, fork, held-out rows, code and card
+    gap         100 (loss / BF16's loss - 1), of the same seed, fork, held-out rows, code and card,
+                and of the same trunk where forks of several arms share one
     interval    of the mean gap over seeds: Student's t, 95%, one degree of freedom less than seeds
     differs     the interval leaves zero out, or training stopped in at least one seed
     equivalent  the whole interval lies within MARGIN of zero
@@ -30,6 +31,7 @@ from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, Fork
 MARGIN = 0.2  # percent of BF16's loss, to either side; fixed before the first run
 
 _PAIRED = ("setting", "data", "rows", "card", "code")  # what both members of a pair have in common
+_BRANCHES = {arm.name for arm in ARMS.values() if arm.trunk is not None}  # also the trunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ def _pairs(lines: Sequence[Line], arm: str, fork: str, base: str) -> list[tuple[
 
 
 def _require_alike(base: Line, line: Line) -> None:
-    for field in _PAIRED:
+    for field in (*_PAIRED, "trunk") if line.arm in _BRANCHES else _PAIRED:
         before, after = getattr(base, field), getattr(line, field)
         if before != after and not (field == "rows" and line.stopped):
             raise ValueError(

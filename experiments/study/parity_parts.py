@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from experiments.study.corpus import HELD_OUT, TOKENIZER, VALID_FRACTION, training_text
-from experiments.study.parity_plan import Chain, Fork
+from experiments.study.parity_plan import FORKS, Arm, Chain, Fork
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 
@@ -42,6 +42,7 @@ class Part:
       command: the program and its arguments.
       environment: variables besides those of the caller.
       output: a run's workdir, or the file with the scores.
+      folder: of its log, its seconds and its mark.
     """
 
     name: str
@@ -49,6 +50,12 @@ class Part:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     output: Path
+    folder: Path
+
+    @property
+    def mark(self) -> Path:
+        """The file that says that it is done."""
+        return self.folder / "done" / self.name
 
     def text(self) -> str:
         """Returns the command as a shell takes it."""
@@ -60,12 +67,14 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
     """Returns the programs of a fork, in order.
 
     Args:
-      folder: of the chain.
+      folder: of the chain, beside those of other chains.
       corpus: folder of the data (corpus.py).
     """
-    trunk, decay = folder / "trunk", folder / f"decay_{fork.name}"
+    of_trunk = folder.parent / chain.trunk.folder
+    trunk, decay = of_trunk / "trunk", folder / f"decay_{fork.name}"
     scores = folder / f"score_{fork.name}.json"
-    trunk_keys = (f"num_steps={fork.begin}", "resume_with_changes=True")
+    kept = (f"checkpoint.keep={len(FORKS) + 1}",) if chain.trunk.shared else ()
+    trunk_keys = (f"num_steps={fork.begin}", "resume_with_changes=True", *kept)
     decay_keys = (
         f"initial_state={trunk}@{fork.begin}",
         "optimizer.schedule=decay",
@@ -80,18 +89,25 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
         f"--json={scores}",
         f"--data=jsonl:{corpus / HELD_OUT}.jsonl",
     )
-    environment = dict(chain.arm.environment)
 
-    def part(name: str, kind: str, module: str, flags: Sequence[str], output: Path) -> Part:
-        command = (sys.executable, "-m", f"experiments.{module}", *flags)
-        return Part(name=name, kind=kind, command=command, environment=environment, output=output)
+    def part(
+        arm: Arm, name: str, kind: str, module: str, flags: Sequence[str], output: Path
+    ) -> Part:
+        return Part(
+            name=name,
+            kind=kind,
+            command=(sys.executable, "-m", f"experiments.{module}", *flags),
+            environment=dict(arm.environment),
+            output=output,
+            folder=output.parent,
+        )
 
-    to_fork = _train(chain, trunk_keys, trunk, corpus)
+    to_fork = _train(chain.trunk, trunk_keys, trunk, corpus)
     from_fork = _train(chain, decay_keys, decay, corpus)
     return [
-        part(f"trunk_{fork.begin}", TRAIN, "train", to_fork, trunk),
-        part(f"decay_{fork.name}", TRAIN, "train", from_fork, decay),
-        part(f"score_{fork.name}", SCORE, "evaluate", score, scores),
+        part(chain.trunk.arm, f"trunk_{fork.begin}", TRAIN, "train", to_fork, trunk),
+        part(chain.arm, f"decay_{fork.name}", TRAIN, "train", from_fork, decay),
+        part(chain.arm, f"score_{fork.name}", SCORE, "evaluate", score, scores),
     ]
 
 

@@ -8,7 +8,8 @@ constant learning rate, and forks that decay from it, each over the last eighth 
                        \\ 75M        \\ 151M               \\ 302M              \\ 604M   tokens
 
 So four horizons cost the trunk once. The trunk ends where the last fork begins. A chain begins and
-ends on one machine; its forks are done one by one, the shortest first.
+ends on one machine; its forks are done one by one, the shortest first. Forks of another arm may
+decay from its trunk, too: what they cost is that of a decay in another precision.
 
 Chains of one seed have the same initialization, the same rows in the same order and the same
 held-out rows: each is compared with `bf16` of its seed and its fork, and with nothing else.
@@ -17,6 +18,7 @@ held-out rows: each is compared with `bf16` of its seed and its fork, and with n
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +62,7 @@ class Arm:
       changes: other keys of the config, KEY=VALUE.
       environment: variables of its processes.
       control: whether it is known to be worse: a study that does not say so is broken.
+      trunk: the arm whose trunk its forks decay from; None for one of its own.
       tokens_per_second: a guess for the time that it takes, until the ledger knows better.
     """
 
@@ -68,6 +71,7 @@ class Arm:
     changes: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     control: bool = False
+    trunk: "Arm | None" = None
     tokens_per_second: float = 4e5  # emulated recipes
 
 
@@ -156,16 +160,34 @@ _REPEATS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """One arm with one seed; `size` is one of configs/study.py."""
+    """One arm with one seed.
+
+    Attributes:
+      size: one of configs/study.py.
+      shared: whether forks of other chains decay from its trunk, too.
+    """
 
     arm: Arm
     seed: int
     forks: tuple[Fork, ...]
     size: str = study.SIZES[0]
+    shared: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.arm.name}-seed{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        """Its name, as that of a folder."""
+        return re.sub(r"[^\w.-]", "_", self.name)
+
+    @property
+    def trunk(self) -> "Chain":
+        """The chain whose trunk its forks decay from: itself, or one that is shared."""
+        if self.arm.trunk is None:
+            return self
+        return dataclasses.replace(self, arm=self.arm.trunk, shared=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +201,12 @@ class Plan:
 
     def chains(self) -> list[Chain]:
         """Returns the chains in the order in which they are to run: seed by seed, `bf16` first."""
-        return [Chain(arm, seed, self.forks, self.size) for seed in self.seeds for arm in self.arms]
+        trunks = [arm.trunk for arm in self.arms]
+        return [
+            Chain(arm, seed, self.forks, self.size, shared=arm in trunks)
+            for seed in self.seeds
+            for arm in self.arms
+        ]
 
     def part(self, arms: Sequence[str] | None, seeds: Sequence[int] | None) -> "Plan":
         """Returns the plan with these of its arms, in its order, and with these seeds, any at all.
@@ -205,6 +232,11 @@ class Plan:
 
 
 _HEADLINE = (*_BF16, *_FP8, *_FP4, _NULL_ARM)
+# Decays from the trunk of `bf16`, which all of them have in common.
+_BRANCHES = tuple(
+    dataclasses.replace(arm, name=f"bf16_then_{arm.name}", trunk=_BF16[0])
+    for arm in (*_FP8, *_FP4, _NULL_ARM, _CONTROLS[0])
+)
 PLANS = {
     # The learning rate, in BF16; with a seed that no other plan has.
     "rate": Plan(arms=_RATES, seeds=(100,), forks=FORKS[:1]),
@@ -223,6 +255,9 @@ PLANS = {
     # Three seeds were planned. They detected `fp4_naive`, not `stale_scale`, whose gaps scatter by
     # 35%; with two more both are detected.
     "controls": Plan(arms=_CONTROLS, seeds=tuple(range(5)), forks=FORKS[:1]),
+    # What the last eighth costs in another precision, at four times the tokens of `headline`: since
+    # seven eighths are the same to the bit, gaps are expected to scatter by less.
+    "branches": Plan(arms=(*_BF16, *_BRANCHES), seeds=tuple(range(200, 204)), forks=FORKS[:3:2]),
     # The FP8 recipe and the FP4 recipe whose gaps have the narrowest intervals, at 134M parameters.
     # Three seeds were planned; a fourth when five of nine chains had run.
     "larger": Plan(

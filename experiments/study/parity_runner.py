@@ -14,19 +14,22 @@ card, that of the seed's first line.
     WORKDIR/ledger.jsonl            the lines of this machine, also written to --ledger
     WORKDIR/CHAIN/done/PART         seconds of a program that is done, shared with its neighbors
     WORKDIR/CHAIN/PART.log          what it printed
+
+A trunk that several chains share lies in the folder of the chain that it is named after, and stays.
+Whoever comes first trains it; the others wait.
 """
 
 import concurrent.futures
 import dataclasses
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
 import subprocess
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,7 @@ class _Runner:
         self._lock = threading.Lock()
         self._taken: set[str] = set()
         self._cards: dict[int, str] = {}  # of the seeds that run now
+        self._outputs: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self.lines: list[Line] = []
         self._save()
 
@@ -137,37 +141,44 @@ class _Runner:
         for fork in self._missing(chain):
             if not self._run_fork(chain, fork, folder, gpu):
                 return
-        shutil.rmtree(folder, ignore_errors=True)
+        if not chain.shared:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _run_fork(self, chain: Chain, fork: Fork, folder: Path, gpu: Gpu) -> bool:
         """Runs a fork's programs and writes its line; returns whether there was time for it."""
         programs = self.given.parts(chain, fork, folder)
         stopped, scores = "", {}
         for part in programs:
-            if not (folder / "done" / part.name).exists():
-                code = _run_part(part, folder, gpu, self.stop_at)
-                if code is None:
-                    return False
-                if code:
-                    stopped = non_finite(part.output) if part.kind != SCORE else ""
-                    if not stopped:
-                        raise ChildProcessError(f"{part.name} failed: {_last_line(folder, part)}")
-                    break
+            code = self._run_once(part, gpu)
+            if code is None:
+                return False
+            if code:
+                stopped = non_finite(part.output) if part.kind != SCORE else ""
+                if not stopped:
+                    raise ChildProcessError(f"{part.name} failed: {_last_line(part)}")
+                break
             if part.kind in READERS:
                 scores = READERS[part.kind](part.output, chain.arm.precision)
-        line = self._line(chain, fork, folder, gpu, programs)
+        line = self._line(chain, fork, gpu, programs)
         self._save(dataclasses.replace(line, **scores, stopped=stopped))
         for part in programs[1:]:  # the trunk goes on, and needs the disk
             shutil.rmtree(part.output, ignore_errors=True)
         return True
 
-    def _line(
-        self, chain: Chain, fork: Fork, folder: Path, gpu: Gpu, programs: Sequence[Part]
-    ) -> Line:
+    def _run_once(self, part: Part, gpu: Gpu) -> int | None:
+        """Runs a program unless it is done; returns its status, or None if the time was up."""
+        if part.mark.exists():
+            return 0
+        with self._lock:
+            alone = self._outputs[part.output]
+        with alone:  # of a trunk that several chains share
+            return 0 if part.mark.exists() else _run_part(part, gpu, self.stop_at)
+
+    def _line(self, chain: Chain, fork: Fork, gpu: Gpu, programs: Sequence[Part]) -> Line:
         spent = [
             sum(map(float, path.read_text().split()))
             for part in programs
-            if (path := folder / f"{part.name}.seconds").exists()
+            if (path := part.folder / f"{part.name}.seconds").exists()
         ]
         return Line(
             arm=chain.arm.name,
@@ -175,7 +186,7 @@ class _Runner:
             fork=fork.name,
             tokens=fork.tokens,
             card=gpu.card,
-            trunk=(folder / "begun").read_text(),
+            trunk=(self._folder(chain.trunk) / "begun").read_text(),
             seconds=round(sum(spent), 1),
             commands=[part.text() for part in programs],
             **self.given.facts,
@@ -206,13 +217,13 @@ class _Runner:
         return None
 
     def _begin(self, chain: Chain) -> None:
-        folder = self._folder(chain)
-        (folder / "done").mkdir(parents=True, exist_ok=True)
-        if not (folder / "begun").exists():
-            (folder / "begun").write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
+        for folder in (self._folder(chain), self._folder(chain.trunk)):
+            (folder / "done").mkdir(parents=True, exist_ok=True)
+            if not (folder / "begun").exists():
+                (folder / "begun").write_text(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
 
     def _folder(self, chain: Chain) -> Path:
-        return self.given.workdir / re.sub(r"[^\w.-]", "_", chain.name)
+        return self.given.workdir / chain.folder
 
     def _comparable(self) -> list[Line]:
         facts = self.given.facts
@@ -233,12 +244,15 @@ class _Runner:
     def estimate(self, chain: Chain, gpu: Gpu) -> float:
         """Returns the seconds that the missing forks of a chain take, its trunk from the start.
 
+        The trunk of another chain is not counted.
+
         The speed is that of the arm's lines of this setting and card, or the plan's guess. Lines
         count what their programs took in all, so they are slow rather than fast.
         """
         missing = self._missing(chain)
         last = missing[-1]
-        tokens = (last.begin + sum(fork.steps for fork in missing)) * last.step_tokens
+        trunk = last.begin if chain.arm.trunk is None else 0
+        tokens = (trunk + sum(fork.steps for fork in missing)) * last.step_tokens
         own = [
             line.seconds / line.tokens
             for line in self._comparable()
@@ -263,14 +277,14 @@ class _Runner:
 # Programs -----------------------------------------------------------------------------------------
 
 
-def _run_part(part: Part, folder: Path, gpu: Gpu, stop_at: float) -> int | None:
+def _run_part(part: Part, gpu: Gpu, stop_at: float) -> int | None:
     """Runs a program on a GPU; returns its status, or None if the time was up before its end."""
     if (left := stop_at - time.monotonic()) <= 0:
         return None
     began = time.monotonic()
     shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # the GPU's memory, by several programs
     own = dict(part.environment) | {"CUDA_VISIBLE_DEVICES": str(gpu.index)}
-    with open(folder / f"{part.name}.log", "ab") as log:
+    with open(part.folder / f"{part.name}.log", "ab") as log:
         process = subprocess.Popen(
             part.command, env=shared | os.environ | own, stdout=log, stderr=log
         )
@@ -281,10 +295,10 @@ def _run_part(part: Part, folder: Path, gpu: Gpu, stop_at: float) -> int | None:
             code = None
             _end(process)
     seconds = time.monotonic() - began
-    with open(folder / f"{part.name}.seconds", "a", encoding="utf-8") as file:
+    with open(part.folder / f"{part.name}.seconds", "a", encoding="utf-8") as file:
         file.write(f"{seconds:.1f}\n")
     if code == 0:
-        (folder / "done" / part.name).write_text(json.dumps(round(seconds, 1)))
+        part.mark.write_text(json.dumps(round(seconds, 1)))
     return code
 
 
@@ -298,6 +312,6 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _last_line(folder: Path, part: Part) -> str:
-    text = (folder / f"{part.name}.log").read_text(encoding="utf-8", errors="replace").strip()
+def _last_line(part: Part) -> str:
+    text = (part.folder / f"{part.name}.log").read_text(encoding="utf-8", errors="replace").strip()
     return text.splitlines()[-1] if text else "it said nothing"

@@ -230,6 +230,7 @@ def parts(chain: Chain, fork: Fork, folder: Path) -> list[Part]:
             command=(sys.executable, "-m", "experiments.train", *flags),
             environment=dict(chain.arm.environment),
             output=output,
+            folder=folder,
         )
     ]
 

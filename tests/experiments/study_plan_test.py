@@ -72,7 +72,8 @@ def test_arms_can_be_honored_and_each_seed_has_its_baseline_first():
             names = [chain.arm.name for chain in own]
             assert names[0] == BASELINE and NULL in names
     controls = {name for name, arm in ARMS.items() if arm.control}
-    assert controls == {arm.name for arm in PLANS["controls"].arms} == {"fp4_naive", "stale_scale"}
+    assert {arm.name for arm in PLANS["controls"].arms} == {"fp4_naive", "stale_scale"}
+    assert controls == {"fp4_naive", "stale_scale", "bf16_then_fp4_naive"}
     assert set(PLANS["controls"].seeds) < set(PLANS["headline"].seeds)
     assert set(PLANS["rate"].seeds).isdisjoint(PLANS["headline"].seeds)
 
@@ -91,19 +92,37 @@ def test_a_part_of_a_plan_has_these_arms_and_seeds_and_no_unknown_one():
 
 def test_commands_of_a_fork(tmp_path):
     chain = Chain(ARMS[NULL], 3, FORKS)
-    trunk, decay, score = parity_parts.parts(chain, FORKS[1], tmp_path, tmp_path / "corpus")
+    folder = tmp_path / chain.folder
+    trunk, decay, score = parity_parts.parts(chain, FORKS[1], folder, tmp_path / "corpus")
     assert (trunk.name, decay.name, score.name) == ("trunk_2016", "decay_150M", "score_150M")
     for part in (trunk, decay):
         assert {"--config.seed=3", "--config.attention=xla", "--config.unroll=1"} < set(
             part.command
         )
     assert "--config.num_steps=2016" in trunk.command
-    assert f"--config.initial_state={tmp_path}/trunk@2016" in decay.command
+    assert f"--config.initial_state={folder}/trunk@2016" in decay.command
     assert {"--config.optimizer.schedule=decay", "--config.num_steps=288"} < set(decay.command)
     assert {f"--workdir={decay.output}", "--step=288"} < set(score.command)
     assert decay.text().startswith(
         "XLA_FLAGS=--xla_gpu_autotune_level=0 python -m experiments.train"
     )
+
+
+def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
+    plan = PLANS["branches"]
+    (own,) = (each for each in plan.part([BASELINE], [7]).chains())
+    whole = {each.arm.name: each for each in plan.part(None, [7]).chains()}
+    fork, branch = plan.forks[-1], whole[f"bf16_then_{NULL}"]
+    parts = [
+        parity_parts.parts(each, fork, tmp_path / each.folder, tmp_path / "corpus")
+        for each in (whole[BASELINE], branch)
+    ]
+    assert parts[0][0] == parts[1][0] and "--config.checkpoint.keep=5" in parts[0][0].command
+    trunk, decay, _ = parts[1]
+    assert f"--config.initial_state={trunk.output}@4032" in decay.command
+    assert {"--config.attention=xla", "--config.precision=bf16"} < set(decay.command)
+    assert (trunk.environment, decay.environment) == ({}, dict(branch.arm.environment))
+    assert trunk.mark != decay.mark and not own.shared and whole[BASELINE].shared
 
 
 def test_scores_by_hand(tmp_path):
@@ -156,8 +175,9 @@ class Stub:
         self.awaited, self.failing = awaited or {}, failing or {}
 
     def parts(self, chain, fork, folder):
+        trunk = folder.parent / chain.trunk.folder / "trunk"
         return [
-            self.part(chain, f"trunk_{fork.begin}", TRAIN, folder / "trunk"),
+            self.part(chain.trunk, f"trunk_{fork.begin}", TRAIN, trunk),
             self.part(chain, f"decay_{fork.name}", TRAIN, folder / f"decay_{fork.name}"),
             self.part(chain, f"score_{fork.name}", SCORE, folder / f"score_{fork.name}.json"),
         ]
@@ -170,7 +190,14 @@ class Stub:
             status, file, text = 1, output / "events.jsonl", self.failing[full]
         arguments = (full, self.notes, awaited, file, text, status)
         command = (sys.executable, "-IS", "-c", PROGRAM, *map(str, arguments))
-        return Part(name=name, kind=kind, command=command, environment={}, output=output)
+        return Part(
+            name=name,
+            kind=kind,
+            command=command,
+            environment={},
+            output=output,
+            folder=output.parent,
+        )
 
     def ran(self):
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
@@ -257,6 +284,23 @@ def test_a_chain_goes_on_where_the_budget_ended_and_begins_anew_elsewhere(tmp_pa
     same = Stub(here)
     assert launch(same, [a], gpus=1, lasts=1.0) == whole  # begun, so that it need not fit
     assert same.ran() == ["a-seed0/decay_150M", "a-seed0/score_150M"]
+
+
+def test_a_trunk_that_chains_share_is_trained_once_and_stays(tmp_path, launch):
+    """Three threads want it at once; what goes on with it waits."""
+    stub, (bf16,) = Stub(tmp_path), (chain("bf16", forks=FORKS[:2]),)
+    arms = [Arm(name=name, precision="bf16", trunk=bf16.arm) for name in ("a", "b")]
+    chains = [dataclasses.replace(bf16, shared=True)]
+    chains += [dataclasses.replace(bf16, arm=arm) for arm in arms]
+    assert len(launch(stub, chains, gpus=1, each=3)) == 6
+    ran = stub.ran()
+    assert sorted(name for name in ran if "trunk" in name) == [
+        "bf16-seed0/trunk_1008",
+        "bf16-seed0/trunk_2016",
+    ]
+    assert len(ran) == 2 + 2 * 2 * 3 and ran[0] == "bf16-seed0/trunk_1008"
+    assert len({line.trunk for line in parity_ledger.read(tmp_path / "ledger.jsonl")}) == 1
+    assert [path.name for path in (tmp_path / "one").glob("*-seed0")] == ["bf16-seed0"]
 
 
 def test_only_what_fits_the_machine_begins(tmp_path, launch):
@@ -386,6 +430,14 @@ def test_gaps_by_hand():
 def test_what_was_not_run_alike_is_no_pair(field):
     lines = [made(BASELINE, 0, 2.0), made("fp8_block", 0, 2.0, **{field: "other"})]
     with pytest.raises(ValueError, match=f"fp8_block, seed 0, 75M: {field} is other"):
+        parity_analysis.verdicts(lines)
+
+
+def test_forks_of_two_trunks_are_no_pair_where_arms_share_one():
+    lines = [made(BASELINE, 0, 2.0), made("bf16_then_nvfp4", 0, 2.02)]
+    assert judged(lines)["bf16_then_nvfp4"].gaps == pytest.approx({0: 1.0})
+    lines[1] = made("bf16_then_nvfp4", 0, 2.02, trunk="u")
+    with pytest.raises(ValueError, match="bf16_then_nvfp4, seed 0, 75M: trunk is u, and t in bf16"):
         parity_analysis.verdicts(lines)
 
 
