@@ -207,4 +207,5 @@ def numbers(found: Sequence[Verdict]) -> dict[str, dict]:
 
 
 def write_json(path: Path, found: Sequence[Verdict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(numbers(found), indent=1) + "\n", encoding="utf-8")

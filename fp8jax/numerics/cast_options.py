@@ -76,7 +76,7 @@ def _parse_bf16(text: str) -> None:
 
 def _parse_casts(text: str) -> tuple[str, ...]:
     """Returns a cast, or both casts of a GEMM."""
-    gemms = {cast.partition("_")[0] for cast in CASTS}
+    gemms = dict.fromkeys(cast.partition("_")[0] for cast in CASTS)
     both = {gemm: tuple(cast for cast in CASTS if cast.startswith(gemm)) for gemm in gemms}
     return lookup("cast or GEMM", text, {cast: (cast,) for cast in CASTS} | both)
 
@@ -267,8 +267,8 @@ OPTIONS: dict[str, Option] = {
         parse=_parse_casts,
         applies=_is_cast,
         change=_keep_only,
-        help="the one cast, such as `wgrad_x`, or the one GEMM, such as `wgrad`, that stays; all"
-        " other operands in BF16",
+        help="the one cast, such as `fwd_w`, or the one GEMM, such as `wgrad`, that stays; all"
+        " other operands in BF16 (of rotated operands only both can stay)",
     ),
     **{
         cast: Option(

@@ -133,9 +133,9 @@ class Policy:
 
     @property
     def constant_gradients(self) -> bool:
-        """Whether some gradient has a constant scale that is not finer than the forward's."""
+        """Whether some gradient has a constant scale that is not finer than that of x or w."""
         return any(
-            cast is not None and cast.timing == "constant" and not _finer(cast, recipe.fwd_x)
+            cast is not None and cast.timing == "constant" and not _finer(cast, recipe)
             for _, recipe in self.rules
             for cast in (recipe.dgrad_g, recipe.wgrad_g)
         )
@@ -155,12 +155,16 @@ class Policy:
         return dataclasses.replace(self, bf16_first=0, bf16_last=0)
 
 
-def _finer(cast: Cast, other: Cast | None) -> bool:
-    """Whether a constant scale is smaller than another, which is a constant, too."""
-    match cast.scale, other and other.scale:
-        case Constant(value), Constant(of_other):
-            return value < of_other
-    return False
+def _finer(cast: Cast, recipe: Recipe) -> bool:
+    """Whether a constant scale is smaller than that of x or w, which is a constant, too."""
+    others = (recipe.fwd_x, recipe.fwd_w, recipe.dgrad_w, recipe.wgrad_x)
+    return any(
+        isinstance(cast.scale, Constant)
+        and isinstance(other.scale, Constant)
+        and cast.scale.value < other.scale.value
+        for other in others
+        if other is not None
+    )
 
 
 def _check_rule(rule: Any) -> None:

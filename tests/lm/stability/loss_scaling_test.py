@@ -121,6 +121,8 @@ def test_constant_scales_of_gradients_ask_for_a_loss_scale(data, caplog, changes
         ("fp8_cscale:only=wgrad_g", True),
         ("fp8_cscale:margin=0", True),
         ("fp8_cscale:margin=-1", False),
+        ("fp8_cscale:only=wgrad", True),
+        ("fp8_cscale:only=wgrad,margin=-12", False),
         ("fp8_cscale:backward=bf16", False),
         ("fp8_cscale:only=fwd_x", False),
         ("fp8_amax:margin=3", False),
