@@ -4,14 +4,14 @@ A chain is one arm with one seed, and one training run from its first step to it
 the loss of all held-out rows after the last step. Runs of one seed have the same initialization,
 the same rows in the same order and the same held-out rows.
 
-    recipes    every policy of docs/recipes.md, and BF16 computed another way
-    readings   other readings of papers, and options of recipes
-    casts      the control with one of its six casts alone, and with all but one
-    late       BF16 whose last fifth has another policy: each of docs/recipes.md
+    recipes     every policy of docs/recipes.md, and BF16 computed another way
+    readings    other readings of papers, and options of recipes
+    casts       the control with one of its six casts alone, and with all but one
+    late        BF16 whose last fifth has another policy: each of docs/recipes.md
     late_casts  the same with one cast of a recipe, and with all but one
-    schedule   FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
-    last_step  FP4 whose last step alone runs in BF16
-    constants  one constant scale for everything, with and without a loss scale
+    schedule    FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
+    last_step   FP4 whose last step alone runs in BF16
+    constants   one constant scale for everything, with and without a loss scale
 
 Each arm is compared with `bf16` of its seed. `COMPARISONS` are the pairs of arms that the pages
 speak of; no others are looked at. With so many intervals one in twenty leaves zero out by chance.
