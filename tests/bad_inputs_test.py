@@ -261,6 +261,7 @@ TILES_AND_SCALES = [
     ("scale none", call(Cast, format=E4M3, scale=None), TypeError, r"\(fp32, pow2.* got None"),
     ("scale class", call(Cast, format=E4M3, scale=Pow2), TypeError, "expected a scale rule.*Pow2"),
     ("scale name", call(quant, scale="pow"), ValueError, "unknown scale rule 'pow'; did.* 'pow2'"),
+    ("scale rule", call(quant, scale="Pow2(1)"), ValueError, r"did you mean 'pow2'.*Pow2\(margin"),
     ("SCALES", lambda: SCALES["pow"], KeyError, "unknown scale rule 'pow'; did you mean 'pow2'"),
     ("Constant 0", call(Constant, 0.0), ValueError, r"between 2\^-126 and 2\^126, got 0.0"),
     ("Constant -1", call(Constant, -1), ValueError, r"between 2\^-126 and 2\^126, got -1"),

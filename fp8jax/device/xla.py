@@ -160,7 +160,7 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
 
     Returns:
       The directory in use, or None if the user turned JAX's cache off
-      (`JAX_ENABLE_COMPILATION_CACHE=false`).
+      (`JAX_ENABLE_COMPILATION_CACHE=false`), or, with a warning, if our directory cannot be made.
     """
     if not jax.config.values["jax_enable_compilation_cache"]:
         return None
@@ -177,7 +177,15 @@ def set_compilation_cache(directory: str | None = None) -> str | None:
         # reliably contain the instruction set. Where different machines share a home directory,
         # one could load the other's program and get different numbers or a SIGILL.
         directory = os.path.join(directory, host_fingerprint())
-    os.makedirs(directory, exist_ok=True)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        warnings.warn(
+            f"compiled programs are not stored, so that each run compiles anew: {error}. Set"
+            " JAX_COMPILATION_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+        return None
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _CACHE_MIN_COMPILE_SECONDS)
     # JAX reads the setting once, at its first compilation. The reset makes it read it again.

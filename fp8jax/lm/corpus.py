@@ -75,7 +75,8 @@ def _require_rows(stats: SourceStats, seq_len: int, valid_fraction: float) -> No
                 f"source {stats.name!r}: its {split} split does not fill one row of {seq_len=} plus"
                 f" one. It has {stats.documents[split]} of {sum(stats.documents.values())} "
                 f"documents and {stats.tokens[split]} of {sum(stats.tokens.values())} tokens, with "
-                f"{valid_fraction=}; {stats.skipped()}. Add text or reduce seq_len"
+                f"valid.fraction={valid_fraction}; {stats.skipped()}. Add text, reduce seq_len, or "
+                "hold out another valid.fraction"
             )
 
 

@@ -426,5 +426,5 @@ def as_scale_rule(rule: str | ScaleRule) -> ScaleRule:
             " scale is Constant(value)"
         )
     if rule not in SCALES:
-        raise unknown("scale rule", rule, [*SCALES, "Pow2(margin)", "Constant(value)"])
+        raise ValueError(f"{unknown('scale rule', rule, SCALES)}, or a rule such as Pow2(margin=1)")
     return SCALES[rule]

@@ -169,6 +169,14 @@ def test_a_cache_that_the_user_turned_off_stays_off(tmp_path, restored_cache_set
     assert not os.listdir(tmp_path)
 
 
+def test_a_cache_that_cannot_be_made_is_warned_of(tmp_path, restored_cache_settings):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    (tmp_path / "file").write_text("")  # root may write everywhere, but in no file's folder
+    with pytest.warns(UserWarning, match="are not stored.* Not a directory.*Set JAX_COMPILATION"):
+        assert xla.set_compilation_cache(str(tmp_path / "file" / "cache")) is None
+    assert jax.config.values["jax_compilation_cache_dir"] == before
+
+
 def test_a_program_of_several_cpu_devices_has_no_key():
     backend, program = types.SimpleNamespace(platform="cpu"), None  # which is not looked at
     devices = np.array(jax.devices())

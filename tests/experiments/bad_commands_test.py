@@ -200,7 +200,11 @@ CONFIGS = [
         "--config.lerning_rate: configs/base.py has no key 'lerning_rate';"
         " did you mean 'optimizer.l",
     ),
-    ("key of a group", ["model_overrides.d_modl=1"], "no key '.*d_modl'; did you mean 'd_model'"),
+    (
+        "key of a group",
+        ["model_overrides.d_modl=1"],
+        "no key '.*d_modl'; did you mean 'model_overrides.d_model'",
+    ),
     ("key of a value", ["mesh.x=1"], "--config.mesh.x: configs/base.py has no key 'mesh.x'"),
     (
         "old key",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import serialization
 
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.histories import shared_leaf
@@ -120,6 +121,7 @@ def test_the_history_is_the_largest_amax_of_all_calls(model, how):
         "jit of grad of remat": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
     }[how](loss)
     state, expected = init_update(SGD, variables), []
+    state = serialization.from_bytes(state, serialization.to_bytes(state))
     for _ in range(STEPS):
         expected.insert(0, largest_amax(model, variables))
         variables, state, faults = sgd_update(variables, state, grad(variables))

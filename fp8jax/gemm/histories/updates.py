@@ -25,7 +25,7 @@ be told from a right one (docs/your_model.md lists what cannot be detected).
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -258,10 +258,8 @@ class Faults:
     updates: Int[Array, "*S"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class UpdateState:
-    """What `update` carries from step to step.
+class UpdateState(NamedTuple):
+    """What `update` carries from step to step; a pytree that `flax.serialization` writes, too.
 
     Attributes:
       optimizer: the optimizer's state, of the parameters alone.

@@ -136,7 +136,8 @@ def _require_examples(
                 raise ValueError(f"source {name!r} has no conversations: its files are empty")
             raise ValueError(
                 f"source {name!r}: its {split} split has no conversation, of {total} in all, with "
-                f"{valid_fraction=}: add conversations, or take another valid_fraction"
+                f"valid.fraction={valid_fraction}: add conversations, or hold out another "
+                "valid.fraction"
             )
 
 

@@ -234,6 +234,6 @@ def _unknown(group: str, key: str, known: ConfigDict, keys: Keys) -> str:
     # Those of a group are found without its name, too.
     named = {path.rpartition(".")[2]: path for path in paths} | {path: path for path in paths}
     similar = difflib.get_close_matches(key, named, n=3, cutoff=0.6)
-    hints = dict.fromkeys(repr(named[name]) for name in similar)
+    hints = dict.fromkeys(repr(group + named[name]) for name in similar)
     hint = f"; did you mean {' or '.join(hints)}?" if hints else ""
     return f"{keys.name} has no key {group + key!r}{hint}"

@@ -122,7 +122,7 @@ def _check_flags(texts: Sequence[str]) -> None:
             f"are in [0, {SEEDS})"
         )
     if not texts or _MAX_LENGTH.value is not None:
-        _require_fits("a prompt", 1, _MAX_LENGTH.value or _CHAT_LENGTH)
+        _require_fits("the shortest prompt", 1, _MAX_LENGTH.value or _CHAT_LENGTH)
 
 
 def _require_fits(what: str, tokens: int, max_length: int) -> None:
