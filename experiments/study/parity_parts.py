@@ -73,7 +73,9 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
     of_trunk = folder.parent / chain.trunk.folder
     trunk, decay = of_trunk / "trunk", folder / f"decay_{fork.name}"
     scores = folder / f"score_{fork.name}.json"
-    kept = (f"checkpoint.keep={len(FORKS) + 1}",) if chain.trunk.shared else ()
+    # All that a shared trunk saves: a decay may begin when the trunk is long past its fork.
+    all_saved = FORKS[-1].begin // FORKS[0].begin
+    kept = (f"checkpoint.keep={all_saved}",) if chain.trunk.shared else ()
     trunk_keys = (f"num_steps={fork.begin}", "resume_with_changes=True", *kept)
     decay_keys = (
         f"initial_state={trunk}@{fork.begin}",

@@ -117,7 +117,7 @@ def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
         parity_parts.parts(each, fork, tmp_path / each.folder, tmp_path / "corpus")
         for each in (whole[BASELINE], branch)
     ]
-    assert parts[0][0] == parts[1][0] and "--config.checkpoint.keep=5" in parts[0][0].command
+    assert parts[0][0] == parts[1][0] and "--config.checkpoint.keep=8" in parts[0][0].command
     trunk, decay, _ = parts[1]
     assert f"--config.initial_state={trunk.output}@4032" in decay.command
     assert {"--config.attention=xla", "--config.precision=bf16"} < set(decay.command)
