@@ -18,6 +18,8 @@
         --workdir=runs/proving --commit=HASH --budget=570 --runs_per_gpu=6
     python -m experiments.study proving_table --ledger=docs/proving_ledger.jsonl \\
         --output=docs/results/recipes_loss.md
+    python -m experiments.study proving_figure --ledger=docs/late_ledger.jsonl \
+        --output=docs/figures/late.png
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -30,7 +32,8 @@ a batch with requests alone. `intervals` prints the mean over a pipeline's seeds
 to BF16, with its t-interval; --output draws those of the losses. `corpus`, `parity` and
 `parity_table` are the study of docs/parity.md: its data, its runs and its verdicts, which
 `parity_figure` draws. `proving` trains all recipes on the proving ground, and `proving_table`
-writes what they lost into the tables of a page.
+writes what they lost into the tables of a page. `proving_figure` draws what each costs in the last
+fifth of a BF16 run, from the runs of `--plan=late`.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -83,7 +86,8 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
-    " or `parity_figure` draws; the folder of `corpus`; the JSON of `parity_table`.",
+    ", `parity_figure` or `proving_figure` draws; the folder of `corpus`; the JSON of"
+    " `parity_table`.",
 )
 
 
@@ -315,6 +319,13 @@ def _proving_table() -> None:
         raise ValueError("; ".join(failures))
 
 
+def _proving_figure() -> None:
+    setting = _SETTING.value or proving_plan.setting()
+    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
+    gaps = proving_analysis.late_gaps(lines)
+    plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
+
+
 def _parity_table() -> None:
     lines = parity_ledger.read(Path(_LEDGER.value))
     data = corpus.digest_of(Path(_MANIFEST.value))
@@ -394,6 +405,12 @@ _COMMANDS = (
     _Study(
         name="proving_table",
         run=_proving_table,
+        needs=["ledger", "output"],
+        takes=["setting"],
+    ),
+    _Study(
+        name="proving_figure",
+        run=_proving_figure,
         needs=["ledger", "output"],
         takes=["setting"],
     ),

@@ -13,7 +13,8 @@ from experiments.study.intervals import CONFIDENCE
 from experiments.study.parity_analysis import Verdict, compare
 from experiments.study.parity_ledger import Line, comparable
 from experiments.study.parity_plan import BASELINE
-from experiments.study.proving_plan import ARMS, COMPARISONS, MARGIN, PLANS, RUN, SUMS
+from experiments.study.proving_plan import ARMS, COMPARISONS, LATE, MARGIN, PLANS, RUN, SUMS
+from fp8jax.numerics.names import as_policy
 
 
 def lines_of(lines: Sequence[Line], setting: str) -> list[Line]:
@@ -68,6 +69,26 @@ def control_failures(lines: Sequence[Line]) -> list[str]:
         for verdict in verdicts(lines, pairs)
         if not verdict.text().startswith(("worse", "not finite"))
     ]
+
+
+def late_gaps(lines: Sequence[Line]) -> dict[str, list[float]]:
+    """Returns what each policy costs in the last fifth of a BF16 run, the least first.
+
+    The key is FORMAT/POLICY, with the narrowest format that the policy casts to. The value has for
+    each seed the loss above BF16's in percent of it.
+
+    Raises:
+      ValueError: the lines have no such run.
+    """
+    found = {}
+    for policy, arm in LATE.items():
+        bits = [cast.format.bits for _, recipe in as_policy(policy).rules for cast in recipe.casts]
+        for verdict in verdicts(lines, [(arm, BASELINE)]):
+            name = f"FP{min(bits)}/{policy}" if bits else f"BF16/{policy}"
+            found[name] = list(verdict.gaps.values())
+    if not found:
+        raise ValueError(f"the ledger has none of the arms {', '.join(LATE.values())}")
+    return dict(sorted(found.items(), key=lambda item: statistics.fmean(item[1])))
 
 
 def _plan_table(lines: Sequence[Line], plan: str) -> str:

@@ -9,6 +9,7 @@ the same rows in the same order and the same held-out rows.
     casts       the control with one of its six casts alone, and with all but one
     late        BF16 whose last fifth has another policy: each of docs/recipes.md
     late_casts  the same with one cast of a recipe, and with all but one
+    late_growth the same with other parts of the run, from four fifths to one step
     schedule    FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
     last_step   FP4 whose last step alone runs in BF16
     constants   one constant scale for everything, with and without a loss scale
@@ -129,9 +130,11 @@ _CONSTANTS = (
 
 # What a policy costs in the last fifth of training. Runs that have the first four in common, to the
 # bit, are expected to differ by less than runs that share nothing. The null ends in BF16 once more.
-def _late(policy: str) -> Arm:
-    return _ending(BASELINE, policy, 0.8, control=policy in _CONTROLS)
+def _late(policy: str, begins: float = 0.8) -> Arm:
+    return _ending(BASELINE, policy, begins, control=policy in _CONTROLS)
 
+
+LATE = {policy: _late(policy).name for policy in POLICIES}
 
 # Its casts, each alone and all but each. `nvfp4` rotates both operands of wgrad, which are left out
 # together.
@@ -143,6 +146,15 @@ LATE_ALONE = {
 LATE_WITHOUT = {
     _late(whole).name: tuple(_late(f"{whole}:{cast}=bf16") for cast in casts)
     for whole, casts in _LATE_CASTS.items()
+}
+
+# How the cost grows with the steps in the policy. The last step alone is what reading costs, as far
+# as one step at a tenth of the largest rate trains nothing; what a longer part costs beside it is
+# training. Planned after `late` and `late_casts` had run.
+_LAST = 0.999
+_GROWN = ("fp8_delayed", "fp8_block", "nvfp4", _MIXED, "mxfp4", "fp4_backward", NAIVE)
+_GROWTH = {
+    _late(policy, _LAST): [_late(policy, at) for at in (0.2, 0.5, 0.8, 0.95)] for policy in _GROWN
 }
 
 _SEEDS = (0, 1, 2)
@@ -169,6 +181,14 @@ PLANS = {
         arms=(
             *(_BASE, _late(BASELINE), *map(_late, _LATE_CASTS)),
             *(arm for arms in (LATE_ALONE, LATE_WITHOUT) for each in arms.values() for arm in each),
+        ),
+        seeds=_SEEDS,
+        forks=(RUN,),
+    ),
+    "late_growth": Plan(
+        arms=(
+            *(_BASE, _late(BASELINE, 0.2)),
+            *(arm for last, longer in _GROWTH.items() for arm in (last, *longer)),
         ),
         seeds=_SEEDS,
         forks=(RUN,),
@@ -208,6 +228,7 @@ COMPARISONS = (
     *((arm.name, NAIVE) for arm in _NAIVE_ENDINGS),
     *zip([arm.name for arm in _LAST_STEP], (_MIXED, NAIVE), strict=True),
     *((arm.name, whole) for whole, without in LATE_WITHOUT.items() for arm in without),
+    *((arm.name, last.name) for last, longer in _GROWTH.items() for arm in longer),
 )
 # All casts of a recipe -> each of them alone
 SUMS = {NAIVE: ALONE, **LATE_ALONE}

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import textwrap
 
 import pytest
 
@@ -54,20 +55,21 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
     for plan in PLANS.values():
         assert plan.arms[0].name == BASELINE and plan.seeds == (0, 1, 2)
     controls = [name for name, arm in ARMS.items() if arm.control]
-    assert controls == ["fp4_naive", "bf16_then_fp4_naive_at_0.8"]
+    late = [f"bf16_then_fp4_naive_at_{begins}" for begins in (0.8, 0.999, 0.2, 0.5, 0.95)]
+    assert controls == ["fp4_naive", *late]
     assert ARMS[NULL].changes == ("attention=xla", "unroll=6")
 
 
 def test_runs_of_a_schedule_end_as_their_names_say():
-    plans = ("schedule", "last_step", "late", "late_casts")
+    plans = ("schedule", "last_step", "late", "late_casts", "late_growth")
     ending = {arm for plan in plans for arm in PLANS[plan].arms if arm.changes}
-    assert len(ending) == 12 + 2 + len(POLICIES) + 2 * (5 + 6)
+    assert len(ending) == 12 + 2 + len(POLICIES) + 2 * (5 + 6) + 1 + 7 * 4
     for arm in ending:
         (change,) = arm.changes
         (last,) = ast.literal_eval(change.removeprefix("precision_schedule="))
         schedule = PrecisionSchedule(((0.0, arm.precision), last))
         assert arm.name == f"{arm.precision}_then_{schedule.policies[1].name}_at_{last[0]}"
-        assert schedule.begins(RUN.steps)[1] in (800, 900, 950, 999)
+        assert schedule.begins(RUN.steps)[1] in (200, 500, 800, 900, 950, 999)
 
 
 def test_a_chain_is_one_run_that_is_scored_by_its_last_validation(tmp_path):
@@ -128,8 +130,8 @@ def test_tables_by_hand():
     page = proving_analysis.fill_page(place, lines)
     assert filled["comparisons"] in page and proving_analysis.fill_page(page, lines) == page
     names = (
-        "recipes, readings, casts, schedule, last_step, constants, late, late_casts, comparisons,"
-        " sum"
+        "recipes, readings, casts, schedule, last_step, constants, late, late_casts, late_growth,"
+        " comparisons, sum"
     )
     with pytest.raises(ValueError, match=f"no place for any of {names}"):
         proving_analysis.fill_page("a page", lines)
@@ -153,6 +155,18 @@ def test_the_sum_of_casts_by_hand():
     assert proving_analysis.sum_of_casts(lines, late) == pytest.approx({0: 2.0, 1: 3.0})
     row = "| `fp4_naive` | +2.00 +1.00 | +1.50 | [-4.85, +7.85] | 1 |"
     assert proving_analysis.tables(lines)["sum"].splitlines()[-2] == row
+
+
+def test_what_policies_cost_in_a_last_fifth_is_ordered_and_named_by_format():
+    late = proving_plan.LATE
+    lines = [*BASE, *made(late["nvfp4"], 2.06, 2.04), *made(late["fp8_block"], 2.01, 2.02, 2.0)]
+    lines += [*made(late["bf16"], 2.0, 2.0, 2.0), *made("mxfp8", 2.2)]
+    found = proving_analysis.late_gaps(lines)
+    assert list(found) == ["BF16/bf16", "FP8/fp8_block", "FP4/nvfp4"]
+    assert found["FP4/nvfp4"] == pytest.approx([3.0, 2.0])
+    assert found["FP8/fp8_block"] == pytest.approx([0.5, 1.0, 0.0])
+    with pytest.raises(ValueError, match="none of the arms bf16_then_bf16_at_0.8, "):
+        proving_analysis.late_gaps(BASE)
 
 
 def test_a_control_that_is_not_worse_is_a_failure():
@@ -194,7 +208,8 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     schedule = proving_analysis.lines_of(schedule, proving_plan.setting())
     assert proving_analysis.fill_page(page, schedule) == page
     assert proving_analysis.control_failures(schedule) == []
-    for name, of in (("fp4_last_step", "last_step"), ("cscale_bias", "constants")):
+    pages = {"fp4_last_step": "last_step", "cscale_bias": "constants", "late": "late"}
+    for name, of in pages.items():
         lines = parity_ledger.read(docs / f"{of}_ledger.jsonl")
         page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
         assert f"{len(lines)} runs" in page and len({line.code for line in lines}) == 1
@@ -203,6 +218,21 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
         assert proving_analysis.control_failures(lines) == []
     assert proving_analysis.control_failures(first) == []
     assert proving_analysis.control_failures(second) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "count"),
+    [("late", "# What each recipe costs", 14), ("parity_scatter", "## 2026-11-29, last:", 8 + 3)],
+    ids=["late", "parity_scatter"],
+)
+def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / f"docs/results/{name}.md").read_text(encoding="utf-8")
+    script = page.partition(section)[2].partition("python - <<'END'")[2].partition("\n    END\n")[0]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(textwrap.dedent(script.partition("\n")[2]), {})
+    rows = [line for line in printed.getvalue().splitlines() if line.startswith("|")]
+    assert len(rows) == count and set(rows) <= set(page.splitlines())
 
 
 def test_the_page_s_verdict_has_the_intervals_of_its_tables(monkeypatch):
