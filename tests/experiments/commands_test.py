@@ -27,6 +27,14 @@ def test_another_folder_called_configs_is_answered_with_the_program_that_works(m
         importlib.import_module("experiments.config_keys")
 
 
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_collections", None)
+    for name in ("experiments.config_keys", "fp8jax.lm.cli.config_flag"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SystemExit, match="ml_collections is missing: install .* `train`"):
+        importlib.import_module("experiments.config_keys")
+
+
 # The tokenizer ------------------------------------------------------------------------------------
 
 
