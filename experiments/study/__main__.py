@@ -40,7 +40,7 @@ and `sweep` write Markdown and a figure into --workdir.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import flags, logging
@@ -68,7 +68,7 @@ from experiments.study import (
     proving_plan,
     recipe_page,
 )
-from experiments.study.parity_plan import Plan
+from experiments.study.parity_plan import Chain, Plan
 from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.records.checkpoint import DamagedError
@@ -263,19 +263,18 @@ def _gpus() -> list[parity_runner.Gpu]:
     return parity_runner.find_gpus() * _RUNS_PER_GPU.value
 
 
-def _chosen(plans: Mapping[str, Plan]) -> Plan:
-    """Returns the plan of --plan, with the arms and seeds of --arms and --seeds where given."""
-    plan = lookup("plan", _PLAN.value, plans)
+def _chains(plan: Plan) -> list[Chain]:
+    """Returns the chains of a plan, of the arms and seeds of --arms and --seeds where given."""
     arms = command.split_specs(_ARMS.value) if _ARMS.present else None
     seeds = None if _SEEDS.value is None else _parse_integers("seeds", _SEEDS.value)
-    return plan.part(arms, seeds)
+    return plan.chains(arms, seeds)
 
 
 def _parity() -> None:
     text, ledger = Path(_CORPUS.value), Path(_LEDGER.value)
-    plan = _chosen(parity_plan.PLANS)
+    plan = lookup("plan", _PLAN.value, parity_plan.PLANS)
     given = parity_runner.Run(
-        chains=plan.chains(),
+        chains=_chains(plan),
         parts=lambda chain, fork, folder: parity_parts.parts(chain, fork, folder, text),
         gpus=_gpus(),
         workdir=Path(_WORKDIR.value),
@@ -295,7 +294,7 @@ def _parity() -> None:
 def _proving() -> None:
     ledger = Path(_LEDGER.value)
     given = parity_runner.Run(
-        chains=_chosen(proving_plan.PLANS).chains(),
+        chains=_chains(lookup("plan", _PLAN.value, proving_plan.PLANS)),
         parts=proving_plan.parts,
         gpus=_gpus(),
         workdir=Path(_WORKDIR.value),

@@ -199,19 +199,14 @@ class Plan:
     forks: tuple[Fork, ...]
     size: str = study.SIZES[0]
 
-    def chains(self) -> list[Chain]:
-        """Returns the chains in the order in which they are to run: seed by seed, `bf16` first."""
-        trunks = [arm.trunk for arm in self.arms]
-        return [
-            Chain(arm, seed, self.forks, self.size, shared=arm in trunks)
-            for seed in self.seeds
-            for arm in self.arms
-        ]
+    def chains(
+        self, arms: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    ) -> list[Chain]:
+        """Returns the chains in the order in which they are to run: seed by seed, `bf16` first.
 
-    def part(self, arms: Sequence[str] | None, seeds: Sequence[int] | None) -> "Plan":
-        """Returns the plan with these of its arms, in its order, and with these seeds, any at all.
-
-        None leaves all of them.
+        Args:
+          arms: names of those that are wanted, in any order; None for all.
+          seeds: any at all; None for the plan's.
 
         Raises:
           ValueError: it has no such arm; the message names those that it has. Or there is no seed.
@@ -220,11 +215,13 @@ class Plan:
         chosen = [lookup("arm", name, known) for name in (known if arms is None else arms)]
         if seeds is not None and not seeds:
             raise ValueError("a plan without seeds trains nothing")
-        return dataclasses.replace(
-            self,
-            arms=tuple(arm for arm in self.arms if arm in chosen),
-            seeds=self.seeds if seeds is None else tuple(dict.fromkeys(seeds)),
-        )
+        trunks = [arm.trunk for arm in self.arms]  # of all arms: the others may come later
+        return [
+            Chain(arm, seed, self.forks, self.size, shared=arm in trunks)
+            for seed in (self.seeds if seeds is None else dict.fromkeys(seeds))
+            for arm in self.arms
+            if arm in chosen
+        ]
 
     def setting(self) -> str:
         """Returns the digest of its config: only runs of one setting are compared."""

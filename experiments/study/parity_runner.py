@@ -16,7 +16,8 @@ card, that of the seed's first line.
     WORKDIR/CHAIN/PART.log          what it printed
 
 A trunk that several chains share lies in the folder of the chain that it is named after, and stays.
-Whoever comes first trains it; the others wait.
+Whoever comes first trains it; the others wait, and a thread takes a chain that waits only if there
+is no other.
 """
 
 import concurrent.futures
@@ -121,6 +122,7 @@ class _Runner:
         self.failures: list[str] = []
         self._lock = threading.Lock()
         self._taken: set[str] = set()
+        self._running: list[Chain] = []
         self._cards: dict[int, str] = {}  # of the seeds that run now
         self._outputs: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
         self.lines: list[Line] = []
@@ -135,11 +137,14 @@ class _Runner:
             except Exception as error:  # one arm's failure must not end those on other GPUs
                 logging.warning("%s: %s", chain.name, error)
                 self.failures.append(f"{chain.name}: {error}")
+            finally:
+                with self._lock:
+                    self._running.remove(chain)
 
     def _run_chain(self, chain: Chain, gpu: Gpu) -> None:
         folder = self._folder(chain)
-        for fork in self._missing(chain):
-            if not self._run_fork(chain, fork, folder, gpu):
+        while missing := self._missing(chain):
+            if not self._run_fork(chain, missing[0], folder, gpu) or self._put_back(chain):
                 return
         if not chain.shared:
             shutil.rmtree(folder, ignore_errors=True)
@@ -209,12 +214,29 @@ class _Runner:
             ]
             begun = [chain for chain in free if self._folder(chain).exists()]
             fits = [chain for chain in free if now + self.estimate(chain, gpu) <= self.leave_at]
-            for chain in [*begun, *fits][:1]:
+            ready = [chain for chain in [*begun, *fits] if not self._waits(chain)]
+            for chain in [*ready, *begun, *fits][:1]:
                 self._taken.add(chain.name)
+                self._running.append(chain)
                 self._cards[chain.seed] = gpu.card
                 self._begin(chain)
                 return chain
         return None
+
+    def _waits(self, chain: Chain) -> bool:
+        """Returns whether a chain that runs is to train the trunk that this one needs next."""
+        if chain.trunk.name == chain.name or not (missing := self._missing(chain)):
+            return False
+        trunk = self.given.parts(chain, missing[0], self._folder(chain))[0]
+        others = [other for other in self._running if other.name != chain.name]
+        return not trunk.mark.exists() and chain.trunk.name in {o.trunk.name for o in others}
+
+    def _put_back(self, chain: Chain) -> bool:
+        """Puts a chain back that would wait, for any thread; returns whether it did."""
+        with self._lock:
+            if waits := self._waits(chain):
+                self._taken.remove(chain.name)
+        return waits
 
     def _begin(self, chain: Chain) -> None:
         for folder in (self._folder(chain), self._folder(chain.trunk)):

@@ -80,14 +80,14 @@ def test_arms_can_be_honored_and_each_seed_has_its_baseline_first():
 
 def test_a_part_of_a_plan_has_these_arms_and_seeds_and_no_unknown_one():
     plan = PLANS["headline"]
-    part = plan.part(["fp8_block", "bf16"], [11, 12])  # a baseline comes first all the same
+    part = plan.chains(["fp8_block", "bf16"], [11, 12])  # a baseline comes first all the same
     names = ["bf16-seed11", "fp8_block-seed11", "bf16-seed12", "fp8_block-seed12"]
-    assert [chain.name for chain in part.chains()] == names
-    assert part.setting() == plan.setting() and plan.part(None, None) == plan
+    assert [chain.name for chain in part] == names
+    assert len(plan.chains()) == len(plan.arms) * len(plan.seeds)
     with pytest.raises(ValueError, match="'fp8_blok'.*fp8_block"):
-        plan.part(["fp8_blok"], None)
+        plan.chains(["fp8_blok"])
     with pytest.raises(ValueError, match="without seeds"):
-        plan.part(None, [])
+        plan.chains(seeds=[])
 
 
 def test_commands_of_a_fork(tmp_path):
@@ -110,8 +110,7 @@ def test_commands_of_a_fork(tmp_path):
 
 def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
     plan = PLANS["branches"]
-    (own,) = (each for each in plan.part([BASELINE], [7]).chains())
-    whole = {each.arm.name: each for each in plan.part(None, [7]).chains()}
+    whole = {each.arm.name: each for each in plan.chains(seeds=[7])}
     fork, branch = plan.forks[-1], whole[f"bf16_then_{NULL}"]
     parts = [
         parity_parts.parts(each, fork, tmp_path / each.folder, tmp_path / "corpus")
@@ -122,7 +121,8 @@ def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
     assert f"--config.initial_state={trunk.output}@4032" in decay.command
     assert {"--config.attention=xla", "--config.precision=bf16"} < set(decay.command)
     assert (trunk.environment, decay.environment) == ({}, dict(branch.arm.environment))
-    assert trunk.mark != decay.mark and not own.shared and whole[BASELINE].shared
+    assert trunk.mark != decay.mark and whole[BASELINE].shared
+    assert plan.chains([BASELINE], [7]) == [whole[BASELINE]]  # others may want its trunk later
 
 
 def test_scores_by_hand(tmp_path):
@@ -301,6 +301,24 @@ def test_a_trunk_that_chains_share_is_trained_once_and_stays(tmp_path, launch):
     assert len(ran) == 2 + 2 * 2 * 3 and ran[0] == "bf16-seed0/trunk_1008"
     assert len({line.trunk for line in parity_ledger.read(tmp_path / "ledger.jsonl")}) == 1
     assert [path.name for path in (tmp_path / "one").glob("*-seed0")] == ["bf16-seed0"]
+
+
+def test_no_thread_waits_for_a_trunk_while_another_chain_could_run(tmp_path, launch):
+    """Trunks wait for the notes of what is to run beside them, and for ever where it does not."""
+    awaited = {"bf16-seed0/trunk_1008": 2, "bf16-seed1/trunk_1008": 2}
+    bf16, forks = Arm(name="bf16", precision="bf16", tokens_per_second=1e9), FORKS[:2]
+    a, b = (dataclasses.replace(bf16, name=name, trunk=bf16) for name in "ab")
+    plan = parity_plan.Plan(arms=(bf16, a), seeds=(0, 1), forks=FORKS[:1])
+    (seeds := tmp_path / "seeds").mkdir()
+    stub = Stub(seeds, awaited=awaited)
+    assert len(launch(stub, plan.chains(), machine="two")) == 4 and len(stub.ran()) == 2 + 4 * 2
+    (tmp_path / "ledger.jsonl").unlink()
+
+    # After three programs of bf16 and two each of a and b, whose first forks need no more trunk.
+    stub = Stub(tmp_path, awaited={"bf16-seed0/trunk_2016": 8})
+    plan = dataclasses.replace(plan, arms=(bf16, a, b), seeds=(0,), forks=forks)
+    assert len(launch(stub, plan.chains())) == 6
+    assert len(stub.ran()) == 2 + 3 * 2 * 2 and stub.ran().count("bf16-seed0/trunk_2016") == 1
 
 
 def test_only_what_fits_the_machine_begins(tmp_path, launch):
