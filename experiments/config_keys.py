@@ -1,12 +1,11 @@
 """The keys of configs in a clone, named by the files of configs/ that have them all."""
 
+from fp8jax.lm.cli import main
+
 try:
     from fp8jax.lm.cli.config_flag import Keys
 except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"error: {error.name} is missing: install fp8jax's extra `train`, by pip install"
-        " -e '.[train]'"
-    ) from error
+    main.missing("this command", error)
 try:
     from configs import base, pipeline
 except ImportError as error:  # a folder of that name where the command was started

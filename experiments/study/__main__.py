@@ -18,7 +18,7 @@
         --workdir=runs/proving --commit=HASH --budget=570 --runs_per_gpu=6
     python -m experiments.study proving_table --ledger=docs/proving_ledger.jsonl \\
         --output=docs/results/recipes_loss.md
-    python -m experiments.study proving_figure --ledger=docs/late_ledger.jsonl \
+    python -m experiments.study proving_figure --ledger=docs/late_ledger.jsonl \\
         --output=docs/figures/late.png
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the

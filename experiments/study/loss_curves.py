@@ -138,7 +138,6 @@ def _excess(losses: Sequence[Mapping], baselines: Sequence[Mapping]) -> dict[int
 
 def _panel(name: str, curves: Sequence[Curve], bases: Sequence[Curve], window: int) -> plots.Panel:
     """Returns what the figure shows of one precision: means over the seeds."""
-    bits = [cast.format.bits for _, recipe in as_policy(name).rules for cast in recipe.casts]
     training = _excess(
         [_smooth(curve.loss, window) for curve in curves],
         [_smooth(base.loss, window) for base in bases],
@@ -147,7 +146,7 @@ def _panel(name: str, curves: Sequence[Curve], bases: Sequence[Curve], window: i
     failed = [curve.failed for curve in curves if curve.failed is not None]
     return plots.Panel(
         name=name,
-        group=f"FP{min(bits)}" if bits else "BF16",
+        group=plots.group_of(name),
         steps=list(training),
         training=[fmean(values) for values in training.values()],
         valid_steps=list(valid),

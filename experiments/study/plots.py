@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from experiments.study.intervals import CONFIDENCE, t_interval
 from fp8jax.lm.figures.style import Style, panels, style
+from fp8jax.numerics.names import as_policy
 
 _INDEX = {"FP8": 0, "FP6": 0, "FP4": 1}  # group -> which of the style's curves
 _OTHER = 2
@@ -40,6 +41,16 @@ class Panel(NamedTuple):
     valid_steps: Sequence[int]
     validation: Sequence[float]
     note: str
+
+
+def group_of(policy: str) -> str:
+    """Returns the narrowest format that a policy casts to, such as "FP8"; "BF16" if it casts none.
+
+    Raises:
+      ValueError: an unknown policy.
+    """
+    bits = [cast.format.bits for _, recipe in as_policy(policy).rules for cast in recipe.casts]
+    return f"FP{min(bits)}" if bits else "BF16"
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:

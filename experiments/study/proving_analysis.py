@@ -13,8 +13,8 @@ from experiments.study.intervals import CONFIDENCE
 from experiments.study.parity_analysis import Verdict, compare
 from experiments.study.parity_ledger import Line, comparable
 from experiments.study.parity_plan import BASELINE
+from experiments.study.plots import group_of
 from experiments.study.proving_plan import ARMS, COMPARISONS, LATE, MARGIN, PLANS, RUN, SUMS
-from fp8jax.numerics.names import as_policy
 
 
 def lines_of(lines: Sequence[Line], setting: str) -> list[Line]:
@@ -80,15 +80,14 @@ def late_gaps(lines: Sequence[Line]) -> dict[str, list[float]]:
     Raises:
       ValueError: the lines have no such run.
     """
-    found = {}
-    for policy, arm in LATE.items():
-        bits = [cast.format.bits for _, recipe in as_policy(policy).rules for cast in recipe.casts]
-        for verdict in verdicts(lines, [(arm, BASELINE)]):
-            name = f"FP{min(bits)}/{policy}" if bits else f"BF16/{policy}"
-            found[name] = list(verdict.gaps.values())
+    policies = {arm: policy for policy, arm in LATE.items()}
+    found = verdicts(lines, [(arm, BASELINE) for arm in policies])
     if not found:
-        raise ValueError(f"the ledger has none of the arms {', '.join(LATE.values())}")
-    return dict(sorted(found.items(), key=lambda item: statistics.fmean(item[1])))
+        raise ValueError(f"the ledger has none of the arms {', '.join(policies)}")
+    return {
+        f"{group_of(policies[verdict.arm])}/{policies[verdict.arm]}": list(verdict.gaps.values())
+        for verdict in sorted(found, key=_mean)
+    }
 
 
 def _plan_table(lines: Sequence[Line], plan: str) -> str:

@@ -13,7 +13,7 @@
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from fp8jax.lm.cli.config_flag import Keys
@@ -51,12 +51,7 @@ def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) ->
 
         module = importlib.import_module(f"fp8jax.lm.cli.{name}")  # defines its flags
     except ModuleNotFoundError as error:
-        if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
-            raise
-        sys.exit(
-            f"error: fp8jax {name} needs {error.name}: install fp8jax's extra `train`, in a clone"
-            " by pip install -e '.[train]'"
-        )
+        missing(f"fp8jax {name}", error)
     join.define_flags()
     for name_of in (module.__name__, join.__name__):
         for flag in flags.FLAGS.get_flags_for_module(name_of):  # which --help shows
@@ -70,4 +65,14 @@ def run(name: str, *, program: str | None = None, keys: "Keys | None" = None) ->
         verbosity=module.VERBOSITY,
         config=keys,
         several=name in SEVERAL,
+    )
+
+
+def missing(program: str, error: ModuleNotFoundError) -> NoReturn:
+    """Ends the process with what to install; a module of fp8jax's own raises `error` again."""
+    if (error.name or "fp8jax").partition(".")[0] == "fp8jax":
+        raise error
+    sys.exit(
+        f"error: {program} needs {error.name}: install fp8jax's extra `train`, in a clone"
+        " by pip install -e '.[train]'"
     )
