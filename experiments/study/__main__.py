@@ -20,6 +20,10 @@
         --output=docs/results/recipes_loss.md
     python -m experiments.study proving_figure --ledger=docs/late_ledger.jsonl \\
         --output=docs/figures/late.png
+    python -m experiments.study proving_curves --ledger=docs/growth_ledger.jsonl \\
+        --output=docs/figures/late_growth.png
+    python -m experiments.study parity_curves --plan=branches --ledger=docs/branches_ledger.jsonl \\
+        --manifest=docs/parity_corpus.json --output=docs/figures/branches.png
 
 `recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
 losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
@@ -33,7 +37,8 @@ to BF16, with its t-interval; --output draws those of the losses. `corpus`, `par
 `parity_table` are the study of docs/parity.md: its data, its runs and its verdicts, which
 `parity_figure` draws. `proving` trains all recipes on the proving ground, and `proving_table`
 writes what they lost into the tables of a page. `proving_figure` draws what each costs in the last
-fifth of a BF16 run, from the runs of `--plan=late`.
+fifth of a BF16 run (`--plan=late`), `proving_curves` what it costs in shorter and longer parts
+(`--plan=late_growth`), and `parity_curves` what a plan's arms cost over the tokens of its forks.
 
 The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
 and `sweep` write Markdown and a figure into --workdir.
@@ -53,6 +58,7 @@ from experiments.study import (
     bias_sweep,
     corpus,
     corpus_files,
+    growth,
     inference,
     intervals,
     kv_cache,
@@ -86,8 +92,8 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
-    ", `parity_figure` or `proving_figure` draws; the folder of `corpus`; the JSON of"
-    " `parity_table`.",
+    ", `parity_figure`, `parity_curves`, `proving_figure` or `proving_curves` draws; the folder of"
+    " `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -325,14 +331,30 @@ def _proving_figure() -> None:
     plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
 
 
-def _parity_table() -> None:
+def _proving_curves() -> None:
+    setting = _SETTING.value or proving_plan.setting()
+    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
+    figure = plots.gap_curves(growth.by_steps(lines), over="last steps that are in the policy")
+    figure.savefig(_OUTPUT.value, dpi=200)
+
+
+def _verdicts() -> list[parity_analysis.Verdict]:
     lines = parity_ledger.read(Path(_LEDGER.value))
     data = corpus.digest_of(Path(_MANIFEST.value))
     plan = lookup("plan", _PLAN.value or "headline", parity_plan.PLANS)
     setting = _SETTING.value or plan.setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
-    found = parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
+    return parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
+
+
+def _parity_curves() -> None:
+    curves = growth.by_tokens(_verdicts())
+    plots.gap_curves(curves, over="tokens").savefig(_OUTPUT.value, dpi=200)
+
+
+def _parity_table() -> None:
+    found = _verdicts()
     print(parity_analysis.table(found))
     if _OUTPUT.value:
         parity_analysis.write_json(Path(_OUTPUT.value), found)
@@ -396,6 +418,12 @@ _COMMANDS = (
     ),
     _Study(name="parity_figure", run=_parity_figure, needs=["numbers", "output"]),
     _Study(
+        name="parity_curves",
+        run=_parity_curves,
+        needs=["ledger", "manifest", "output"],
+        takes=["plan", "setting"],
+    ),
+    _Study(
         name="proving",
         run=_proving,
         takes=["machine", "arms", "seeds", "runs_per_gpu"],
@@ -410,6 +438,12 @@ _COMMANDS = (
     _Study(
         name="proving_figure",
         run=_proving_figure,
+        needs=["ledger", "output"],
+        takes=["setting"],
+    ),
+    _Study(
+        name="proving_curves",
+        run=_proving_curves,
         needs=["ledger", "output"],
         takes=["setting"],
     ),

@@ -31,6 +31,7 @@ class Line:
       seconds: of these commands, on one GPU.
       loss: nats a token on the held-out rows in the arm's precision; None if training stopped.
       loss_bf16: the same with all casts left out; None if it was not scored.
+      read: the same in other precisions.
       blocks: mean loss of 32 groups of neighboring rows, in their order.
       rows: a digest of the numbers of tokens of all rows, which tells whether two are of the same.
       scored: number of tokens scored.
@@ -52,6 +53,7 @@ class Line:
     seconds: float
     loss: float | None = None
     loss_bf16: float | None = None
+    read: dict[str, float] = dataclasses.field(default_factory=dict)
     blocks: list[float] = dataclasses.field(default_factory=list)
     rows: str = ""
     scored: int = 0

@@ -84,12 +84,14 @@ def parts(chain: Chain, fork: Fork, folder: Path, corpus: Path) -> list[Part]:
         f"num_steps={fork.steps}",
         "checkpoint.keep=1",
     )
+    read = (f"--precision={','.join(chain.read)}",) if chain.read else ()
     score = (
         f"--workdir={decay}",
         f"--step={fork.steps}",
         "--batch_size=32",
         f"--json={scores}",
         f"--data=jsonl:{corpus / HELD_OUT}.jsonl",
+        *read,
     )
 
     def part(
@@ -151,14 +153,14 @@ def read_scores(path: Path, precision: str) -> dict[str, Any]:
     if missing := [name for name in (precision, _BASELINE) if name not in found]:
         raise ValueError(f"{path} has no scores in {missing[0]}")
     nats, tokens = (np.array(found[precision][name]) for name in ("items", "weights"))
-    loss = float(nats.sum() / tokens.sum())
-    plain = float(np.sum(found[_BASELINE]["items"]) / tokens.sum())
-    if not math.isfinite(loss + plain):
-        raise ValueError(f"{path}: a loss of {loss} and {plain}")
+    losses = {name: float(np.sum(each["items"]) / tokens.sum()) for name, each in found.items()}
+    if not all(map(math.isfinite, losses.values())):
+        raise ValueError(f"{path}: losses of {losses}")
     blocks = zip(np.array_split(nats, BLOCKS), np.array_split(tokens, BLOCKS), strict=True)
     return {
-        "loss": loss,
-        "loss_bf16": plain,
+        "loss": losses[precision],
+        "loss_bf16": losses[_BASELINE],
+        "read": {name: losses[name] for name in losses if name not in (precision, _BASELINE)},
         "blocks": [round(float(own.sum() / max(count.sum(), 1)), 6) for own, count in blocks],
         "rows": hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()[:16],
         "scored": int(tokens.sum()),

@@ -165,6 +165,7 @@ class Chain:
     Attributes:
       size: one of configs/study.py.
       shared: whether forks of other chains decay from its trunk, too.
+      read: precisions in which its weights are scored besides its own.
     """
 
     arm: Arm
@@ -172,6 +173,7 @@ class Chain:
     forks: tuple[Fork, ...]
     size: str = study.SIZES[0]
     shared: bool = False
+    read: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -192,12 +194,17 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Arms x seeds x forks, of one size of configs/study.py."""
+    """Arms x seeds x forks, of one size of configs/study.py.
+
+    Attributes:
+      read: precisions in which the weights that `bf16` trained are scored, too.
+    """
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     forks: tuple[Fork, ...]
     size: str = study.SIZES[0]
+    read: tuple[str, ...] = ()
 
     def chains(
         self, arms: Sequence[str] | None = None, seeds: Sequence[int] | None = None
@@ -217,7 +224,11 @@ class Plan:
             raise ValueError("a plan without seeds trains nothing")
         trunks = [arm.trunk for arm in self.arms]  # of all arms: the others may come later
         return [
-            Chain(arm, seed, self.forks, self.size, shared=arm in trunks)
+            Chain(
+                *(arm, seed, self.forks, self.size),
+                shared=arm in trunks,
+                read=self.read if arm.name == BASELINE else (),
+            )
             for seed in (self.seeds if seeds is None else dict.fromkeys(seeds))
             for arm in self.arms
             if arm in chosen
@@ -255,6 +266,16 @@ PLANS = {
     # What the last eighth costs in another precision, at four times the tokens of `headline`: since
     # seven eighths are the same to the bit, gaps are expected to scatter by less.
     "branches": Plan(arms=(*_BF16, *_BRANCHES), seeds=tuple(range(200, 204)), forks=FORKS[:3:2]),
+    # The same at eight times the tokens of `headline`, with the cost of reading weights that BF16
+    # trained. Planned when `branches` had run, whose gaps scatter by 0.11% and whose null's by
+    # 0.012%: with four seeds half-widths below 0.2% are expected, and gaps of FP4 that are larger
+    # than at 75M tokens. Two seeds fit into half an hour of two GPUs.
+    "branches_long": Plan(
+        arms=(*_BF16, *_BRANCHES[:-1]),
+        seeds=tuple(range(210, 214)),
+        forks=FORKS[::3],
+        read=("fp8_delayed", "fp8_block", "nvfp4", "fp4_mixed"),
+    ),
     # The FP8 recipe and the FP4 recipe whose gaps have the narrowest intervals, at 134M parameters.
     # Three seeds were planned; a fourth when five of nine chains had run.
     "larger": Plan(

@@ -5,6 +5,7 @@ matplotlib (fp8jax/lm/figures/style.py). Curves are labeled directly, without le
 """
 
 import math
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -229,3 +230,53 @@ def seed_intervals(losses: Mapping[str, Sequence[float]]) -> Any:
             f" {CONFIDENCE:.0%} t-interval"
         )
     return figure
+
+
+def gap_curves(
+    curves: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]], *, over: str
+) -> Any:
+    """Returns a figure of losses above BF16's over what grows: means with t-intervals.
+
+    The values of x are drawn at equal distances.
+
+    Args:
+      curves: panel -> what trained -> x -> for each of two seeds or more, the loss above BF16's in
+        percent of it.
+      over: what x is.
+    """
+    places = sorted({x for of in curves.values() for points in of.values() for x in points})
+    with style() as look:
+        figure, grid = panels(1, len(curves), height=3.0)
+        for axis, (title, members) in zip(grid[0], curves.items(), strict=True):
+            axis.axhline(0, color=look.muted, linewidth=0.8)
+            for index, points in enumerate(members.values()):
+                found = [t_interval(gaps) for gaps in points.values()]
+                means = [interval.mean for interval in found]
+                half = [interval.high - interval.mean for interval in found]
+                x = [places.index(place) for place in points]
+                axis.errorbar(x, means, half, **look.line(index), elinewidth=0.8, capsize=2)
+            axis.set_title(title)
+            axis.set_xticks(range(len(places)), [_short(place) for place in places])
+            axis.set_xlabel(over)
+            _name_ends(axis, members, look)
+        grid[0, 0].set_ylabel(f"loss above BF16's, %: mean, {CONFIDENCE:.0%} t-interval")
+    return figure
+
+
+def _name_ends(
+    axis: Any, members: Mapping[str, Mapping[int, Sequence[float]]], look: Style
+) -> None:
+    """Writes the name of each curve beside its end, the names apart from each other."""
+    low, high = axis.get_ylim()
+    ends = [statistics.fmean(list(points.values())[-1]) for points in members.values()]
+    height, below = 0.055 * (high - low), -math.inf
+    for end, index, name in sorted(zip(ends, range(len(ends)), members, strict=True)):
+        below = max(end, below + height)
+        place = {"xy": (1.02, below), "xycoords": axis.get_yaxis_transform()}
+        color = look.line(index)["color"]
+        axis.annotate(name, **place, color=color, fontsize=7, va="center", annotation_clip=False)
+
+
+def _short(number: int) -> str:
+    """Returns 302M for 301989888."""
+    return f"{number / 1e6:.0f}M" if number >= 1e6 else str(number)

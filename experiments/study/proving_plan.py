@@ -148,13 +148,14 @@ LATE_WITHOUT = {
     for whole, casts in _LATE_CASTS.items()
 }
 
-# How the cost grows with the steps in the policy. The last step alone is what reading costs, as far
-# as one step at a tenth of the largest rate trains nothing; what a longer part costs beside it is
-# training. Planned after `late` and `late_casts` had run.
-_LAST = 0.999
-_GROWN = ("fp8_delayed", "fp8_block", "nvfp4", _MIXED, "mxfp4", "fp4_backward", NAIVE)
-_GROWTH = {
-    _late(policy, _LAST): [_late(policy, at) for at in (0.2, 0.5, 0.8, 0.95)] for policy in _GROWN
+# How the cost grows with the steps in the policy: policy -> its steps -> the arm. The last step is
+# what reading costs, as far as one step at a tenth of the largest rate trains nothing. What a
+# longer part costs beside it is training. Planned after `late` and `late_casts` had run.
+GROWN = {
+    policy: {
+        RUN.steps - round(at * RUN.steps): _late(policy, at) for at in (0.999, 0.95, 0.8, 0.5, 0.2)
+    }
+    for policy in ("fp8_delayed", "fp8_block", "nvfp4", _MIXED, "mxfp4", "fp4_backward", NAIVE)
 }
 
 _SEEDS = (0, 1, 2)
@@ -188,7 +189,7 @@ PLANS = {
     "late_growth": Plan(
         arms=(
             *(_BASE, _late(BASELINE, 0.2)),
-            *(arm for last, longer in _GROWTH.items() for arm in (last, *longer)),
+            *(arm for arms in GROWN.values() for arm in arms.values()),
         ),
         seeds=_SEEDS,
         forks=(RUN,),
@@ -228,7 +229,12 @@ COMPARISONS = (
     *((arm.name, NAIVE) for arm in _NAIVE_ENDINGS),
     *zip([arm.name for arm in _LAST_STEP], (_MIXED, NAIVE), strict=True),
     *((arm.name, whole) for whole, without in LATE_WITHOUT.items() for arm in without),
-    *((arm.name, last.name) for last, longer in _GROWTH.items() for arm in longer),
+    *(
+        (arm.name, arms[1].name)
+        for arms in GROWN.values()
+        for steps, arm in arms.items()
+        if steps > 1
+    ),
 )
 # All casts of a recipe -> each of them alone
 SUMS = {NAIVE: ALONE, **LATE_ALONE}

@@ -4,6 +4,7 @@ import io
 import math
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from experiments.study import plots
@@ -114,3 +115,29 @@ def test_a_line_for_each_interval_and_a_mark_for_each_seed():
     assert colors[0] == colors[1] != colors[2]
     with pytest.raises(ValueError, match="no interval to draw"):
         plots.seed_intervals({"a/one": [7.0]})
+
+
+def test_a_curve_for_each_recipe_with_its_intervals_and_names_that_do_not_meet():
+    curves = {
+        "FP8": {"a": {1: [0.1, 0.3], 50: [0.2, 0.2]}},
+        "FP4": {"b": {50: [1.0, 2.0], 302_000_000: [3.0, 3.0]}, "c": {50: [2.0, 2.0, 2.6]}},
+    }
+    figure = plots.gap_curves(curves, over="steps")
+    assert rendered(figure).shape[1] > 800
+    for axis, (title, members) in zip(figure.axes, curves.items(), strict=True):
+        assert axis.get_title(loc="left") == title and axis.get_xlabel() == "steps"
+        assert [label.get_text() for label in axis.get_xticklabels()] == ["1", "50", "302M"]
+        for drawn, points in zip(axis.containers, members.values(), strict=True):
+            data, _, (bars,) = drawn.lines
+            found = [t_interval(gaps) for gaps in points.values()]
+            assert list(data.get_ydata()) == [interval.mean for interval in found]
+            assert list(data.get_xdata()) == [[1, 50, 302_000_000].index(x) for x in points]
+            ends = np.array(bars.get_segments())[:, :, 1]
+            np.testing.assert_allclose(ends, [(each.low, each.high) for each in found], rtol=1e-12)
+    names = {text.get_text(): text.xy[1] for text in figure.axes[1].texts}
+    assert names == {"c": pytest.approx(2.2), "b": 3.0}
+    close = {"FP4": {name: {1: [1.0, 1.2 + i / 1000]} for i, name in enumerate("dcba")}}
+    axis = plots.gap_curves(close, over="steps").axes[0]
+    heights = [text.xy[1] for text in axis.texts]
+    assert [text.get_text() for text in axis.texts] == ["d", "c", "b", "a"]
+    assert min(np.diff(heights)) >= 0.05 * (axis.get_ylim()[1] - axis.get_ylim()[0])

@@ -12,7 +12,13 @@ import textwrap
 import pytest
 
 from configs import base, proving
-from experiments.study import parity_ledger, proving_analysis, proving_plan
+from experiments.study import (
+    growth,
+    parity_analysis,
+    parity_ledger,
+    proving_analysis,
+    proving_plan,
+)
 from experiments.study.parity_parts import VALIDATED, read_validation
 from experiments.study.parity_plan import BASELINE, NULL, Chain
 from experiments.study.proving_plan import ALONE, ARMS, COMPARISONS, NAIVE, PLANS, RUN, SUMS
@@ -55,7 +61,7 @@ def test_every_policy_runs_and_every_arm_can_be_honored():
     for plan in PLANS.values():
         assert plan.arms[0].name == BASELINE and plan.seeds == (0, 1, 2)
     controls = [name for name, arm in ARMS.items() if arm.control]
-    late = [f"bf16_then_fp4_naive_at_{begins}" for begins in (0.8, 0.999, 0.2, 0.5, 0.95)]
+    late = [f"bf16_then_fp4_naive_at_{begins}" for begins in (0.8, 0.999, 0.95, 0.5, 0.2)]
     assert controls == ["fp4_naive", *late]
     assert ARMS[NULL].changes == ("attention=xla", "unroll=6")
 
@@ -169,6 +175,37 @@ def test_what_policies_cost_in_a_last_fifth_is_ordered_and_named_by_format():
         proving_analysis.late_gaps(BASE)
 
 
+def test_what_policies_cost_by_their_steps():
+    arms = [arm for arms in proving_plan.GROWN.values() for arm in arms.values()]
+    assert list(proving_plan.GROWN["nvfp4"]) == [1, 50, 200, 500, 800]
+    lines = [*BASE, *(line for arm in arms for line in made(arm.name, 2.02, 2.04))]
+    curves = growth.by_steps(lines)
+    assert {group: list(of) for group, of in curves.items()} == {
+        "FP8": ["fp8_delayed", "fp8_block"],
+        "FP4": ["nvfp4", "fp4_mixed", "mxfp4", "fp4_backward", "fp4_naive"],
+    }
+    assert list(curves["FP4"]["nvfp4"]) == [1, 50, 200, 500, 800]
+    assert curves["FP4"]["nvfp4"][50] == pytest.approx([1.0, 2.0])
+    with pytest.raises(ValueError, match="lacks endings of fp4_naive: train --plan=late_growth"):
+        growth.by_steps(lines[:-2])
+
+
+def test_what_arms_cost_by_their_tokens():
+    lines = parity_ledger.read(ROOT / "docs/branches_ledger.jsonl")
+    curves = growth.by_tokens(parity_analysis.verdicts(lines))
+    assert {group: list(of) for group, of in curves.items()} == {
+        "FP8, and BF16 computed another way": ["fp8_delayed", "fp8_block", "bf16_again"],
+        "FP4": ["nvfp4", "fp4_mixed", "fp4_naive"],
+    }
+    loss = {(line.arm, line.fork, line.seed): line.loss for line in lines}
+    for tokens, fork in ((75_497_472, "75M"), (301_989_888, "300M")):
+        pairs = [(loss["bf16_then_nvfp4", fork, s], loss["bf16", fork, s]) for s in (200, 201, 202)]
+        gaps = [100 * (own / base - 1) for own, base in pairs]
+        assert curves["FP4"]["nvfp4"][tokens] == pytest.approx(gaps)
+    with pytest.raises(ValueError, match="no arm has two seeds"):
+        growth.by_tokens(parity_analysis.verdicts([line for line in lines if line.seed == 200]))
+
+
 def test_a_control_that_is_not_worse_is_a_failure():
     for losses, failures in (((2.0, 2.1, 1.9), 1), ((1.9, 1.9, 1.9), 1), ((2.1, 2.1, 2.1), 0)):
         found = proving_analysis.control_failures([*BASE, *made("fp4_naive", *losses)])
@@ -208,7 +245,8 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     schedule = proving_analysis.lines_of(schedule, proving_plan.setting())
     assert proving_analysis.fill_page(page, schedule) == page
     assert proving_analysis.control_failures(schedule) == []
-    pages = {"fp4_last_step": "last_step", "cscale_bias": "constants", "late": "late"}
+    pages = {"fp4_last_step": "last_step", "cscale_bias": "constants"}
+    pages |= {"late": "late", "late_growth": "growth"}
     for name, of in pages.items():
         lines = parity_ledger.read(docs / f"{of}_ledger.jsonl")
         page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
@@ -222,8 +260,13 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
 
 @pytest.mark.parametrize(
     ("name", "section", "count"),
-    [("late", "# What each recipe costs", 14), ("parity_scatter", "## 2026-11-29, last:", 8 + 3)],
-    ids=["late", "parity_scatter"],
+    [
+        ("late", "# What each recipe costs", 14),
+        ("late_growth", "# How the cost", 7 + 1),
+        ("branches", "# What the last eighth", 5),
+        ("parity_scatter", "## 2026-11-29, last:", 8 + 3),
+    ],
+    ids=["late", "late_growth", "branches", "parity_scatter"],
 )
 def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -125,6 +125,17 @@ def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
     assert plan.chains([BASELINE], [7]) == [whole[BASELINE]]  # others may want its trunk later
 
 
+def test_weights_of_bf16_are_scored_in_the_precisions_that_a_plan_reads(tmp_path):
+    plan = PLANS["branches_long"]
+    assert [fork.tokens // 10**6 for fork in plan.forks] == [75, 603]
+    assert {f"bf16_then_{name}" for name in plan.read} < {arm.name for arm in plan.arms}
+    for chain in plan.chains(seeds=[210]):
+        *_, score = parity_parts.parts(chain, plan.forks[0], tmp_path, tmp_path / "corpus")
+        own = [flag for flag in score.command if flag.startswith("--precision=")]
+        read = ["--precision=fp8_delayed,fp8_block,nvfp4,fp4_mixed"]
+        assert own == (read if chain.arm.name == BASELINE else []), chain.name
+
+
 def test_scores_by_hand(tmp_path):
     def number(precision, nats):
         return {
@@ -139,6 +150,8 @@ def test_scores_by_hand(tmp_path):
     (path := tmp_path / "scores.json").write_text(json.dumps({"numbers": numbers}))
     scores = parity_parts.read_scores(path, "nvfp4")
     assert (scores["loss"], scores["loss_bf16"], scores["scored"]) == (2.1, 2.0, 640)
+    assert scores["read"] == {}
+    assert parity_parts.read_scores(path, "bf16")["read"] == {"nvfp4": 2.1}
     assert scores["blocks"] == [2.1] * 32
     assert scores["rows"] == parity_parts.read_scores(path, "bf16")["rows"]
     with pytest.raises(ValueError, match="no scores in fp8_block"):
@@ -536,6 +549,13 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     data = corpus.digest_of(DOCS / "parity_corpus.json")
     larger = parity_analysis.verdicts(parity_ledger.comparable(larger, setting, data))
     assert parity_analysis.table(larger) in page
+    branches = parity_ledger.read(DOCS / "branches_ledger.jsonl")
+    assert len(branches) == 42 and len({(line.code, line.trunk) for line in branches}) == 1
+    setting = parity_plan.PLANS["branches"].setting()
+    branches = parity_analysis.verdicts(parity_ledger.comparable(branches, setting, data))
+    page = (DOCS / "results/branches.md").read_text(encoding="utf-8")
+    assert parity_analysis.table(branches) in page
+    assert parity_analysis.control_failures(branches) == []
 
 
 def test_readme_s_gaps_of_the_study_are_the_committed_ones():
