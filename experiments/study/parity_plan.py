@@ -49,6 +49,9 @@ FORKS = tuple(
     for name, steps in (("75M", 1152), ("150M", 2304), ("300M", 4608), ("600M", 9216))
 )
 
+# The first fork's steps from the last one's trunk: the tokens before a decay, apart from its steps.
+SHORT = Fork("538M", FORKS[-1].begin, FORKS[0].steps)
+
 BASELINE, NULL = "bf16", "bf16_again"
 
 
@@ -266,14 +269,14 @@ PLANS = {
     # What the last eighth costs in another precision, at four times the tokens of `headline`: since
     # seven eighths are the same to the bit, gaps are expected to scatter by less.
     "branches": Plan(arms=(*_BF16, *_BRANCHES), seeds=tuple(range(200, 204)), forks=FORKS[:3:2]),
-    # The same at eight times the tokens of `headline`, with the cost of reading weights that BF16
-    # trained. Planned when `branches` had run, whose gaps scatter by 0.11% and whose null's by
-    # 0.012%: with four seeds half-widths below 0.2% are expected, and gaps of FP4 that are larger
-    # than at 75M tokens. Two seeds fit into half an hour of two GPUs.
+    # The same at eight times the tokens of `headline`, with the cost of reading what BF16 trained. In
+    # `branches` a decay at four times the tokens has four times the steps, too; SHORT has the
+    # steps of the first fork. Planned when `branches` had run: with four seeds half-widths below
+    # 0.2% are expected. Two seeds fit into half an hour of two GPUs.
     "branches_long": Plan(
         arms=(*_BF16, *_BRANCHES[:-1]),
         seeds=tuple(range(210, 214)),
-        forks=FORKS[::3],
+        forks=(FORKS[0], SHORT, FORKS[-1]),
         read=("fp8_delayed", "fp8_block", "nvfp4", "fp4_mixed"),
     ),
     # The FP8 recipe and the FP4 recipe whose gaps have the narrowest intervals, at 134M parameters.

@@ -10,6 +10,7 @@ the same rows in the same order and the same held-out rows.
     late        BF16 whose last fifth has another policy: each of docs/recipes.md
     late_casts  the same with one cast of a recipe, and with all but one
     late_growth the same with other parts of the run, from four fifths to one step
+    late_short  the same with short parts, of one recipe
     schedule    FP4 whose last part runs in BF16, in FP8, or with FP4 in the forward alone
     last_step   FP4 whose last step alone runs in BF16
     constants   one constant scale for everything, with and without a loss scale
@@ -158,6 +159,10 @@ GROWN = {
     for policy in ("fp8_delayed", "fp8_block", "nvfp4", _MIXED, "mxfp4", "fp4_backward", NAIVE)
 }
 
+# In FP4 the last step alone costs more than the last 50: how many steps make up for how much?
+# Planned when `late_growth` had run.
+_SHORT = tuple(_late("nvfp4", at) for at in (0.999, 0.995, 0.98, 0.95, 0.9))
+
 _SEEDS = (0, 1, 2)
 PLANS = {
     "recipes": Plan(arms=(_BASE, *_POLICIES, _NULL_ARM), seeds=_SEEDS, forks=(RUN,)),
@@ -194,6 +199,7 @@ PLANS = {
         seeds=_SEEDS,
         forks=(RUN,),
     ),
+    "late_short": Plan(arms=(_BASE, *_SHORT), seeds=_SEEDS, forks=(RUN,)),
 }
 ARMS = {arm.name: arm for plan in PLANS.values() for arm in plan.arms}
 
@@ -235,6 +241,7 @@ COMPARISONS = (
         for steps, arm in arms.items()
         if steps > 1
     ),
+    *((arm.name, _SHORT[0].name) for arm in _SHORT if arm not in GROWN["nvfp4"].values()),
 )
 # All casts of a recipe -> each of them alone
 SUMS = {NAIVE: ALONE, **LATE_ALONE}

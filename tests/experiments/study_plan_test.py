@@ -127,7 +127,9 @@ def test_a_branch_decays_from_the_trunk_of_another_arm(tmp_path):
 
 def test_weights_of_bf16_are_scored_in_the_precisions_that_a_plan_reads(tmp_path):
     plan = PLANS["branches_long"]
-    assert [fork.tokens // 10**6 for fork in plan.forks] == [75, 603]
+    assert [fork.tokens // 10**6 for fork in plan.forks] == [75, 537, 603]
+    assert [fork.steps for fork in plan.forks] == [144, 144, 1152]
+    assert plan.forks[1].begin == plan.forks[2].begin  # of one trunk
     assert {f"bf16_then_{name}" for name in plan.read} < {arm.name for arm in plan.arms}
     for chain in plan.chains(seeds=[210]):
         *_, score = parity_parts.parts(chain, plan.forks[0], tmp_path, tmp_path / "corpus")
