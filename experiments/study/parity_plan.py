@@ -269,8 +269,8 @@ PLANS = {
     # What the last eighth costs in another precision, at four times the tokens of `headline`: since
     # seven eighths are the same to the bit, gaps are expected to scatter by less.
     "branches": Plan(arms=(*_BF16, *_BRANCHES), seeds=tuple(range(200, 204)), forks=FORKS[:3:2]),
-    # The same at eight times the tokens of `headline`, with the cost of reading what BF16 trained. In
-    # `branches` a decay at four times the tokens has four times the steps, too; SHORT has the
+    # The same at eight times the tokens of `headline`, with the cost of reading what BF16 trained.
+    # In `branches` a decay at four times the tokens has four times the steps, too; SHORT has the
     # steps of the first fork. Planned when `branches` had run: with four seeds half-widths below
     # 0.2% are expected. Two seeds fit into half an hour of two GPUs.
     "branches_long": Plan(
