@@ -681,6 +681,23 @@ def test_second_derivatives_are_refused(recipe):
             jax.jit(second)(variables)
 
 
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "nvfp4", "fp8_cscale", DELAYED])
+def test_second_derivatives_through_the_gradient_alone_are_refused(recipe):
+    """Of weights of examples through a step of SGD, and of a pull-back: x and w are constants."""
+    x, w, target = data(8, 16), data(16, 4), data(8, 4)
+    given = dict(recipe=recipe, key=jax.random.key(3), state=fp8jax.init_state(recipe))
+    dot = lambda x, w: fp8jax.dot_general(x, w, (((1,), (0,)), ((), ())), **given)  # noqa: E731
+
+    def outer(of_examples):
+        inner = lambda w: jnp.sum(of_examples[:, None] * (dot(x, w) - target) ** 2)  # noqa: E731
+        return jnp.sum((x @ (w - 0.01 * jax.grad(inner)(w)) - target) ** 2)
+
+    _, pull = jax.vjp(dot, x, w)
+    for second, at in ((outer, jnp.ones(8)), (lambda g: jnp.sum(pull(g)[0] ** 2), target)):
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            jax.jit(jax.grad(second))(at)
+
+
 def test_second_derivatives_are_right_without_casts():
     x = data(4, 8)
 

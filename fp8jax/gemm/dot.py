@@ -55,7 +55,8 @@ def dot_general(
 
     Takes the arguments of `lax.dot_general`, so that `functools.partial(dot_general, recipe=...)`
     can stand for it in other libraries. The function is pure: with delayed scaling, the cotangent
-    of `state` is the new state (amax_history.py). Apart from the quantization it equals::
+    of `state` is the new state (amax_history.py). Calls of one jitted or checkpointed function add
+    theirs up, unless `fp8jax.nn.to_max_combining` has converted it. But for the quantization it is::
 
         lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers,
@@ -76,8 +77,8 @@ def dot_general(
         `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
-      seeded: promise that every history is filled. By default an empty one seeds itself from the
-        operand's own amax, at the cost of a pass over the operand in every step.
+      seeded: promise that every history is filled; an empty one would have the scale 1. By default
+        it seeds itself from the operand's own amax, at the cost of a pass over it in every step.
       probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
 
     Returns:

@@ -18,6 +18,7 @@ has one part for each stretch of layers: codes for one, high-precision kernels f
 import bisect
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,7 +243,8 @@ def frozen_dot(
             "frozen kernels run on meshes with automatic axes: make the mesh with AxisType.Auto"
         )
     settings = dataclasses.replace(settings, pooled=pooled_axes(x, codes))
-    rows_MK = x.reshape(-1, x.shape[-1])
+    *rows, k = x.shape
+    rows_MK = x.reshape(math.prod(rows), k)
     if multiplies_codes(settings.recipe) and (matmul := weights_only_matmul(rows_MK, operands)):
         multiplying = dataclasses.replace(settings.backend, matmul=matmul)
         settings = dataclasses.replace(settings, backend=multiplying)
@@ -252,7 +254,7 @@ def frozen_dot(
     )
     measured = any(weight.probe is not None for weight in weights)
     ys = (_measured_matmuls if measured else _frozen_matmuls)(settings, rows_MK, frozen)
-    return tuple(y.reshape(*x.shape[:-1], -1) for y in ys)
+    return tuple(y.reshape(*rows, y.shape[-1]) for y in ys)
 
 
 def _check_kernel(kernel: Any, settings: GemmSettings) -> None:

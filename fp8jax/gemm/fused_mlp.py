@@ -16,6 +16,7 @@ A program with probes (probe.py) runs three linears instead: here h is never who
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ from fp8jax.gemm.vjp import (
     forward,
     forward_matmul,
     input_gradient,
+    once,
     quantize_operand,
     sum_cotangents,
     weight_gradient,
@@ -110,7 +112,7 @@ def _mlp_fwd(pair, x, weights):
 
 def _mlp_bwd(pair, saved: _Residuals, dy):
     (first, second), (gate, up, down) = pair, saved.weights
-    dy = dy.astype(second.dtype)
+    dy = once(dy, first.recipe, second.recipe).astype(second.dtype)
     qdy, amax_dy = quantize_operand(second, dy, G_CASTS, down)
     dh, _ = input_gradient(second, down, qdy)
     casts = [(first.recipe, G_CASTS, each.histories_of("g"), each.key) for each in (gate, up)]
@@ -190,5 +192,6 @@ def fused_mlp(
         gemm_settings(recipe, group, x.dtype, backend=backend, whole=True)
         for recipe, group in zip(recipes, ((gate, up), (down,)), strict=True)
     )
-    y_MN = _mlp((first, second), x.reshape(-1, x.shape[-1]), (gate, up, down))
-    return y_MN.reshape(*x.shape[:-1], -1)
+    *rows, k = x.shape
+    y_MN = _mlp((first, second), x.reshape(math.prod(rows), k), (gate, up, down))
+    return y_MN.reshape(*rows, y_MN.shape[-1])

@@ -245,9 +245,10 @@ def together(
 ) -> tuple[Float[Array, "... N"], ...]:
     """Applies several layers to one x; the results equal separate calls, bit for bit.
 
-    If the layers have the same settings and do not round x stochastically, x is quantized once for
-    all of them and saved once for the backward. Only layers whose recipe shares scales differ
-    from separate calls: their weights have one scale, and so have the gradients of their results.
+    If the layers have the same settings and `Recipe.quantizes_x_once`, x is quantized once for all
+    of them and saved once for the backward. Two kinds differ from separate calls: where a recipe
+    shares scales, the weights have one scale, and so have the gradients of the results; where it
+    draws signs (`quartet2`, `tetrajet2`), all gradients of kernels have the first layer's.
 
     Args:
       layers: the layers, bound to their parent module.

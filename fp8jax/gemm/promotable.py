@@ -15,10 +15,10 @@ the program of the high recipe, because XLA fuses and rounds differently around 
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -31,6 +31,7 @@ from fp8jax.gemm.vjp import (
     backward,
     differentiable_once,
     forward,
+    once,
     quantize_operand,
 )
 from fp8jax.gemm.weight import Observed, Weight
@@ -77,6 +78,7 @@ def _bwd(pair: Pair, saved: Any, g: jax.Array):
         return branch
 
     (low, high), (promoted, x, weight, observed) = pair, saved
+    g = once(g, low.recipe, high.recipe)
     dx, of_weight = lax.cond(promoted, with_recipe(high), with_recipe(low), x, weight, observed, g)
     dx, (of_weight,) = differentiable_once(dx, (of_weight,), low.recipe, high.recipe)
     return None, dx, of_weight
@@ -125,5 +127,6 @@ def promotable_dot(
         gemm_settings(low, (weight,), x.dtype, **options),
         gemm_settings(high, (without,), x.dtype, **options),
     )
-    y_MN = _promotable(pair, promoted, x.reshape(-1, x.shape[-1]), weight.summarized())
-    return jnp.reshape(y_MN, (*x.shape[:-1], -1))
+    *rows, k = x.shape
+    y_MN = _promotable(pair, promoted, x.reshape(math.prod(rows), k), weight.summarized())
+    return y_MN.reshape(*rows, y_MN.shape[-1])

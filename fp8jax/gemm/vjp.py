@@ -49,6 +49,7 @@ from fp8jax.gemm.backends.operands import (
     plain_matmul,
     scaled,
 )
+from fp8jax.gemm.first_derivative import first_derivative_only
 from fp8jax.gemm.histories.summary import (
     Summaries,
     largest_of,
@@ -392,35 +393,16 @@ def forward_matmul(
     return checkpoint_name(y, GEMM_OUTPUT), observe(weight, master, amax, qw, axes)
 
 
-@jax.custom_jvp
-def _first_derivative(arrays: Any) -> Any:
-    """Returns the arrays; whoever differentiates them is refused.
-
-    JAX would differentiate the casts of forward and backward, which are constant almost everywhere:
-    second derivatives would be wrong, mostly zero.
-    """
-    return arrays
-
-
-@_first_derivative.defjvp
-def _refuse_second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "quantized GEMMs have first derivatives only: JAX would differentiate their casts. For"
-        " second derivatives (a Hessian, a gradient penalty) use the recipe 'bf16'"
-    )
+def once(arrays: Any, *recipes: Recipe) -> Any:
+    """Returns arrays with a first derivative only, if a recipe casts; otherwise with all."""
+    return first_derivative_only(arrays) if any(recipe.casts for recipe in recipes) else arrays
 
 
 def differentiable_once(
     x: jax.Array, weights: Sequence[Weight], *recipes: Recipe
 ) -> tuple[jax.Array, tuple[Weight, ...]]:
-    """Returns x and weights, or their cotangents, with a first derivative only.
-
-    Casts have zero derivatives: a second derivative would be zero without a word. Recipes without
-    casts have all derivatives.
-    """
-    if not any(recipe.casts for recipe in recipes):
-        return x, tuple(weights)
-    x, values = _first_derivative((x, [weight.value for weight in weights]))
+    """Returns x and weights, or their cotangents, as `once`."""
+    x, values = once((x, [weight.value for weight in weights]), *recipes)
     pairs = zip(weights, values, strict=True)
     return x, tuple(dataclasses.replace(weight, value=value) for weight, value in pairs)
 
@@ -453,6 +435,7 @@ def _wgrad_x(settings: GemmSettings, saved: _Residuals) -> Operand:
 
 
 def _matmuls_bwd(settings: GemmSettings, saved: _Residuals, gs: tuple[jax.Array, ...]):
+    gs = once(gs, settings.recipe)
     x = _wgrad_x(settings, saved)
     joint = JointAmax(
         w=shared_amax(settings, ("dgrad_w",), [weight.value for weight in saved.weights]),

@@ -96,6 +96,8 @@ def quantize(
 ) -> Quantized:
     """Quantizes `x` to format `fmt` with one scale per tile.
 
+    Its derivative is zero: a GEMM that trains is `dot_general`.
+
     Args:
       x: an array of any shape with at least one axis, in a float dtype.
       fmt: a key of `FORMATS`, a `Format` or its dtype, for the values.

@@ -83,7 +83,10 @@ class Fp32:
         _check_margin("Fp32", self.margin)
 
     def __call__(self, amax: jax.Array, fmt: Format) -> tuple[jax.Array, None]:
-        return _nonzero(amax, _over(amax, fmt.max) * 2.0**self.margin), None
+        scale = _over(amax, fmt.max) * 2.0**self.margin
+        if self.margin > 0:  # others are below MAX_SCALE for every finite amax
+            scale = jnp.where(jnp.isfinite(amax), jnp.minimum(scale, MAX_SCALE), scale)
+        return _nonzero(amax, scale), None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -262,3 +262,9 @@ def test_the_backend_of_a_frozen_kernel_is_the_one_that_will_run_it():
     (frozen,) = freeze_kernels([*map(Weight, kernels(1))], RECIPES["fp8_block"])
     assert frozen.backend == choose_backend(None, RECIPES["fp8_block"]).name
     assert isinstance(frozen.operand, QuantizedOperand) and frozen.shape == (K, N)
+
+
+def test_no_rows_are_no_error():
+    frozen = freeze_kernels((Weight(jnp.ones((K, N))),), recipe=RECIPES["fp8_current"])
+    (y,) = frozen_dot(jnp.ones((2, 0, K)), [Weight(frozen[0])], recipe=RECIPES["fp8_current"])
+    assert y.shape == (2, 0, N)

@@ -114,3 +114,16 @@ def test_a_high_recipe_with_histories_is_refused():
             low=RECIPES["fp4_naive"],
             high=RECIPES["fp8_delayed"],
         )
+
+
+def test_no_rows_are_no_error():
+    """Nor for the gradient of the weight, which is zero."""
+    x, w = jnp.ones((2, 0, 16)), jnp.ones((16, 8))
+
+    def loss(w):
+        recipes = dict(low=RECIPES["fp4_naive"], high=RECIPES["fp8_current"])
+        y = promotable_dot(x, Weight(w), jnp.asarray(True), **recipes)
+        assert y.shape == (2, 0, 8)
+        return jnp.sum(y)
+
+    np.testing.assert_array_equal(jax.grad(loss)(w), jnp.zeros_like(w))

@@ -53,6 +53,14 @@ def test_a_gemm_reads_the_newest_and_the_largest(length):
         np.testing.assert_array_equal(broken, np.arange(5) == 2)
 
 
+def test_a_newest_amax_of_zero_is_not_read():
+    """A step of zeros, such as of an expert without tokens, would give the next a scale of 1."""
+    histories = np.float32([[0, 2, 3], [1, 0, 0], [0, 0, 0]])
+    for how, expected in ("newest", [3, 1, 0]), ("max", [3, 1, 0]):
+        read = stored_amax(summarize(histories), Delayed(history=3, amax=how))
+        np.testing.assert_array_equal(read, np.float32(expected))
+
+
 def test_layers_that_are_summarized_at_once_shift_as_each_alone():
     old = np.random.default_rng(0).random((4, 3), np.float32)
     amaxes = np.float32([2, 0, np.inf, np.nan])

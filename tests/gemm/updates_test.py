@@ -250,3 +250,23 @@ def test_devices_are_averaged_with_the_largest_amaxes():
     )(stacked)
     jax.tree.map(np.testing.assert_array_equal, merged, merge_stacked(stacked))
     try_update(merged, variables)
+
+
+def test_gradients_that_shard_map_has_summed_are_refused():
+    """Their mean over devices is their sum: as many times too large as there are devices."""
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x = jnp.arange(8.0).reshape(4, 2)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["kernel"]) ** 2)
+
+    def on_each(take):
+        specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
+        return jax.shard_map(take, mesh=mesh, **specs)({"kernel": jnp.ones(2)}, x)
+
+    with pytest.raises(ValueError, match=r"\['kernel'\] is equal on all devices along \['data'\]"):
+        on_each(lambda params, x: merge_devices(jax.grad(loss)(params, x), "data"))
+    mean = lambda params, x: jax.lax.pmean(loss(params, x), "data")  # noqa: E731
+    np.testing.assert_allclose(
+        on_each(jax.grad(mean))["kernel"], jax.grad(loss)({"kernel": jnp.ones(2)}, x)["kernel"]
+    )

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,6 +47,14 @@ def test_a_floored_scale_saturates_where_a_ceiled_one_does_not():
     floor, ceil = (quantized(x, "e4m3", MX32, scale=r)[1] for r in ("e8m0_floor", "e8m0"))
     np.testing.assert_array_equal(floor, [[448, 320, 1, -448]])  # scale 1: steps of 32 at 310
     np.testing.assert_array_equal(ceil, [[512, 320, 1, -480]])  # scale 2
+
+
+def test_a_scale_with_a_margin_has_a_normal_reciprocal():
+    """Beyond 2^126 it would be subnormal and flushed: all codes would be zero."""
+    amaxes = jnp.float32([1e38, 3e38, np.inf, 0, 1])
+    scales, _ = Fp32(margin=4)(amaxes, FORMATS["e2m1"])
+    np.testing.assert_array_equal(scales[:4], np.float32([2.0**126, 2.0**126, np.inf, 1]))
+    np.testing.assert_allclose(scales[4], 16 / 6, rtol=1e-6)
 
 
 def test_nvfp4_by_hand():

@@ -99,8 +99,13 @@ summarize.defvjp(lambda histories: (summarize(histories), histories), _shift)
 
 
 def stored_amax(summary: Summary, scale: Delayed) -> Float[Array, "*L"]:
-    """Returns the amax that sets the scale of a delayed cast: the history's maximum or newest."""
-    return summary.largest if scale.amax == "max" else summary.newest
+    """Returns the amax that sets the scale of a delayed cast: the history's maximum or newest.
+
+    A newest amax of 0, of a step of zeros, says nothing of the next: the maximum stands in.
+    """
+    if scale.amax == "max":
+        return summary.largest
+    return jnp.where(summary.newest == 0, summary.largest, summary.newest)
 
 
 def self_seeded(summaries: Summaries, operand: str, amax: Float[Array, ""]) -> Summaries:

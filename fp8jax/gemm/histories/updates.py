@@ -201,14 +201,16 @@ def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
     """Returns means over mapped axes, and maxima of histories; for `pmap` and `shard_map`.
 
     Args:
-      gradients: the gradients of one device, with its next histories.
+      gradients: the gradients of one device, with its next histories. `jax.grad` of replicated
+        parameters inside `shard_map` gives sums over devices, which need no merging.
       axis_name: of the mapped axes, one name or several.
 
     Returns:
       A tree like `gradients`, equal on all devices.
 
     Raises:
-      ValueError: there is no mapped axis of that name here.
+      ValueError: there is no mapped axis of that name here, or a gradient is equal on all devices
+        of it already.
 
     Example:
       `jax.vmap` with a name stands for two devices here:
@@ -225,12 +227,33 @@ def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
     """
     rest, histories = split(gradients)
     try:
+        _refuse_sums(rest, axis_name)
         return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
     except NameError:  # JAX: unbound axis name
         raise ValueError(
             f"{axis_name=} is no mapped axis here: call merge_devices inside jax.shard_map or"
             " jax.pmap over that axis"
         ) from None
+
+
+def _refuse_sums(gradients: Any, axis_name: str | tuple[str, ...]) -> None:
+    """Raises ValueError for gradients that JAX has summed over mapped axes: their mean is the sum.
+
+    JAX says so inside `shard_map` with check_vma=True alone.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    tracked = {name for name in names if name in _varying(lax.axis_index(name))}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        if missing := tracked - _varying(leaf):
+            raise ValueError(
+                f"the gradient {jax.tree_util.keystr(path)} is equal on all devices along"
+                f" {sorted(missing)}: jax.grad of replicated parameters inside shard_map has summed"
+                " it. Take the gradient of lax.pmean(loss), which needs no merging"
+            )
+
+
+def _varying(x: Array) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 # A step -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from fp8jax.gemm.first_derivative import first_derivative_only
 from fp8jax.numerics.quantization import dequantize, quantize_unchecked
 from fp8jax.numerics.scales import E8M0
 from fp8jax.numerics.tiles import Tile
@@ -48,6 +49,7 @@ def _apply(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], inputs, weights
 
 
 def _fwd(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], inputs, weights):
+    inputs, weights = first_derivative_only((inputs, weights))
     codes = [quantize_unchecked(x, "e4m3", GROUP, scale=E8M0()) for x in inputs]
     # The forward waits for the codes: XLA would keep x, and make them in the backward.
     codes, inputs = lax.optimization_barrier((codes, inputs))
@@ -55,7 +57,7 @@ def _fwd(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], inputs, weights):
 
 
 def _bwd(f: Callable[..., jax.Array], dtypes: tuple[Any, ...], saved, g: jax.Array):
-    codes, weights = saved
+    (codes, weights), g = saved, first_derivative_only(g)
     inputs = tuple(map(dequantize, codes, dtypes))
     _, vjp = jax.vjp(lambda inputs, weights: f(*inputs, *weights), inputs, weights)
     return vjp(g)

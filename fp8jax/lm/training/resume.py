@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from ml_collections import ConfigDict
 
@@ -137,6 +138,15 @@ def initial_position(run: Run, restored: Restored | None) -> Position:
             fresh = jax.device_put(part.fresh(), shardings)
             state = dataclasses.replace(state, **{part.field: fresh})
     if same_policy:
-        return Position(stage=stage, state=state, seeding=False)
+        return Position(stage=stage, state=state, seeding=_are_empty(state.histories))
     state = enter_policy(state, stage.state, frozenset())
     return Position(stage=stage, state=state, seeding=bool(leaves_by_path(state.histories)))
+
+
+def _are_empty(histories: Any) -> bool:
+    """Whether there are histories and all are zeros: each step so far was rejected."""
+    leaves = jax.tree.leaves(histories)
+    if not leaves:
+        return False
+    largest = jax.jit(lambda leaves: jnp.max(jnp.stack([jnp.max(leaf) for leaf in leaves])))
+    return float(largest(leaves)) == 0.0

@@ -53,6 +53,15 @@ def test_the_backward_reads_numpys_codes_and_the_forward_reads_x(dtype):
     assert (expected != np.asarray(x)).mean() > 0.5
 
 
+def test_second_derivatives_are_refused():
+    x, head = jnp.ones((4, 32)), jnp.ones((4, 32))
+    kept = lambda x: with_fp8_inputs(jnp.tanh, (x,))  # noqa: E731
+    slope = lambda x, g: jnp.sum(jax.vjp(kept, x)[1](g)[0] ** 2)  # noqa: E731
+    for argument in (0, 1):
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            jax.grad(slope, argument)(x, head)
+
+
 def test_the_forward_waits_for_the_codes():
     """Otherwise XLA keeps x and makes them in the backward, where it schedules without a loop."""
     f = lambda x: with_fp8_inputs(jnp.tanh, (x,))  # noqa: E731

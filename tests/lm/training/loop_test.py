@@ -37,7 +37,7 @@ from fp8jax.lm.training.validate import sample_text
 from fp8jax.numerics.module_paths import MODULES
 from fp8jax.numerics.policy import POLICIES
 from tests.support.products import float8_products
-from tests.support.runs import ONE_LINEAR, corpus, happened, one_layer, steps, tiny
+from tests.support.runs import ONE_LINEAR, corpus, happened, numbers, one_layer, steps, tiny
 from tests.support.traced_programs import traced_once
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
@@ -242,6 +242,20 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(data, finished,
     assert losses_of(tmp_path) == whole
     events = {event["kind"]: event for event in read_jsonl(tmp_path / "events.jsonl")}
     assert events["damaged_checkpoint"]["step"] == 20 and events["resume"]["step"] == 15
+
+
+def test_a_run_that_resumes_after_a_rejected_seeding_step_seeds(data, tmp_path):
+    """Its histories are all zeros, and would be read as scales of 1."""
+    changes = dict(recovery__ladder="skip:5", checkpoint__every=1, num_steps=5)
+    config = one_layer(data, precision="one_linear", **changes)
+    faults = "nan_loss@1x2"
+    train_and_evaluate(config, str(tmp_path / "whole"), faults=Faults.parse(faults))
+    for injected in (f"{faults},sigterm@1", ""):
+        train_and_evaluate(config, str(tmp_path / "run"), faults=Faults.parse(injected))
+    events = read_jsonl(tmp_path / "run/events.jsonl")
+    (resume,) = (event for event in events if event["kind"] == "resume")
+    assert (resume["step"], resume["seeding"]) == (2, True)
+    assert numbers(tmp_path / "run")[2:] == numbers(tmp_path / "whole")[2:]  # NaN before
 
 
 def test_another_config_is_refused_and_another_precision_resumes_when_asked_for(data, tmp_path):
