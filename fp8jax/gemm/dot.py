@@ -55,8 +55,8 @@ def dot_general(
 
     Takes the arguments of `lax.dot_general`, so that `functools.partial(dot_general, recipe=...)`
     can stand for it in other libraries. The function is pure: with delayed scaling, the cotangent
-    of `state` is the new state (amax_history.py). Calls of one jitted or checkpointed function add
-    theirs up, unless `fp8jax.nn.to_max_combining` has converted it. But for the quantization it is::
+    of `state` is the new state (amax_history.py). Two calls of one jitted or checkpointed function
+    add theirs up, unless `fp8jax.nn.to_max_combining` has converted it. Unquantized, it equals::
 
         lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers,
@@ -77,8 +77,8 @@ def dot_general(
         `recipe.histories`; see `init_state`.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
-      seeded: promise that every history is filled; an empty one would have the scale 1. By default
-        it seeds itself from the operand's own amax, at the cost of a pass over it in every step.
+      seeded: promise that every history is filled (an empty one has the scale 1). By default it
+        seeds itself from the operand's own amax, at the cost of a pass over it in every step.
       probe: its cotangent is the statistics of the casts (probe.py); None measures nothing.
 
     Returns:
@@ -99,11 +99,10 @@ def dot_general(
 
       With delayed scaling, the gradient of the state is the next state:
 
-      >>> state = fp8jax.init_state("fp8_delayed:history=2")
+      >>> delayed = "fp8_delayed:history=2"
+      >>> state = fp8jax.init_state(delayed)
       >>> def loss(w, state):
-      ...     return fp8jax.dot_general(
-      ...         x, w, dims, recipe="fp8_delayed:history=2", state=state
-      ...     ).sum()
+      ...     return fp8jax.dot_general(x, w, dims, recipe=delayed, state=state).sum()
       >>> dw, state = jax.grad(loss, (0, 1))(w, state)
       >>> dw.shape, state["x"], state["w"]
       ((16, 8), Array([1., 0.], dtype=float32), Array([0.5, 0. ], dtype=float32))
