@@ -47,6 +47,7 @@ and `sweep` write Markdown and a figure into --workdir.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import config_flags
@@ -315,42 +316,59 @@ def _proving() -> None:
         print(parity_ledger.summary(parity_ledger.read(ledger)))
 
 
+def _lines() -> list[parity_ledger.Line]:
+    """Returns the lines of --ledger, of which there must be some."""
+    if not (lines := parity_ledger.read(Path(_LEDGER.value))):
+        there = "has no lines" if Path(_LEDGER.value).exists() else "does not exist"
+        raise ValueError(f"the ledger {_LEDGER.value} {there}")
+    return lines
+
+
+def _save(figure: Any) -> None:
+    path = Path(_OUTPUT.value)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+    print(f"{path} is written")
+
+
 def _proving_table() -> None:
     setting, page = _SETTING.value or proving_plan.setting(), Path(_OUTPUT.value)
-    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
+    lines = proving_analysis.lines_of(_lines(), setting)
     text = proving_analysis.fill_page(page.read_text(encoding="utf-8"), lines)
     page.write_text(text, encoding="utf-8")
+    print(f"{page} has the tables of {_LEDGER.value}")
     if failures := proving_analysis.control_failures(lines):
         raise ValueError("; ".join(failures))
 
 
 def _proving_figure() -> None:
     setting = _SETTING.value or proving_plan.setting()
-    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
+    lines = proving_analysis.lines_of(_lines(), setting)
     gaps = proving_analysis.late_gaps(lines)
-    plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
+    _save(plots.seed_intervals(gaps))
 
 
 def _proving_curves() -> None:
     setting = _SETTING.value or proving_plan.setting()
-    lines = proving_analysis.lines_of(parity_ledger.read(Path(_LEDGER.value)), setting)
-    figure = plots.gap_curves(growth.by_steps(lines), over="last steps that are in the policy")
-    figure.savefig(_OUTPUT.value, dpi=200)
+    lines = proving_analysis.lines_of(_lines(), setting)
+    _save(plots.gap_curves(growth.by_steps(lines), over="last steps that are in the policy"))
 
 
 def _verdicts() -> list[parity_analysis.Verdict]:
-    lines = parity_ledger.read(Path(_LEDGER.value))
+    lines = _lines()
     data = corpus.digest_of(Path(_MANIFEST.value))
     plan = lookup("plan", _PLAN.value or "headline", parity_plan.PLANS)
     setting = _SETTING.value or plan.setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
+    if _PLAN.present:
+        lines = [line for line in lines if line.arm in {arm.name for arm in plan.arms}]
     return parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
 
 
 def _parity_curves() -> None:
     curves = growth.by_tokens(_verdicts())
-    plots.gap_curves(curves, over="tokens").savefig(_OUTPUT.value, dpi=200)
+    _save(plots.gap_curves(curves, over="tokens"))
 
 
 def _parity_table() -> None:
@@ -369,7 +387,7 @@ def _parity_figure() -> None:
     gaps = {
         arm: numbers[f"gap/{arm}"]["seeds"] for arm in arms if not parity_plan.ARMS[arm].control
     }
-    plots.seed_intervals(gaps).savefig(_OUTPUT.value, dpi=200)
+    _save(plots.seed_intervals(gaps))
 
 
 def _parse_integers(flag: str, texts: Sequence[str]) -> list[int]:

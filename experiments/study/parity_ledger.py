@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from absl import logging
+
 from fp8jax.text_table import aligned
 
 Key = tuple[str, int, str, str, str]
@@ -68,18 +70,19 @@ def read(path: Path) -> list[Line]:
     """Returns the lines of a ledger; none if there is no file.
 
     Raises:
-      ValueError: a line is damaged; the message names it. A last line without its end, which a
-        killed program may leave, is left out.
+      ValueError: a line is damaged; the message names it. A last line that was cut, which a killed
+        program may leave, is left out with a warning.
     """
     if not path.exists():
         return []
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
-        if not text.endswith("\n"):
-            break
         try:
             lines.append(Line(**json.loads(text)))
         except (ValueError, TypeError) as error:
+            if not text.endswith("\n"):
+                logging.warning("%s:%d is cut, and left out", path, number)
+                break
             raise ValueError(f"{path}:{number} is no line of a ledger: {error}") from error
     return lines
 

@@ -83,11 +83,14 @@ def find_gpus() -> list[Gpu]:
     """Returns the GPUs that nvidia-smi lists; of CUDA_VISIBLE_DEVICES, if that has indices.
 
     Raises:
-      OSError: there is no such program.
-      ValueError: CUDA_VISIBLE_DEVICES names a GPU otherwise than by an index that it lists.
+      ValueError: there is no such program, or CUDA_VISIBLE_DEVICES names a GPU otherwise than by
+        an index that it lists.
     """
     query = ("nvidia-smi", "--query-gpu=index,name", "--format=csv,noheader")
-    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        raise ValueError("there is no nvidia-smi: the study trains on NVIDIA GPUs") from None
     pairs = [line.partition(",") for line in listed.splitlines()]
     found = {index: Gpu(int(index), name.strip()) for index, _, name in pairs}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

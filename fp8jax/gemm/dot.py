@@ -69,8 +69,7 @@ def dot_general(
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       positional: precision and preferred_element_type, as positions of `lax.dot_general`.
       precision: only None or the default: the recipe decides how a GEMM is computed.
-      preferred_element_type: dtype of the result; None for lhs's. The gradient of the result is
-        rounded to lhs's dtype.
+      preferred_element_type: dtype of the result, None for lhs's; its gradient is rounded to lhs's.
       out_sharding: of the result, if the operands have explicit mesh axes; else None.
       recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
       state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
@@ -93,9 +92,8 @@ def dot_general(
     Example:
       >>> x, w = jnp.ones((4, 16)), jnp.full((16, 8), 0.5)
       >>> dims = (((1,), (0,)), ((), ()))
-      >>> y = fp8jax.dot_general(x, w, dims, recipe="fp8_amax")
-      >>> y.shape, y[0, 0].item()
-      ((4, 8), 8.0)
+      >>> fp8jax.dot_general(x, w, dims, recipe="fp8_amax")[0, 0].item()
+      8.0
 
       With delayed scaling, the gradient of the state is the next state:
 

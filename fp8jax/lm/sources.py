@@ -73,9 +73,11 @@ def _found(pattern: str) -> tuple[Path, ...]:
         return tuple(urls)
     if names_folder(pattern):
         folder, inside = data_folder(pattern)
-        names = glob.glob(glob.escape(str(folder)) + "/" + inside, recursive=True)
+        own = glob.escape(str(folder)) + "/" + inside
     else:
-        names = glob.glob(os.path.expanduser(pattern), recursive=True)
+        own = os.path.expanduser(pattern)
+    _refuse_unreadable(own)
+    names = glob.glob(own, recursive=True)
     matches = set(map(Path, names))
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
@@ -85,6 +87,23 @@ def _found(pattern: str) -> tuple[Path, ...]:
             hint = f": it is a folder; name its files, as in {inside!r}"
         raise ValueError(f"no file matches {pattern!r}{hint}")
     return tuple(paths)
+
+
+def _refuse_unreadable(pattern: str) -> None:
+    """Raises ValueError for a folder that `glob` would pass over, because it may not be read."""
+    folder = Path(pattern)
+    while re.search(r"[*?[]", str(folder)):
+        folder = folder.parent
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise ValueError(
+                f"{pattern!r}: the folder {error.filename!r} cannot be read: {error.strerror}"
+            )
+
+    for _ in os.walk(folder, onerror=refuse):
+        if "**" not in pattern:
+            break
 
 
 def _stem(pattern: str) -> str:

@@ -86,7 +86,7 @@ def _check_stage(owner: str, stage: Any) -> None:
             return
     raise ValueError(
         f"{owner}: {brief(stage)} is not a pair (fraction of training, policy); write a single"
-        ' stage as ((0.9, "bf16"),)'
+        ' stage as ((0.9, "bf16"),), with quotes'
     )
 
 

@@ -1,5 +1,7 @@
 """The specs of sources: names, weights and kinds, and every bad one refused with its name."""
 
+import errno
+import os
 import sysconfig
 from fractions import Fraction
 from pathlib import Path
@@ -69,6 +71,26 @@ def test_weights_are_exact(tmp_path):
         Fraction(3),
     ]
     assert weights("text:DIR/a[*]b.txt,python_stdlib") == [None, None]
+
+
+@pytest.mark.parametrize("pattern", ["sub/*.txt", "**/*.txt", "sub/a.txt"])
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch, pattern):
+    """`glob` passes over it: the run would train on less text."""
+    (tmp_path / "sub").mkdir()
+    for place in ("a.txt", "sub/a.txt"):
+        (tmp_path / place).write_text("text")
+    scandir = os.scandir
+
+    def without_sub(path):
+        if "sub" in os.fspath(path):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    (source,) = parse_sources(f"text:{tmp_path}/{pattern}")
+    assert source.reader.files()
+    monkeypatch.setattr(os, "scandir", without_sub)
+    with pytest.raises(ValueError, match=r"the folder '.*sub.*' cannot be read: Permission denied"):
+        parse_sources(f"text:{tmp_path}/{pattern}")[0].reader.files()
 
 
 @pytest.mark.parametrize(
