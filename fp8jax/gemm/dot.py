@@ -55,8 +55,8 @@ def dot_general(
 
     Takes the arguments of `lax.dot_general`, so that `functools.partial(dot_general, recipe=...)`
     can stand for it in other libraries. The function is pure: with delayed scaling, the cotangent
-    of `state` is the new state (amax_history.py). Two calls of one jitted or checkpointed function
-    add theirs up, unless `fp8jax.nn.to_max_combining` has converted it. Unquantized, it equals::
+    of `state` is the new state (amax_history.py). Uses of one state in jitted or checkpointed
+    functions add theirs up, unless `fp8jax.nn.to_max_combining` converted it. Unquantized it is::
 
         lax.dot_general(
             lhs, rhs.astype(lhs.dtype), dimension_numbers,
@@ -73,7 +73,7 @@ def dot_general(
       out_sharding: of the result, if the operands have explicit mesh axes; else None.
       recipe: a `Recipe` or the name of one, with options if any ("fp8_delayed:history=4").
       state: amax histories, operand -> float32 [H], of exactly the operands and lengths of
-        `recipe.histories`; see `init_state`.
+        `recipe.histories`, or one entry longer, as `fp8jax.histories.seed` asks for seeding.
       key: a PRNG key; needed if a cast rounds stochastically, otherwise unused.
       backend: a key of `BACKENDS`; None chooses the fastest that can run the recipe.
       seeded: promise that every history is filled (an empty one has the scale 1). By default it

@@ -210,6 +210,13 @@ def test_a_state_that_two_products_share_needs_no_module():
     new = jax.device_get(new)
     assert new["w"][0] == 100 * np.abs(x).max() and not new["w"][1:].any()
 
+    def looped(state):  # a use in a loop beside one without
+        body = lambda y, _: (product(y, y, state=state), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, product(x, x.T, state=state), length=1)[0])
+
+    with pytest.raises(ValueError, match="called more than once outside jax.jit"):
+        jax.grad(looped)(state)
+
 
 def test_no_conversion_outlives_its_trace():
     loss, variables = sum_of_squares(Twice()), variables_of(Twice())

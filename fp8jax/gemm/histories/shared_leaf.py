@@ -58,7 +58,7 @@ def combining_by_max(history: Array) -> Array:
     converted = None
     if known is not None:
         converted = known.converted()
-        if direct and known.direct and hidden_jax.is_eager(history):
+        if (direct or known.direct) and hidden_jax.is_eager(history):
             raise ValueError(
                 "a module with amax histories is called more than once outside jax.jit, where JAX"
                 " can only add histories: put jax.jit around jax.grad"
