@@ -294,7 +294,9 @@ class Found(Checkpointer):
         return self.step, self.meta
 
     def restore(self, abstract):
-        return Restored(step=self.step, arrays=abstract, meta=self.meta)
+        filled = {"histories": abstract["histories"]} if "histories" in abstract else {}
+        filled = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), filled)
+        return Restored(step=self.step, arrays=abstract | filled, meta=self.meta)
 
 
 END = {"precision": "fp8_delayed", "precision_schedule": ((0.5, "bf16"),)}
