@@ -362,7 +362,8 @@ def _verdicts() -> list[parity_analysis.Verdict]:
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
     if _PLAN.present:
-        lines = [line for line in lines if line.arm in {arm.name for arm in plan.arms}]
+        names = {arm.name for arm in plan.arms}
+        lines = [line for line in lines if line.arm in names]
     return parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
 
 

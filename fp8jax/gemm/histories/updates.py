@@ -253,6 +253,7 @@ def _refuse_sums(gradients: Any, axis_name: str | tuple[str, ...]) -> None:
 
 
 def _varying(x: Array) -> frozenset[str]:
+    """As gemm/sharding/manual_axes.py has it; histories import nothing of sharding."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
