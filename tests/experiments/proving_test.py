@@ -246,7 +246,7 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     assert proving_analysis.fill_page(page, schedule) == page
     assert proving_analysis.control_failures(schedule) == []
     pages = {"fp4_last_step": "last_step", "cscale_bias": "constants"}
-    pages |= {"late": "late", "late_growth": "growth"}
+    pages |= {"late": "late", "late_growth": "growth", "late_short": "short"}
     for name, of in pages.items():
         lines = parity_ledger.read(docs / f"{of}_ledger.jsonl")
         page = (docs / f"results/{name}.md").read_text(encoding="utf-8")
@@ -263,10 +263,12 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
     [
         ("late", "# What each recipe costs", 14),
         ("late_growth", "# How the cost", 7 + 1),
+        ("late_short", "# How many steps", 2 + 2),
         ("branches", "# What the last eighth", 5 + 5),
+        ("branches", "## 2026-11-30, later", 4 + 4),
         ("parity_scatter", "## 2026-11-29, last:", 8 + 3),
     ],
-    ids=["late", "late_growth", "branches", "parity_scatter"],
+    ids=["late", "late_growth", "late_short", "branches", "branches_long", "parity_scatter"],
 )
 def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):
     monkeypatch.chdir(ROOT)

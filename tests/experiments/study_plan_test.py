@@ -558,6 +558,10 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     page = (DOCS / "results/branches.md").read_text(encoding="utf-8")
     assert parity_analysis.table(branches) in page
     assert parity_analysis.control_failures(branches) == []
+    long = parity_ledger.read(DOCS / "branches_long_ledger.jsonl")
+    assert len(long) == 36 and len({(line.code, line.trunk) for line in long}) == 1
+    long = parity_analysis.verdicts(parity_ledger.comparable(long, setting, data))
+    assert parity_analysis.table(long) in page
 
 
 def test_readme_s_gaps_of_the_study_are_the_committed_ones():
