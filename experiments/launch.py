@@ -23,7 +23,7 @@ from typing import Any
 from absl import app, flags
 
 from experiments.config_keys import RUN_KEYS
-from experiments.subcommands import Command, check_flags, choose
+from experiments.subcommands import Command, check_flags, choose, show_help
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.config_flag import read_mesh
 from fp8jax.lm.cli.main import SEVERAL
@@ -39,8 +39,17 @@ _NAME = flags.DEFINE_string("name", "fp8jax", "render: the job's name.")
 _IMAGE = flags.DEFINE_string("image", "fp8jax:latest", "render: the container's image (jobset).")
 
 _SUBCOMMANDS = (
-    Command(name="local", takes=("processes", "devices")),
-    Command(name="render", needs=("target", "mesh"), takes=("name", "image")),
+    Command(
+        name="local",
+        about="Starts processes here that train together. After -- comes the command.",
+        takes=("processes", "devices"),
+    ),
+    Command(
+        name="render",
+        about="Prints a script that starts a command elsewhere. After -- comes the command.",
+        needs=("target", "mesh"),
+        takes=("name", "image"),
+    ),
 )
 
 
@@ -322,4 +331,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    show_help(_SUBCOMMANDS, "python -m experiments.launch")
     command.run(main, config=RUN_KEYS)

@@ -22,6 +22,7 @@ with other values of its keys; ratios are then between the best settings of both
 
 With --output, a command replaces its section of DIR/DEVICE_YEAR_MONTH.md, and merges its figures
 into the .json file beside it. `gains` also writes DIR/DEVICE_gains.json.
+`python -m experiments.bench NAME --help` says what one does and has its flags.
 """
 
 import dataclasses
@@ -247,6 +248,10 @@ _LLAMA = (4096, 4096), (4096, 14_336), (14_336, 4096), (8192, 8192), (8192, 28_6
 _COMMANDS = (
     _Benchmark(
         name="gemm",
+        about=(
+            "Times GEMMs of a linear layer in each policy, quantization included, and torch's "
+            "and torchao's."
+        ),
         measure=_gemm,
         takes=["shapes", "policies", "peers", "sweep"],
         shapes=[f"8192x{k}x{n}" for k, n in _LLAMA],
@@ -254,6 +259,7 @@ _COMMANDS = (
     ),
     _Benchmark(
         name="quantize",
+        about="Times the kernels that quantize, in bytes a second.",
         measure=_quantize,
         takes=["shapes"],
         shapes=["16384x4096", "16384x14336"],
@@ -261,6 +267,7 @@ _COMMANDS = (
     ),
     _Benchmark(
         name="accumulation",
+        about="Measures what split sums of FP8 GEMMs cost, and how much better they are.",
         measure=_accumulation,
         takes=["shapes"],
         shapes=["16384x2048x8192", "16384x4096x14336", "16384x8192x28672"],
@@ -268,6 +275,7 @@ _COMMANDS = (
     ),
     _Benchmark(
         name="attention",
+        about="Times attention, forward and backward.",
         measure=_attention,
         takes=["shapes", "attention", "documents", "peers"],
         shapes=["4x4096x32x8x128"],
@@ -275,17 +283,42 @@ _COMMANDS = (
     ),
     _Benchmark(
         name="step",
+        about=(
+            "Times forward and backward of layers in each policy; with --config, whole training "
+            "steps."
+        ),
         measure=_step,
         takes=["shapes", "policies", "peers", "attention", "remat"],
         shapes=["d4096"],
         tiny_shapes=["tiny"],
         threads=4,  # a step fills much of the memory
     ),
-    _Benchmark(name="start", measure=_start, needs=["config"], takes=["policies"]),
-    _Benchmark(name="mesh_compile", measure=_mesh_compile, needs=["config"], takes=["policies"]),
-    _Benchmark(name="telemetry", measure=_telemetry, needs=["config"]),
+    _Benchmark(
+        name="start",
+        about=(
+            "Times a run from the start of its process to its third step, without and with "
+            "compiled programs in the cache."
+        ),
+        measure=_start,
+        needs=["config"],
+        takes=["policies"],
+    ),
+    _Benchmark(
+        name="mesh_compile",
+        about="Times the compilation of a step on a mesh, cold and in a second process.",
+        measure=_mesh_compile,
+        needs=["config"],
+        takes=["policies"],
+    ),
+    _Benchmark(
+        name="telemetry",
+        about="Times whole runs of a config with telemetry and without.",
+        measure=_telemetry,
+        needs=["config"],
+    ),
     _Benchmark(
         name="decode",
+        about="Times prefill and decoding of requests in each policy.",
         measure=_decode,
         takes=["shapes", "policies", "kv_cache"],
         shapes=[
@@ -298,6 +331,7 @@ _COMMANDS = (
     ),
     _Benchmark(
         name="gains",
+        about="Times one linear in each kind of recipe and in BF16, at every shape.",
         measure=size_gains.measure_gains,
         shapes=size_gains.SHAPES,
         tiny_shapes=["64x128x128", "64x128x256", "64x256x256"],
@@ -308,6 +342,7 @@ _COMMANDS = (
 # `step` runs this one if --config is given.
 _TRAINING = _Benchmark(
     name="training",
+    about="Times whole training steps of a config.",
     measure=_training,
     takes=["policies", "config", "figure", "devices", "documents", "settings"],
     threads=1,  # all programs share one state
@@ -344,5 +379,13 @@ def _write(name: str, report: Report, words: str) -> None:
         size_gains.write(Path(_OUTPUT.value, f"{device}_gains.json"), report, words)
 
 
+def _shown(benchmark: _Benchmark) -> _Benchmark:
+    """Returns a command as its help has it: `step` takes what `_TRAINING` does, too."""
+    if benchmark.name != "step":
+        return benchmark
+    return dataclasses.replace(benchmark, takes=[*benchmark.takes, *_TRAINING.takes])
+
+
 if __name__ == "__main__":
+    subcommands.show_help(list(map(_shown, _COMMANDS)), "python -m experiments.bench")
     command.run(main, config=RUN_KEYS)

@@ -25,23 +25,7 @@
     python -m experiments.study parity_curves --plan=branches --ledger=docs/branches_ledger.jsonl \\
         --manifest=docs/parity_corpus.json --output=docs/figures/branches.png
 
-`recipes` rewrites the tables of a page. `curves` trains a config in each precision and compares the
-losses with those in BF16; it does not repeat finished runs. `sweep` searches for constant biases of
-fp8_cscale that work in training and in inference, at several widths of a model. `inference` scores
-the held-out text of a run with weights that are quantized once, in each precision, with constant
-scales, and with scales that look at later tokens; it writes inference.md. `ties` prints how
-often rows of attention share their largest score, and the bias of each arithmetic of attention.
-`kv_cache` compares perplexities of a trained model with a cache in BF16 and in FP8, and requests in
-a batch with requests alone. `intervals` prints the mean over a pipeline's seeds of each difference
-to BF16, with its t-interval; --output draws those of the losses. `corpus`, `parity` and
-`parity_table` are the study of docs/parity.md: its data, its runs and its verdicts, which
-`parity_figure` draws. `proving` trains all recipes on the proving ground, and `proving_table`
-writes what they lost into the tables of a page. `proving_figure` draws what each costs in the last
-fifth of a BF16 run (`--plan=late`), `proving_curves` what it costs in shorter and longer parts
-(`--plan=late_growth`), and `parity_curves` what a plan's arms cost over the tokens of its forks.
-
-The tables of `recipes` do not depend on the machine: a test rewrites them and compares. `curves`
-and `sweep` write Markdown and a figure into --workdir.
+`python -m experiments.study NAME --help` says what one does and has its flags.
 """
 
 import dataclasses
@@ -406,67 +390,151 @@ class _Study(subcommands.Command):
 
 
 _COMMANDS = (
-    _Study(name="recipes", run=_recipes, needs=["output"]),
-    _Study(name="curves", run=_curves, needs=["config", "workdir"], takes=["precisions", "seeds"]),
+    _Study(
+        name="recipes",
+        about=(
+            "Rewrites the tables of a page, which do not depend on the machine: a test rewrites "
+            "them and compares."
+        ),
+        run=_recipes,
+        needs=["output"],
+    ),
+    _Study(
+        name="curves",
+        about=(
+            "Trains a config in each precision and compares the losses with those in BF16; "
+            "writes Markdown and a figure into --workdir, and does not repeat finished runs."
+        ),
+        run=_curves,
+        needs=["config", "workdir"],
+        takes=["precisions", "seeds"],
+    ),
     _Study(
         name="sweep",
+        about=(
+            "Searches for constant biases of fp8_cscale that work in training and in inference, "
+            "at several widths of a model; writes Markdown and a figure into --workdir."
+        ),
         run=_sweep,
         needs=["config", "workdir"],
         takes=["widths", "biases", "tolerance"],
     ),
     _Study(
         name="inference",
+        about=(
+            "Scores the held-out text of a run with weights that are quantized once, in each "
+            "precision, with constant scales, and with scales that look at later tokens; writes "
+            "inference.md into --workdir."
+        ),
         run=_inference,
         needs=["workdir"],
         takes=["precisions", "biases", "tolerance", "rows", "batch_size"],
     ),
-    _Study(name="intervals", run=_intervals, needs=["numbers"], takes=["run", "output"]),
-    _Study(name="ties", run=_ties),
-    _Study(name="corpus", run=_corpus, needs=["output", "manifest"]),
+    _Study(
+        name="intervals",
+        about=(
+            "Prints the mean over a pipeline's seeds of each difference to BF16, with its "
+            "t-interval; --output draws those of the losses."
+        ),
+        run=_intervals,
+        needs=["numbers"],
+        takes=["run", "output"],
+    ),
+    _Study(
+        name="ties",
+        about=(
+            "Prints how often rows of attention share their largest score, and the bias of each "
+            "arithmetic of attention."
+        ),
+        run=_ties,
+    ),
+    _Study(
+        name="corpus",
+        about=(
+            "Makes the shards of docs/parity.md from the Python and CUDA folders of this "
+            "machine, and says where its text differs from the manifest's; without a manifest "
+            "it writes one."
+        ),
+        run=_corpus,
+        needs=["output", "manifest"],
+    ),
     _Study(
         name="parity",
+        about=(
+            "Runs a plan of docs/parity.md, or some of its --arms and --seeds, on the GPUs "
+            "there are, and appends each fork that is done to the ledger. The same command goes "
+            "on where it ended."
+        ),
         run=_parity,
         takes=["machine", "arms", "seeds", "runs_per_gpu"],
         needs=["plan", "ledger", "workdir", "corpus", "commit", "budget"],
     ),
     _Study(
         name="parity_table",
+        about=(
+            "Prints the verdicts of a ledger's runs, and writes them as JSON; fails if a "
+            "control is not found to be worse."
+        ),
         run=_parity_table,
         needs=["ledger", "manifest"],
         takes=["output", "plan", "setting"],
     ),
-    _Study(name="parity_figure", run=_parity_figure, needs=["numbers", "output"]),
+    _Study(
+        name="parity_figure",
+        about="Draws the gaps of each seed with their intervals, without the controls.",
+        run=_parity_figure,
+        needs=["numbers", "output"],
+    ),
     _Study(
         name="parity_curves",
+        about="Draws what the arms cost over the tokens of their forks.",
         run=_parity_curves,
         needs=["ledger", "manifest", "output"],
         takes=["plan", "setting"],
     ),
     _Study(
         name="proving",
+        about=(
+            "Trains a plan of docs/results/recipes_loss.md on the proving ground, as `parity` does."
+        ),
         run=_proving,
         takes=["machine", "arms", "seeds", "runs_per_gpu"],
         needs=["plan", "ledger", "workdir", "commit", "budget"],
     ),
     _Study(
         name="proving_table",
+        about="Writes what the arms of a ledger lost into the tables of a page.",
         run=_proving_table,
         needs=["ledger", "output"],
         takes=["setting"],
     ),
     _Study(
         name="proving_figure",
+        about="Draws what each policy costs in the last fifth of a BF16 run (--plan=late).",
         run=_proving_figure,
         needs=["ledger", "output"],
         takes=["setting"],
     ),
     _Study(
         name="proving_curves",
+        about=(
+            "Draws what policies cost in shorter and longer parts of a BF16 run "
+            "(--plan=late_growth)."
+        ),
         run=_proving_curves,
         needs=["ledger", "output"],
         takes=["setting"],
     ),
-    _Study(name="kv_cache", run=_kv_cache, needs=["workdir"], takes=["precisions", "rows"]),
+    _Study(
+        name="kv_cache",
+        about=(
+            "Compares perplexities of a trained model with a cache in BF16 and in FP8, and "
+            "requests in a batch with requests alone."
+        ),
+        run=_kv_cache,
+        needs=["workdir"],
+        takes=["precisions", "rows"],
+    ),
 )
 
 
@@ -477,6 +545,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    subcommands.show_help(_COMMANDS, "python -m experiments.study")
     command.run(
         main,
         errors=(*command.ERRORS, StoppedError, DamagedError, ImportError),

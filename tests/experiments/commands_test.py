@@ -4,17 +4,21 @@ import argparse
 import ast
 import importlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from absl import flags
 
+from experiments import subcommands
 from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.bpe import train_bpe
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.sources import training_documents
-from tests.support.commands import run_here
+from tests.support.commands import run_command, run_here
 
 
 def test_another_folder_called_configs_is_answered_with_the_program_that_works(monkeypatch):
@@ -133,3 +137,40 @@ def test_study_needs_a_command():
         " corpus, parity, parity_table, parity_figure, parity_curves, proving, proving_table,"
         " proving_figure, proving_curves, kv_cache; got "
     ) in done.stdout + done.stderr
+
+
+def test_help_of_one_command_has_its_flags_alone():
+    shown = run_command("bench", "step", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("python -m experiments.bench step\n\nTimes forward and backward")
+    own, shared = shown.stdout.split("takes, as all commands do:\n")
+    assert {"shapes", "config", "documents"} < set(re.findall(r"^  --(\w+):", own, re.M))
+    assert own.count("  --policies: ") == 1 and "--policies" not in shared  # it has it twice
+    assert "  --rounds: Turns of each contestant. By default 7.\n" in shared
+    assert "--kv_cache" not in shown.stdout
+
+
+def test_help_says_what_a_command_needs():
+    options = flags.FlagValues()
+    flags.DEFINE_string("ledger", "", "The file.", options)
+    flags.DEFINE_list("arms", ["a", "b"], "Arms.", options)
+    flags.DEFINE_bool("fast", False, "Less.", options)
+    one = subcommands.Command(name="table", about="Prints.", needs=["ledger"], takes=["arms"])
+    with mock.patch.object(flags, "FLAGS", options), mock.patch.object(sys, "argv", [__name__]):
+        shown = subcommands.help_of(one, [one], "python -m study")
+    assert shown.split("\n\n") == [
+        "python -m study table --ledger=…",
+        "Prints.",
+        "needs:\n  --ledger: The file.",
+        "takes:\n  --arms: Arms. By default a,b.",
+        "takes, as all commands do:\n  --fast: Less.",
+    ]
+
+
+def test_help_behind_two_dashes_is_the_other_command_s(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["launch", "local", "--", "train", "--help"])
+    one = subcommands.Command(name="local", about="Starts processes.")
+    subcommands.show_help([one], "python -m experiments.launch")  # returns
+    sys.argv.remove("--")
+    with pytest.raises(SystemExit):
+        subcommands.show_help([one], "python -m experiments.launch")
