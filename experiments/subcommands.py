@@ -92,6 +92,6 @@ def help_of(command: Command, commands: Iterable[Command], program: str) -> str:
 
 def _flag_help(name: str) -> str:
     flag = flags.FLAGS[name]
-    default = flag.default_as_str.strip("'") if flag.default else ""
+    default = str(flag.default_as_str).strip("'") if flag.default else ""
     text = f"--{name}: {flag.help}" + (f" By default {default}." if default else "")
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    ")
