@@ -47,6 +47,10 @@ def lock_workdir(workdir: str | os.PathLike[str]) -> Iterator[None]:
                 f"another program{error} trains in the workdir {path.parent}: wait for it or stop "
                 "it, or take another --workdir"
             ) from error
+        except OSError as error:
+            raise type(error)(
+                f"the workdir {path.parent} cannot be written: {error.strerror}"
+            ) from error
         yield
 
 

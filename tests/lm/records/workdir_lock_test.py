@@ -95,4 +95,6 @@ def test_a_workdir_that_cannot_be_one(tmp_path):
         lock_workdir("gs://bucket/run").__enter__()
     with pytest.raises(OSError, match="the workdir /proc/run cannot be made"):
         lock_workdir("/proc/run").__enter__()
+    with pytest.raises(OSError, match="the workdir /proc cannot be written"):
+        lock_workdir("/proc").__enter__()
     assert file.read_text() == "text" and list(tmp_path.iterdir()) == [file]
