@@ -246,6 +246,31 @@ def test_links_lead_somewhere(page):
     assert broken_links(page, (ROOT / page).read_text(encoding="utf-8")) == []
 
 
+def code_in_lists(text):
+    """Lines of indented code that belong to the list before it, whose text they would be."""
+    found, listed, fenced = [], False, False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            fenced, listed = not fenced, False
+        elif not fenced and line.strip():
+            if listed and line.startswith("    ") and re.match(r" *(#|python|\$|\.venv)", line):
+                found.append(line)
+            listed = bool(re.match(r"[-*] |\d+\. ", line)) or (listed and line.startswith(" "))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_not_the_text_of_a_list(page):
+    assert code_in_lists((ROOT / page).read_text(encoding="utf-8")) == []
+
+
+def test_code_behind_a_list_is_found():
+    code = "    # again\n    python -m experiments.study"
+    assert len(code_in_lists(f"- one\n  more\n\n{code}\n")) == 2
+    assert code_in_lists(f"- one\n\ntext\n\n{code}\n") == []
+    assert code_in_lists("- one\n\n```bash\n    # again\n```\n") == []
+
+
 def test_a_broken_link_is_found():
     text = "[a](no.md) [b](recipes.md#no) [c](recipes.md#six-casts) [d](https://e.org/x#y)"
     assert broken_links("docs/running.md", text) == ["no.md", "recipes.md#no"]

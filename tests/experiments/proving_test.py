@@ -273,9 +273,9 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
 def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = (ROOT / f"docs/results/{name}.md").read_text(encoding="utf-8")
-    script = page.partition(section)[2].partition("python - <<'END'")[2].partition("\n    END\n")[0]
+    script = re.search(r"python - <<'END'.*?\n(.*?)\n *END\n", page.partition(section)[2], re.S)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(textwrap.dedent(script.partition("\n")[2]), {})
+        exec(textwrap.dedent(script[1]), {})
     rows = [line for line in printed.getvalue().splitlines() if line.startswith("|")]
     assert len(rows) == count and set(rows) <= set(page.splitlines())
 
