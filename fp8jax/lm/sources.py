@@ -22,7 +22,8 @@ other sources (data/mixture.py); either all sources have a weight or none has. K
 FIELD and COLUMN default to `text`. Files of `text`, `jsonl` and `chat` may be compressed, by gzip,
 zstd, bzip2 or xz, and have a byte order mark (data/files.py). The text after the last # is a field
 if it looks like a name: letters, digits, _, - and ., starting with a letter or _. SEPARATOR is any
-text without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines.
+text without commas, such as <|endoftext|>, or the word `blank` for one or more blank lines. White
+space at its end is left out.
 
 GLOB is a pattern of paths, where ** crosses folders; or hf:ORG/NAME[@REVISION]/GLOB for files of a
 data set of Hugging Face's hub (data/hub.py); or s3://BUCKET/GLOB or gs://BUCKET/GLOB for objects of

@@ -444,6 +444,7 @@ DATA = [
     ("drop bad", [CHATS, TEMPLATE, "bad_examples=drop"], "unknown bad_examples 'drop'"),
     ("drop records", ["bad_examples=drop"], "unknown bad_examples 'drop'. There are: error, skip"),
     ("drop text", ["long_examples=skip"], "long_examples='skip' is for conversations"),
+    ("unset", ["valid.batches=None"], "valid.batches=None: a command line cannot unset a key"),
     ("no epoch", ["num_epochs=0"], "num_epochs=0 must be at least 1"),
     ("weighted", ["num_epochs=2", "data=2*jsonl:DIR/few.jsonl"], "have weights: remove"),
     ("argument", ["data=python_stdlib:3"], "takes no argument, got '3'"),

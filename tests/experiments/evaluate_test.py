@@ -17,6 +17,7 @@ from fp8jax.lm.inference.paired import measured
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.epochs import read_corpus
 from fp8jax.lm.training.resume import checkpoint_items
 from fp8jax.lm.training.validate import validate
 from fp8jax.telemetry import read
@@ -41,6 +42,7 @@ def trained(tmp_path_factory):
         state = run.stages[0].programs.initialize()
         scalars, _ = validate(run, run.stages[0], state, corpus(*data))
     meta = {"version": CHECKPOINT_VERSION, "config": run.settings.record}
+    meta["data"] = corpus(*data).fingerprint
     with Checkpointer(folder / "run" / "checkpoints", every=1, keep=1, keep_best=0) as checkpointer:
         checkpointer.save(1, checkpoint_items(run, state), meta, None)
     write_jsonl(folder / "other.jsonl", TEXTS)
@@ -93,6 +95,27 @@ def test_perplexity_is_the_run_s_own(evaluate, trained):
         assert paired[1] < its_error / 2  # the rows' own differences are common to both
 
 
+def test_files_that_have_changed_since_the_run_are_refused(evaluate, trained):
+    """What is held out now may have been trained on: a file that is cut is cut anew."""
+    path = trained[0] / "generated-0.jsonl"
+    before = path.read_bytes()
+    try:
+        path.write_bytes(before + before.splitlines(keepends=True)[0])
+        with pytest.raises(SystemExit, match="are not those that it trained on.* give --data"):
+            evaluate("--workdir=DIR/run", "--precision=bf16")
+    finally:
+        path.write_bytes(before)
+
+
+def test_delayed_scales_without_histories_are_said(evaluate, caplog):
+    given = ("--data=jsonl:DIR/other.jsonl", "--precision=fp8_delayed,fp8_current")
+    rows = [columns(line) for line in evaluate("--workdir=DIR/run", *given).splitlines()[1:]]
+    of = {key[2]: numbers for key, numbers in rows if key[1] == "perplexity"}
+    assert of["fp8_delayed"] == of["fp8_current"]
+    said = [record.getMessage() for record in caplog.records if "histories" in record.getMessage()]
+    assert len(said) == 1 and "no amax histories of fp8_delayed" in said[0]
+
+
 def test_other_text(evaluate, trained):
     header, *lines = evaluate(
         "--workdir=DIR/run",
@@ -118,6 +141,7 @@ def test_rows_of_conversations_have_room_for_each(tmp_path):
     with jax.set_mesh(run.mesh):
         items = checkpoint_items(run, run.stages[0].programs.initialize())
     meta = {"version": CHECKPOINT_VERSION, "config": run.settings.record}
+    meta["data"] = read_corpus(run.settings, run.tokenizer).fingerprint
     with Checkpointer(tmp_path / "run" / "checkpoints", every=1, keep=1, keep_best=0) as saved:
         saved.save(1, items, meta, None)
     with command_here("evaluate") as evaluate:

@@ -123,9 +123,9 @@ def test_texts_that_do_not_fit_the_cache(folder, generate, flags, message):
 
 
 def test_a_line_of_a_file_is_a_prompt(tmp_path, generate, monkeypatch):
-    """Also one with a separator that str.splitlines would split at."""
+    """Also one with a separator that str.splitlines would split at; a byte order mark is none."""
     path = tmp_path / "prompts.txt"
-    path.write_bytes("one\u2028two\x0cthree\r\nfour\n".encode())
+    path.write_bytes("\ufeffone\u2028two\x0cthree\r\nfour\n".encode())
     with pytest.raises(SystemExit):
         generate("--from=nowhere", f"--prompts_file={path}")
     module = sys.modules["fp8jax.lm.cli.generate"]

@@ -150,19 +150,22 @@ class ChatTemplate:
         return text
 
     def turn_ends(self) -> tuple[int, ...]:
-        """Returns the id of the special token with which the assistant's turn ends, if any.
+        """Returns the id of the added token with which the assistant's turn ends, if any.
 
-        It is often not the tokenizer's EOS: ChatML has its own. A template whose turns cannot be
-        found has none.
+        It is often not the tokenizer's EOS: ChatML has its own. Not every tokenizer calls it
+        special. A template whose turns cannot be found has none.
         """
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             example = self.example(messages)
         except ValueError:
             return ()
-        last = int(example.ids[example.mask][-1])
         added = self.tokenizer.backend.get_added_tokens_decoder()
-        return (last,) if last in added and added[last].special else ()
+        for last in reversed(example.ids[example.mask].tolist()):
+            text = added[last].content if last in added else self.tokenizer.decode([last])
+            if text.strip():  # white space may follow a turn's end, and be a token of its own
+                return (last,) if last in added else ()
+        return ()
 
     def text(self, messages: Sequence[Message]) -> str:
         """Returns the whole conversation as text.

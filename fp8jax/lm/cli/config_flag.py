@@ -121,7 +121,12 @@ def check_config_flags(arguments: Sequence[str], keys: Keys = RUN_KEYS) -> None:
     _require_keys(spec, config, keys.get_config(), keys)
     for argument in arguments:
         if match := _OVERRIDE.fullmatch(argument):
-            _require_key(config, match[1], keys)
+            before = _require_key(config, match[1], keys)
+            if argument.endswith("=None") and not isinstance(before, str):
+                raise ValueError(
+                    f"{argument}: a command line cannot unset a key: set it to None in a file of"
+                    " --config"
+                )
 
 
 def _load(spec: str) -> ConfigDict:
@@ -213,8 +218,8 @@ def _require_keys(
             _require_keys(spec, config[key], value, keys, f"{group}{key}.")
 
 
-def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
-    """Raises ValueError unless the config has the key, such as "mesh_axes.data"."""
+def _require_key(config: ConfigDict, path: str, keys: Keys) -> object:
+    """Returns the value of a key such as "mesh_axes.data"; raises ValueError if there is none."""
     node: object = config
     group = ""
     for key in path.split("."):
@@ -224,6 +229,7 @@ def _require_key(config: ConfigDict, path: str, keys: Keys) -> None:
         node, group = known[key], f"{group}{key}."
     if isinstance(node, ConfigDict) and key in OLD_KEYS:  # a group that once was a key
         raise ValueError(f"--config.{path}: {answer(key, group.removesuffix(f'{key}.'))}")
+    return node
 
 
 def _unknown(group: str, key: str, known: ConfigDict, keys: Keys) -> str:

@@ -287,6 +287,12 @@ def _read(texts: Texts, trained: TrainedModel, tokenizer: Tokenizer, length: int
         cache_dir=record["cache_dir"],
         **fit,
     )
+    if corpus.fingerprint != trained.data:
+        raise ValueError(
+            f"{trained.name}: the files of data={record['data']} are not those that it trained on,"
+            " so that it may have trained on what would be held out now: restore them, or give"
+            " --data"
+        )
     if chats:
         texts.rows = {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
         return

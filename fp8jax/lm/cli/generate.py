@@ -101,7 +101,7 @@ def _lines(name: str) -> list[str]:
     if not name:
         raise ValueError("--prompts_file= names no file")
     try:
-        text = Path(name).expanduser().read_bytes().decode("utf-8")
+        text = Path(name).expanduser().read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts_file={name} is not UTF-8: {error}") from error
     if not text:
@@ -173,6 +173,7 @@ def _print_stream(generator: Generator, prompts: _Prompts, ids: Any, sampling: S
         stop_strings=_STOP.value,
         stop_ids=prompts.stop_ids,
         seeds=[seed],
+        answers=_CHAT.value,
     ):
         print(text.fresh(), end="", flush=True)
     print(flush=True)
@@ -266,6 +267,7 @@ def _generate(
         stop_strings=_STOP.value,
         stop_ids=prompts.stop_ids,
         seeds=seeds,
+        answers=_CHAT.value,
     )
     for index, (text, completion) in enumerate(zip(texts, found, strict=True)):
         title = "" if len(texts) == 1 else f"[{index}] "

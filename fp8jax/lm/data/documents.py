@@ -1,7 +1,8 @@
 """Documents, and their split into training and validation.
 
 The hash of a document's own text decides whether it trains or validates. So adding a document never
-moves another one to the other split, and two copies of a document are always in the same split.
+moves another one to the other split, and two copies of a document are always in the same split,
+unless one of them is cut:
 
 A source with too few documents, such as one big text file, has all of them in one split. Then, and
 only then, each of its documents is cut into pieces, which are documents from there on. Within

@@ -96,9 +96,10 @@ def _documents(file: BinaryIO, separator: str) -> Iterator[tuple[bytes, bool]]:
 def _paragraphs(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """Yields what stands between blank lines, as `_documents` does."""
     lines: list[bytes] = []
-    size, cutting = 0, False
+    size, cutting, begins = 0, False, True
     while line := file.readline(_CHUNK):
-        if line.endswith(b"\n") and not line.decode("utf-8", "replace").strip():
+        whole, begins = begins and line.endswith(b"\n"), line.endswith(b"\n")
+        if whole and not line.decode("utf-8", "replace").strip():
             if lines:
                 yield from _cut(b"".join(lines)) if cutting else [(b"".join(lines), False)]
             lines, size, cutting = [], 0, False

@@ -118,7 +118,9 @@ def measure_accuracy(
     found = {}
     for name, own in problems.items():
         ids = _generate(generator, prompts[name], sorted(stops), max_tokens)
-        responses = tuple(tokenizer.decode(each) for each in ids)
+        responses = tuple(
+            tokenizer.decode(each[:-1] if each[-1] in stops else each) for each in ids
+        )
         found[name] = Accuracy(
             right=graded(responses, own),
             responses=responses,

@@ -5,9 +5,11 @@ A file of JSON lines (.jsonl, also with .gz or .zst) is a task by itself. All it
     {"query": "…Answer:", "choices": ["…", "…"], "gold": 1}     multiple choice
     {"query": "…Answer:", "answer": "…"}                        exact match after generation
 
-A choice or an answer follows its query after a space. Multiple choice reports `acc`, and `acc_norm`
-by log-likelihood divided by the length of the choice. Exact match compares the first line that the
-model writes, without the white space around it, with the answer, or with any of a list of answers.
+A choice or an answer follows its query after a space; choices that bring one, or that follow a
+query which ends in white space, follow it as they are. Multiple choice reports `acc`, and
+`acc_norm` by log-likelihood divided by the length of the choice. Exact match compares the first
+line that the model writes, without the white space around it, with the answer, or with any of a
+list of answers.
 
 A .yaml file is a task in the harness's own language, for everything else: prompts from other
 fields, filters, other metrics. Its data must be local files, and it cannot call Python.
@@ -18,6 +20,7 @@ Needs the package lm_eval: `pip install lm-eval`.
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +138,11 @@ def _json_task(path: Path, options: TaskOptions) -> ConfigurableTask:
         "num_fewshot": options.shots,
         "doc_to_text": "query",
     }
-    config |= _choice_config(path, options) if choices else _answer_config(options)
+    config |= _choice_config(path, rows, options) if choices else _answer_config(options)
     return LocalTask(config, rows)
 
 
-def _choice_config(path: Path, options: TaskOptions) -> dict[str, Any]:
+def _choice_config(path: Path, rows: Sequence[Row], options: TaskOptions) -> dict[str, Any]:
     if dataclasses.replace(options, shots=0) != TaskOptions():
         raise ValueError(f"{path} is multiple choice, which generates nothing: only shots= fits")
     means = {"aggregation": "mean", "higher_is_better": True}
@@ -147,8 +150,24 @@ def _choice_config(path: Path, options: TaskOptions) -> dict[str, Any]:
         "output_type": "multiple_choice",
         "doc_to_choice": "choices",
         "doc_to_target": "gold",
+        "target_delimiter": _delimiter(path, rows),
         "metric_list": [{"metric": "acc"} | means, {"metric": "acc_norm"} | means],
     }
+
+
+def _delimiter(path: Path, rows: Sequence[Row]) -> str:
+    """Returns what stands between a query and its choices: a space, unless they have one."""
+    spaced = {
+        row["query"][-1].isspace() or choice[0].isspace()
+        for row in rows
+        for choice in row["choices"]
+    }
+    if len(spaced) > 1:
+        raise ValueError(
+            f"{path}: some choices bring the white space between query and choice, others do not:"
+            " write it everywhere or nowhere"
+        )
+    return "" if spaced == {True} else " "
 
 
 def _answer_config(options: TaskOptions) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from fp8jax.lm.inference.sampling import Sampling
 
 _UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
 
+_BEFORE = 8  # ids of a prompt that new ids are decoded behind
+
 STOP_ID, STOP_STRING, LENGTH = "stop id", "stop string", "length"
 
 
@@ -23,7 +25,7 @@ class Completion:
     """The text that follows a prompt.
 
     Attributes:
-      text: up to the stop string, without it.
+      text: up to the stop string or the stop id, without it.
       ids: all new ids. They may go a little beyond a stop string.
       ended_by: `STOP_ID`, `STOP_STRING`, or `LENGTH` for as many tokens as were asked for.
 
@@ -48,6 +50,7 @@ def complete_text(
     stop_strings: Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
     seeds: Sequence[int] | None = None,
+    answers: bool = False,
 ) -> list[Completion]:
     """Returns the completion of each of any number of prompts.
 
@@ -60,6 +63,8 @@ def complete_text(
       stop_strings: strings that end a text; not empty.
       stop_ids: ids that end a text; None for the tokenizer's EOS.
       seeds: as in `Generator.generate`.
+      answers: whether a text is a message of its own and does not continue its prompt, whose space
+        before it some tokenizers write as a part of its first token.
 
     Returns:
       A `Completion` for each prompt.
@@ -95,6 +100,7 @@ def complete_text(
             stop_strings=stop_strings,
             stop_ids=stop_ids,
             seeds=seeds[part],
+            answers=answers,
             every=min(8, generator.tokens_per_call),
         )
         found += [growing.completion() for growing in list(streamed)[-1]]
@@ -111,6 +117,7 @@ def stream_text(
     stop_strings: Sequence[str] = (),
     stop_ids: Sequence[int] | None = None,
     seeds: Sequence[int] | None = None,
+    answers: bool = False,
     every: int = 4,
 ) -> Iterator[list["GrowingText"]]:
     """Yields the texts so far, again and again until all have ended.
@@ -124,6 +131,7 @@ def stream_text(
       stop_strings: strings that end a text; not empty.
       stop_ids: ids that end a text; None for the tokenizer's EOS.
       seeds: as in `Generator.generate`.
+      answers: as in `complete_text`.
       every: tokens between two looks at the texts.
 
     Raises:
@@ -132,7 +140,10 @@ def stream_text(
     if "" in stop_strings:
         raise ValueError("a stop string is empty: it would end every text at once")
     stop_ids = [tokenizer.eos] if stop_ids is None else list(stop_ids)
-    texts = [GrowingText(tokenizer, tuple(stop_strings), tuple(stop_ids)) for _ in prompts]
+    texts = [
+        GrowingText(tokenizer, tuple(stop_strings), tuple(stop_ids), () if answers else prompt)
+        for prompt in prompts
+    ]
     run = generator.start(prompts, sampling, num_tokens, stop_ids, seeds=seeds)
     for piece in run.pieces(every):
         for index, (text, ids) in enumerate(zip(texts, piece, strict=True)):
@@ -153,9 +164,14 @@ class GrowingText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: tuple[str, ...], stop_ids: tuple[int, ...]
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: tuple[str, ...],
+        stop_ids: tuple[int, ...],
+        prompt: Prompt = (),
     ) -> None:
         self._tokenizer, self._stop_strings, self._stop_ids = tokenizer, stop_strings, stop_ids
+        self._before = [int(each) for each in prompt[-_BEFORE:]]
         self._ids: list[int] = []
         self._text, self._shown = "", 0
         self.ended_by = ""
@@ -165,12 +181,22 @@ class GrowingText:
         if self.ended_by or not len(ids):
             return
         self._ids += ids.tolist()
-        self._text = self._tokenizer.decode(self._ids)
+        ended = self._ids[-1] in self._stop_ids
+        self._text = self._decoded(self._ids[:-1] if ended else self._ids)
         found = [at for stop in self._stop_strings if (at := self._text.find(stop)) >= 0]
         if found:
             self._text, self.ended_by = self._text[: min(found)], STOP_STRING
-        elif self._ids[-1] in self._stop_ids:
+        elif ended:
             self.ended_by = STOP_ID
+
+    def _decoded(self, ids: list[int]) -> str:
+        """Returns the text of new ids, as it stands behind the prompt.
+
+        Alone, a first token with a space would lose it in tokenizers of SentencePiece's kind.
+        """
+        before = self._tokenizer.decode(self._before)
+        whole = self._tokenizer.decode(self._before + ids)
+        return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(ids)
 
     def close(self) -> None:
         """Says that no more ids come."""

@@ -170,7 +170,11 @@ def config_of(trained: TrainedModel) -> dict[str, Any]:
     if kept is not None:
         config = load_json(kept)
         if to_model_config(config, str(kept)) == _as_hugging_face(model):
-            return {key: value for key, value in config.items() if key not in QUANTIZATIONS}
+            own = _special_ids(trained.tokenizer)
+            # None where the run has another tokenizer than the folder (`keep_small_files`).
+            ids = {key: own[key] for key in own if key in config and config[key] is None}
+            left = {key: value for key, value in config.items() if key not in QUANTIZATIONS}
+            return left if trained.record is None else left | ids
     length = 2048 if trained.record is None else trained.record["seq_len"]
     config = to_config_json(model, max_length=length)
     return config | _special_ids(trained.tokenizer)

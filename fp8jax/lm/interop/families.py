@@ -58,6 +58,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "auto_map": (None,),  # names code of the folder, which is never executed
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
+    "is_causal": (True,),
 }
 
 # What of a model that no family here has, by keys of its config.json.

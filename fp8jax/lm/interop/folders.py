@@ -16,12 +16,14 @@ from fp8jax.lm.data.hub import (
     tokenizer_json,
 )
 from fp8jax.lm.interop.config_json import load_json, to_model_config, unknown_keys
+from fp8jax.lm.interop.write import write_json
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.models import model_config, with_overrides
 from fp8jax.lm.records.differences import config_difference
 from fp8jax.lookup import brief
 
 HUGGING_FACE = "hugging_face"  # the folder of a workdir that keeps the small files
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of a config.json
 
 
 def shape_of_model(name: str, overrides: Mapping[str, Any]) -> ModelConfig:
@@ -84,7 +86,7 @@ def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     """Copies what a run's config names by path into the workdir, so that it needs nothing else.
 
     These are the config.json of a model `hf:DIR`, and the files of a tokenizer `bpe:PATH` or
-    `hf:DIR`.
+    `hf:DIR`. The ids of tokens that the folder names are kept only with its own tokenizer.
 
     Args:
       record: the config as JSON has it.
@@ -93,6 +95,8 @@ def keep_small_files(record: Mapping[str, Any], workdir: Path) -> None:
     folder = as_folder(record["model"])
     if folder is not None and not _same(folder, kept):
         copy_small_files(folder, kept, with_tokenizer=False)
+        if not _is_tokenizer_of(folder, record["tokenizer"]):
+            _drop_ids(kept)
     if record["tokenizer"].startswith(("bpe:", "hf:")):
         path = tokenizer_json(record["tokenizer"])
         if not _same(path.parent, kept):
@@ -112,6 +116,22 @@ def kept_differences(record: Mapping[str, Any], workdir: Path) -> list[str]:
 
 def _same(folder: Path, other: Path) -> bool:
     return other.exists() and folder.samefile(other)
+
+
+def _is_tokenizer_of(folder: Path, name: str) -> bool:
+    """Returns whether a tokenizer is the one in the folder."""
+    own = small_file(folder, "tokenizer.json")
+    if own is None or not name.startswith(("bpe:", "hf:")):
+        return False
+    return tokenizer_json(name).read_bytes() == own.read_bytes()
+
+
+def _drop_ids(kept: Path) -> None:
+    """Drops from a copy of a folder's files what would be other tokens of another tokenizer."""
+    (kept / "generation_config.json").unlink(missing_ok=True)
+    config = load_json(kept / "config.json")
+    nulls = {key: None for key in _TOKEN_IDS if key in config}
+    write_json(kept / "config.json", config | nulls)
 
 
 def _copy_tokenizer(path: Path, target: Path) -> None:

@@ -31,6 +31,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
         "attention_factor",
     ),
 }
+_ORIGINAL = "original_max_position_embeddings"
 _OLDER_NAMES = {"su": "longrope"}  # of Phi 3's first files
 
 
@@ -95,9 +96,10 @@ def read_ropes(
             f"{where}: rope_parameters must have full_attention and sliding_attention, and not "
             f"more: {', '.join(sorted(missing))}"
         )
-    full = read_rope({**config, "rope_parameters": given["full_attention"]}, where)
+    beside = {key: value for key, value in config.items() if key != _ORIGINAL}  # is of flat ones
+    full = read_rope({**beside, "rope_parameters": given["full_attention"]}, where)
     alone = {"rope_parameters": given["sliding_attention"], "rope_scaling": None}
-    windowed = read_rope({**config, **alone}, where)
+    windowed = read_rope({**beside, **alone}, where)
     if windowed.scaling is not None or windowed.part != full.part:
         raise ValueError(
             f"{where}: rope_parameters of sliding_attention={brief(given['sliding_attention'])} is"
@@ -123,8 +125,7 @@ def _kind(rope: dict[str, Any], where: str) -> str:
 
 def _original(config: Mapping[str, Any]) -> dict[str, Any]:
     """The original length if a config.json has it beside the scaling, where it takes priority."""
-    key = "original_max_position_embeddings"
-    return {key: config[key]} if key in config else {}
+    return {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}
 
 
 def _positive(value: Any, key: str, where: str) -> float:

@@ -60,6 +60,7 @@ class TrainedModel:
       tokenizer: None if the folder has none.
       name: the workdir or folder, for people.
       record: the run's config as JSON has it; None if no run trained the weights.
+      data: fingerprint of the run's data; None without a run.
       step: finished steps of the run; 0 without one.
       files: where the small files of a Hugging Face folder are; None if nowhere.
       prefix: what the tensors' names begin with in the folder that the weights come from; None for
@@ -78,6 +79,7 @@ class TrainedModel:
     tokenizer: Tokenizer | None
     name: str
     record: dict[str, Any] | None
+    data: str | None = None
     step: int = 0
     files: Path | None = None
     prefix: str | None = None
@@ -144,6 +146,7 @@ def _load_folder(
     found = small_file(folder, "tokenizer.json")
     text_tokenizer = None if found is None else tokenizer(f"bpe:{found}")
     _check(shape, policy, text_tokenizer, mesh, str(folder))
+    _say_current(policy, False, str(folder))
     model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
     files = open_tensors(folder)
     prefix = check_tensors(files, shape)
@@ -178,6 +181,7 @@ def _load_workdir(
         policy, own = _policy(record, found, precision, workdir)
         text_tokenizer = tokenizer_of_workdir(workdir, record)
         _check(shape, policy, text_tokenizer, mesh, str(workdir))
+        _say_current(policy, own, str(workdir))
         model, shardings, boxed = _model(shape, policy, own, mesh, backend, attention)
         dtype = (
             jnp.float32 if record is None else MASTER_WEIGHTS[record["optimizer"]["master_weights"]]
@@ -197,6 +201,7 @@ def _load_workdir(
         tokenizer=text_tokenizer,
         name=str(workdir),
         record=record,
+        data=meta["data"] if "data" in meta else None,
         step=found,
         files=workdir / HUGGING_FACE,
         **(meta[NAMES] if NAMES in meta else {}),
@@ -299,6 +304,16 @@ def _check(
         )
     if mesh is not None:
         shape.check_mesh(mesh.shape["tensor"])
+
+
+def _say_current(policy: Policy, own: bool, name: str) -> None:
+    """Warns if a delayed policy takes current scales."""
+    if not own and policy.current() != policy:
+        logging.warning(
+            "%s has no amax histories of %s: its delayed scales are those of the tensors at hand",
+            name,
+            policy.name,
+        )
 
 
 def _model(

@@ -35,7 +35,14 @@ def with_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> ModelCo
       ValueError: the fields contradict each other (`ModelConfig`).
     """
     given = {field: value for field, value in overrides.items() if value is not None}
-    return dataclasses.replace(config, **given)
+    made = dataclasses.replace(config, **given)
+    for field in ("window", "window_rope_theta"):
+        if field in given and given[field] and "w" not in made.layer_pattern:
+            raise ValueError(
+                f"{field}={given[field]} is of layers with a window, and layer_pattern="
+                f"{made.layer_pattern!r} has none: give it a w"
+            )
+    return made
 
 
 BYTES = 320  # the byte tokenizer's 258 ids, padded to a multiple of 64

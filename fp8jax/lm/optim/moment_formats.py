@@ -32,7 +32,9 @@ numbers of a group are stored in bfloat16, there in float32.
 
 int8. x = code * scale with scale = max|x| / 127, to nearest. Evenly spaced numbers suit the
 momentum of Muon, of which only the matrix as a whole matters. Most second moments would be zero:
-they stay float32 beside Muon, and other optimizers that have some refuse it.
+they stay float32 beside Muon, and other optimizers that have some refuse it. So they do with
+fp8_unscaled, in which AdamW diverged (docs/results/moments.md), and with bf16 where b2 is so large
+that a second moment would never decay.
 
 Groups lie along the last axis: 128 elements of an axis that no mesh shards (int8: 2048), and 32 of
 an axis that a mesh may shard (COAT and int8, which store more per group: 64). So no group crosses a
@@ -177,7 +179,10 @@ _FORMATS = (
     MomentFormat(name="fp8", encode=_scaled, decode=_unscaled, positive=True, decays=True),
     MomentFormat(name="fp8_coat", encode=_expanded, decode=_contracted, cut_group=64),
     MomentFormat(
-        name="fp8_unscaled", encode=lambda x, group, key: cast(x, E4M3), decode=_to_float32
+        name="fp8_unscaled",
+        encode=lambda x, group, key: cast(x, E4M3),
+        decode=_to_float32,
+        second_moments=False,
     ),
     MomentFormat(
         name="int8",

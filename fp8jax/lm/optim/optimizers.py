@@ -107,6 +107,12 @@ def _core(config: OptimizerConfig) -> Core:
             f"moments={config.moments} holds no second moments, and optimizer {name} has some: take"
             " fp8, or muon"
         )
+    if moments and any(moments.values()) and config.moments == "bf16" and 1 - config.b2 < 2**-8:
+        raise ValueError(
+            f"moments=bf16 with b2={config.b2}: some second moments would never decay: bfloat16"
+            " rounds changes below 2^-8 away. Take moments=fp8, whose rounding is"
+            " stochastic, or b2=0.99"
+        )
     return core, moments
 
 

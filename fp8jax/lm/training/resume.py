@@ -77,7 +77,10 @@ def read_checkpoint(
     changes = config_difference(before, now)
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:
-        changes.append(f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}")
+        changes.append(
+            f"(contents of the data): {meta['data'][:16]} -> {corpus.fingerprint[:16]}; other rows"
+            " may be held out, among them some that were trained on"
+        )
     if changes and not run.settings.resume_with_changes:
         raise ValueError(
             f"the checkpoint of step {step} in this workdir comes from another config: "

@@ -407,6 +407,18 @@ def test_the_token_that_ends_a_turn(load, name, end):
     assert template.turn_ends() == (template.tokenizer.backend.token_to_id(end),)
 
 
+def test_a_token_that_is_not_special_may_end_a_turn(tmp_path):
+    folder = write_chat_folder(tmp_path, TEMPLATES["chatml"])
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    for token in plain["added_tokens"]:
+        token["special"] = token["content"] != "<|im_end|>"
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+    template = load_chat_template(folder, load_bpe(folder / "tokenizer.json"), now=NOON)
+    (end,) = template.turn_ends()
+    assert template.tokenizer.backend.id_to_token(end) == "<|im_end|>"
+    assert not template.tokenizer.backend.get_added_tokens_decoder()[end].special
+
+
 @pytest.mark.parametrize(
     "template",
     [

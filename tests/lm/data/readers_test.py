@@ -119,6 +119,14 @@ def test_separators_of_text_files(tmp_path):
     assert source.reader.reads == ()  # caches of before stay valid
 
 
+@pytest.mark.parametrize("end", [b"\n", b"   \n"])
+def test_the_end_of_a_long_line_is_no_blank_one(tmp_path, end):
+    """Lines are read in pieces of a megabyte; this one ends where a piece does."""
+    (tmp_path / "a.txt").write_bytes(b"x" * 2**20 + end + b"second line\n\nother")
+    first, second = read(f"text:{tmp_path}/a.txt#split=blank")
+    assert first == "x" * 2**20 + end.decode() + "second line\n" and second == "other"
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_utf8_is_checked_across_pieces(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"

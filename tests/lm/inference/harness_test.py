@@ -235,6 +235,7 @@ CHOICE = "output_type: multiple_choice\n"
         ("a.jsonl", '{"query": "a"}\n', "line 1: expected choices, or an answer"),
         ("a.jsonl", CHOICES.replace("0", "2"), "gold must be an index of 2 choices, got 2"),
         ("a.jsonl", CHOICES.replace('"c"', '""'), "choices must be a list of at least two texts"),
+        ("a.jsonl", CHOICES.replace('"c"', '" c"'), "some choices bring the white space"),
         ("a.jsonl", CHOICES + ANSWER, "some rows have choices, others an answer"),
         ("a.jsonl", ANSWER.replace('"b"', '"  "'), "line 1: an answer is blank"),
         ("a.jsonl", ANSWER.replace('"b"', '["b", " "]'), "line 1: an answer is blank"),

@@ -1,7 +1,10 @@
 """Growing texts: what may be shown, and where they end."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+import tokenizers
 
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
 from fp8jax.lm.inference.generate import Generator
@@ -52,6 +55,45 @@ def test_a_stop_id_ends_a_text():
     text.add(np.array([*BYTES.encode("yz"), BYTES.eos]))
     assert text.fresh() == "yz"  # the beginning of a stop string that nothing will complete
     assert text.completion().ended_by == "stop id"
+
+
+def sentencepiece_style():
+    """Tokens that begin with their space, which a decoder takes from the first of them."""
+    pieces = ["<s>", "</s>", "<turn>", "▁", "▁hello", "▁world", "▁w", "orld"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "<s>")
+    )
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(pieces[:2])
+    made.add_tokens(["<turn>"])
+    words = mock.Mock(eos=1)
+    words.decode = made.decode
+    return words
+
+
+@pytest.mark.parametrize("prompt, text", [([0, 4], " world"), ([0], "world"), ([], "world")])
+def test_the_space_of_a_first_token_stays_behind_a_prompt(prompt, text):
+    growing = GrowingText(sentencepiece_style(), (), (1,), prompt)
+    growing.add(np.array([6]))
+    growing.add(np.array([7, 1]))
+    assert growing.completion().text == text
+    assert growing.completion().ids == (6, 7, 1)
+
+
+def test_a_stop_string_may_begin_with_that_space():
+    growing = GrowingText(sentencepiece_style(), (" world",), (1,), [0, 4])
+    growing.add(np.array([5, 4]))
+    assert (growing.completion().text, growing.ended_by) == ("", "stop string")
+
+
+def test_a_stop_id_is_no_text():
+    """Also of a token that the tokenizer does not call special."""
+    growing = GrowingText(sentencepiece_style(), (), (1, 2), [0, 4])
+    growing.add(np.array([4, 2]))
+    assert (growing.completion().text, growing.ended_by) == (" hello", "stop id")
 
 
 @pytest.fixture(scope="module")

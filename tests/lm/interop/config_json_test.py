@@ -355,6 +355,13 @@ def test_a_length_beside_the_scaling_takes_priority():
     assert to_model_config(config).rope_scaling.original == 512
 
 
+def test_a_length_beside_nested_scalings_is_not_theirs():
+    nested = {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}
+    given = dict(rope_parameters=nested, rope_theta=5e5, original_max_position_embeddings=512)
+    model = to_model_config(config_json("olmo3", rope_scaling=None) | given)
+    assert model.rope_scaling.original == YARN["original_max_position_embeddings"]
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -427,6 +434,7 @@ def test_a_length_beside_the_scaling_takes_priority():
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_.*=true"),
         ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=false is not supported"),
         ("gpt2", dict(add_cross_attention=True), "add_cross_attention=true is not supported"),
+        ("llama", dict(is_causal=False), "is_causal=false is not supported"),
         ("gpt2", dict(activation_function="relu"), "'relu' is not supported, only gelu_new or"),
         ("llama", dict(hidden_act=["silu"]), r"hidden_act=\['silu'\] is not supported, only silu"),
         ("llama", dict(vocab_size=10**12), "vocab_size must be a positive .* below 2.31, got 1000"),

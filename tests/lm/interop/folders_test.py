@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fp8jax.lm.interop.folders import end_ids, shape_of_model
+from fp8jax.lm.interop.folders import HUGGING_FACE, end_ids, keep_small_files, shape_of_model
 
 
 def test_a_workdir_named_as_a_folder(tmp_path):
@@ -36,3 +36,21 @@ def test_other_ids_are_refused_with_file_and_key(given, tmp_path):
     expected = f"{path}: eos_token_id must be ids of tokens, from 0 to 9, got {given!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         end_ids(tmp_path, 10)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ids_of_tokens_are_kept_with_their_tokenizer(own, tmp_path):
+    """Those of another tokenizer would end texts at any word."""
+    folder, other = tmp_path / "hf", tmp_path / "other.json"
+    folder.mkdir()
+    shape = {"hidden_size": 64, "bos_token_id": 1, "eos_token_id": [101, 32], "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [101, 32]}))
+    (folder / "tokenizer.json").write_text("{}")
+    other.write_text("{}" if own else "{ }")
+    keep_small_files({"model": f"hf:{folder}", "tokenizer": f"bpe:{other}"}, tmp_path / "run")
+    kept = tmp_path / "run" / HUGGING_FACE
+    config = json.loads((kept / "config.json").read_text())
+    nulls = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert config == (shape if own else shape | nulls)
+    assert end_ids(kept, 258) == ([101, 32] if own else [])

@@ -14,7 +14,12 @@ from tokenizers import Tokenizer
 
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.byte_tokenizer_json import byte_level_bpe, tokenizer_config
-from fp8jax.lm.interop.folders import HUGGING_FACE, shape_of_model
+from fp8jax.lm.interop.folders import (
+    HUGGING_FACE,
+    end_ids,
+    keep_small_files,
+    shape_of_model,
+)
 from fp8jax.lm.interop.initial_weights import InitialWeights
 from fp8jax.lm.interop.trained import load_model
 from fp8jax.lm.interop.write import write_json
@@ -25,6 +30,7 @@ from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder
 from tests.support.runs import tiny
+from tests.support.untrained import write_checkpoints
 
 VOCAB = 264  # the byte tokenizer's 258, and a multiple of 8 devices
 
@@ -128,6 +134,20 @@ def test_a_run_on_a_folder_needs_it_no_more_once_trained(data, folder, tmp_path)
     assert exported == json.loads(config_file) | {"dtype": "bfloat16"}
     words = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
     assert words.encode("Hé").ids == list("Hé".encode())
+
+
+def test_an_export_names_the_ids_of_the_tokenizer_that_trained(data, folder, tmp_path):
+    """And not those of the folder that the shape is of, whose tokenizer is another."""
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"bos_token_id": 7, "eos_token_id": [101, 32]})
+    write_json(folder / "generation_config.json", {"eos_token_id": [101, 32]})
+    write_checkpoints(tmp_path / "run", run_of(data, model=f"hf:{folder}"), [1])
+    keep_small_files({"model": f"hf:{folder}", "tokenizer": "bytes"}, tmp_path / "run")
+    assert end_ids(tmp_path / "run" / HUGGING_FACE, VOCAB) == []
+    convert.export(str(tmp_path / "run"), tmp_path / "out", "bf16")
+    for name in ("config.json", "generation_config.json"):
+        exported = json.loads((tmp_path / "out" / name).read_text())
+        assert (exported["bos_token_id"], exported["eos_token_id"]) == (256, 257), name
 
 
 def _check_that_changes_are_recorded(config, folder, tmp_path):

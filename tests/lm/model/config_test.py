@@ -19,7 +19,7 @@ from fp8jax.lm.model.config import (
     ModelConfig,
     flops_per_token,
 )
-from fp8jax.lm.model.models import MODELS
+from fp8jax.lm.model.models import MODELS, with_overrides
 from fp8jax.lm.model.rope import ROPE_SCALINGS
 from fp8jax.lm.model.transformer import Transformer, abstract_variables, count_params
 from fp8jax.lm.training.step import loss_sum
@@ -239,6 +239,14 @@ def test_every_rope_scaling_is_taken_by_its_name(scaling):
 def test_fields_that_contradict_each_other_raise_with_their_values(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("given", [dict(window=8), dict(window_rope_theta=500.0)])
+def test_keys_of_windows_need_a_layer_with_one(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}=.* layer_pattern='f' has none"):
+        with_overrides(CONFIG, given)
+    assert with_overrides(CONFIG, dict(window=8, layer_pattern="wf")).layer_kinds[0] == "w"
+    assert with_overrides(CONFIG, dict(window=0, n_layers=None)) == CONFIG
 
 
 @pytest.mark.parametrize(

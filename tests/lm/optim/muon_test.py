@@ -228,8 +228,19 @@ def test_eight_devices_take_the_steps_of_one(moments):
     assert int(schedule_steps(state)) == 3
 
 
+@pytest.mark.parametrize("moments", ["int8", "fp8_unscaled"])
 @pytest.mark.parametrize("name", ["adamw", "sign_adamw"])
-def test_8_bits_hold_no_second_moments(name):
-    with pytest.raises(ValueError, match=f"int8 holds no second moments, and optimizer {name}"):
-        make_optimizer(configured(name=name, moments="int8"))
-    assert not MOMENTS["int8"].second_moments
+def test_8_bits_hold_no_second_moments(name, moments):
+    with pytest.raises(ValueError, match=f"{moments} holds no second moments, .* {name} has some"):
+        make_optimizer(configured(name=name, moments=moments))
+    assert not MOMENTS[moments].second_moments
+
+
+def test_bf16_holds_second_moments_that_decay():
+    """A change below half of a step of bfloat16, 2^-8 at most, is rounded away."""
+    with pytest.raises(ValueError, match="b2=0.999: some second moments would never decay"):
+        make_optimizer(configured(name="adamw", moments="bf16", b2=0.999))
+    make_optimizer(configured(name="adamw", moments="bf16", b2=0.99))
+    make_optimizer(configured(name="lion", moments="bf16", b2=0.999))
+    v = jnp.bfloat16(1.0)  # where the steps below a number are the finest
+    assert jnp.bfloat16(v * jnp.float32(1 - 0.9 * 2**-9)) == v > jnp.bfloat16(v * (1 - 2**-8))
