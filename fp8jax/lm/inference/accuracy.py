@@ -118,13 +118,13 @@ def measure_accuracy(
     found = {}
     for name, own in problems.items():
         ids = _generate(generator, prompts[name], sorted(stops), max_tokens)
-        responses = tuple(
-            tokenizer.decode(each[:-1] if each[-1] in stops else each) for each in ids
-        )
+        ended = [each[-1] in stops for each in ids]
+        written = [each[:-1] if over else each for each, over in zip(ids, ended, strict=True)]
+        responses = tuple(map(tokenizer.decode, written))
         found[name] = Accuracy(
             right=graded(responses, own),
             responses=responses,
-            ended=np.array([each[-1] in stops for each in ids], bool),
+            ended=np.array(ended, bool),
         )
     return found
 
