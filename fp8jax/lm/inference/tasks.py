@@ -5,11 +5,10 @@ A file of JSON lines (.jsonl, also with .gz or .zst) is a task by itself. All it
     {"query": "…Answer:", "choices": ["…", "…"], "gold": 1}     multiple choice
     {"query": "…Answer:", "answer": "…"}                        exact match after generation
 
-A choice or an answer follows its query after a space; choices that bring one, or that follow a
-query which ends in white space, follow it as they are. Multiple choice reports `acc`, and
-`acc_norm` by log-likelihood divided by the length of the choice. Exact match compares the first
-line that the model writes, without the white space around it, with the answer, or with any of a
-list of answers.
+A choice or an answer follows its query after a space. Choices follow it as they are if all of them
+begin with white space, or all queries end in it. Multiple choice reports `acc`, and `acc_norm` by
+log-likelihood divided by the length of the choice. Exact match compares the first line that the
+model writes, without the white space around it, with the answer, or with any of a list of answers.
 
 A .yaml file is a task in the harness's own language, for everything else: prompts from other
 fields, filters, other metrics. Its data must be local files, and it cannot call Python.
@@ -157,17 +156,13 @@ def _choice_config(path: Path, rows: Sequence[Row], options: TaskOptions) -> dic
 
 def _delimiter(path: Path, rows: Sequence[Row]) -> str:
     """Returns what stands between a query and its choices: a space, unless they have one."""
-    spaced = {
-        row["query"][-1].isspace() or choice[0].isspace()
-        for row in rows
-        for choice in row["choices"]
-    }
+    spaced = {choice[0].isspace() for row in rows for choice in row["choices"]}
     if len(spaced) > 1:
         raise ValueError(
-            f"{path}: some choices bring the white space between query and choice, others do not:"
-            " write it everywhere or nowhere"
+            f"{path}: some choices begin with white space, others do not: write it everywhere or"
+            " nowhere"
         )
-    return "" if spaced == {True} else " "
+    return "" if True in spaced or all(row["query"][-1].isspace() for row in rows) else " "
 
 
 def _answer_config(options: TaskOptions) -> dict[str, Any]:

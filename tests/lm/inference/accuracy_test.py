@@ -119,7 +119,9 @@ def test_prompts_are_rendered_and_turns_end(tmp_path, monkeypatch):
     def generate(self, prompts, sampling, num_tokens, stops, **unused):
         asked.append(([list(prompt) for prompt in prompts], sampling, num_tokens, set(stops)))
         texts = [tokenizer.encode(f"#### {index}") for index in range(len(prompts))]
-        return [np.append(ids, end)[: num_tokens + index] for index, ids in enumerate(texts)]
+        ends = [end, end, 7]  # the last is a token of text, and no part of the response
+        texts = [np.append(ids, last) for ids, last in zip(texts, ends, strict=True)]
+        return [ids[: num_tokens + index] for index, ids in enumerate(texts)]
 
     monkeypatch.setattr(Generator, "generate", generate)
     own = [Problem(prompt=f"what is {i}", answer=Fraction(i)) for i in range(3)]

@@ -226,6 +226,19 @@ CHOICE = "output_type: multiple_choice\n"
 
 
 @pytest.mark.parametrize(
+    "query, choices, delimiter",
+    [("is", ["a", "b"], " "), ("is", [" a", "\nb"], ""), ("is\n", ["a", "b"], "")],
+)
+def test_one_space_stands_before_a_choice(query, choices, delimiter, tmp_path):
+    """A second one would be scored as a part of the choice."""
+    row = {"query": query, "choices": choices, "gold": 0}
+    task = read_task(str(write(tmp_path / "a.jsonl", [row])))
+    assert task.config.target_delimiter == delimiter
+    requests = task.construct_requests(doc=row, ctx=query)
+    assert [each.args for each in requests] == [(query, f"{delimiter}{c}") for c in choices]
+
+
+@pytest.mark.parametrize(
     "name, content, message",
     [
         ("a.txt", "", "a task is a .jsonl or a .yaml file"),
@@ -235,7 +248,7 @@ CHOICE = "output_type: multiple_choice\n"
         ("a.jsonl", '{"query": "a"}\n', "line 1: expected choices, or an answer"),
         ("a.jsonl", CHOICES.replace("0", "2"), "gold must be an index of 2 choices, got 2"),
         ("a.jsonl", CHOICES.replace('"c"', '""'), "choices must be a list of at least two texts"),
-        ("a.jsonl", CHOICES.replace('"c"', '" c"'), "some choices bring the white space"),
+        ("a.jsonl", CHOICES.replace('"c"', '" c"'), "some choices begin with white space"),
         ("a.jsonl", CHOICES + ANSWER, "some rows have choices, others an answer"),
         ("a.jsonl", ANSWER.replace('"b"', '"  "'), "line 1: an answer is blank"),
         ("a.jsonl", ANSWER.replace('"b"', '["b", " "]'), "line 1: an answer is blank"),
