@@ -559,7 +559,8 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     assert parity_analysis.table(branches) in page
     assert parity_analysis.control_failures(branches) == []
     long = parity_ledger.read(DOCS / "branches_long_ledger.jsonl")
-    assert len(long) == 36 and len({(line.code, line.trunk) for line in long}) == 1
+    assert len(long) == 72 and len({line.code for line in long}) == 1
+    assert len({(line.seed, line.trunk) for line in long}) == 4  # one host a seed
     long = parity_analysis.verdicts(parity_ledger.comparable(long, setting, data))
     assert parity_analysis.table(long) in page
 
