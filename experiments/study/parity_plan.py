@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 
 from configs import gnmr, study
 from fp8jax.lookup import lookup
+from fp8jax.numerics.recipe import CASTS
 
 STEP_TOKENS = 65_536  # 64 rows of 1024 (configs/study.py)
 
@@ -243,10 +244,26 @@ class Plan:
 
 
 _HEADLINE = (*_BF16, *_FP8, *_FP4, _NULL_ARM)
-# Decays from the trunk of `bf16`, which all of them have in common.
-_BRANCHES = tuple(
-    dataclasses.replace(arm, name=f"bf16_then_{arm.name}", trunk=_BF16[0])
-    for arm in (*_FP8, *_FP4, _NULL_ARM, _CONTROLS[0])
+
+
+def _branches(*arms: Arm) -> tuple[Arm, ...]:
+    """Returns decays from the trunk of `bf16`, which all of them have in common."""
+    return tuple(dataclasses.replace(arm, name=then(arm.name), trunk=_BF16[0]) for arm in arms)
+
+
+def then(name: str) -> str:
+    """Returns the name of an arm whose forks decay from the trunk of `bf16`."""
+    return f"{BASELINE}_then_{name}"
+
+
+_BRANCHES = _branches(*_FP8, *_FP4, _NULL_ARM, _CONTROLS[0])
+
+# Recipe -> its casts, each of which runs alone (`only=CAST`) and is left out (`CAST=bf16`). `nvfp4`
+# rotates both operands of wgrad, which go together.
+CASTS_OF = {"nvfp4": (*CASTS[:4], "wgrad"), "fp4_naive": CASTS}
+_ONE_CAST = _recipes(
+    *(f"{recipe}:only={cast}" for recipe, casts in CASTS_OF.items() for cast in casts),
+    *(f"{recipe}:{cast}=bf16" for recipe, casts in CASTS_OF.items() for cast in casts),
 )
 PLANS = {
     # The learning rate, in BF16; with a seed that no other plan has.
@@ -278,6 +295,24 @@ PLANS = {
         seeds=tuple(range(210, 214)),
         forks=(FORKS[0], SHORT, FORKS[-1]),
         read=("fp8_delayed", "fp8_block", "nvfp4", "fp4_mixed"),
+    ),
+    # Which cast carries the cost of an ending in FP4, and whether the costs of casts add up
+    # (cast_effects.py judges it): what `late_casts` asks of the proving ground, at 58M parameters
+    # and from the full rate. Planned when `branches_long` had run. Guesses of that day: the
+    # forward's two casts cost nine tenths of `nvfp4`, its activations more than its weights; the
+    # costs of its casts add up; `wgrad_g` of `fp4_naive` costs more than the 0.15% of there.
+    "branches_casts": Plan(
+        arms=(*_BF16, *_branches(_FP4[0], _CONTROLS[0], *_ONE_CAST)),
+        seeds=tuple(range(220, 223)),
+        forks=FORKS[:1],
+    ),
+    # The same ending in every recipe, of the same seeds: one trunk serves both plans, in one
+    # workdir and one ledger. The guess: recipes are in the order that they have in `late`, but for
+    # those that round gradients coarsely, which the higher rate sets back.
+    "branches_recipes": Plan(
+        arms=(*_BF16, *_BRANCHES, *_branches(*_OTHERS, *_LATER_RECIPES, *_recipes("fp8_cscale"))),
+        seeds=tuple(range(220, 223)),
+        forks=FORKS[:1],
     ),
     # The FP8 recipe and the FP4 recipe whose gaps have the narrowest intervals, at 134M parameters.
     # Three seeds were planned; a fourth when five of nine chains had run.

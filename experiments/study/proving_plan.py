@@ -27,7 +27,7 @@ from typing import Any
 from configs import proving
 from experiments.study import parity_plan
 from experiments.study.parity_parts import VALIDATED, Part
-from experiments.study.parity_plan import BASELINE, NULL, Arm, Chain, Fork, Plan
+from experiments.study.parity_plan import BASELINE, CASTS_OF, NULL, Arm, Chain, Fork, Plan
 from fp8jax.lm.sources import parse_sources
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipe import CASTS
@@ -137,16 +137,14 @@ def _late(policy: str, begins: float = 0.8) -> Arm:
 
 LATE = {policy: _late(policy).name for policy in POLICIES}
 
-# Its casts, each alone and all but each. `nvfp4` rotates both operands of wgrad, which are left out
-# together.
-_LATE_CASTS = {"nvfp4": (*CASTS[:4], "wgrad"), NAIVE: CASTS}
+# Its casts, each alone and all but each.
 LATE_ALONE = {
     _late(whole).name: tuple(_late(f"{whole}:only={cast}") for cast in casts)
-    for whole, casts in _LATE_CASTS.items()
+    for whole, casts in CASTS_OF.items()
 }
 LATE_WITHOUT = {
     _late(whole).name: tuple(_late(f"{whole}:{cast}=bf16") for cast in casts)
-    for whole, casts in _LATE_CASTS.items()
+    for whole, casts in CASTS_OF.items()
 }
 
 # How the cost grows with the steps in the policy: policy -> its steps -> the arm. The last step is
@@ -185,7 +183,7 @@ PLANS = {
     "late": Plan(arms=(_BASE, *map(_late, POLICIES)), seeds=_SEEDS, forks=(RUN,)),
     "late_casts": Plan(
         arms=(
-            *(_BASE, _late(BASELINE), *map(_late, _LATE_CASTS)),
+            *(_BASE, _late(BASELINE), *map(_late, CASTS_OF)),
             *(arm for arms in (LATE_ALONE, LATE_WITHOUT) for each in arms.values() for arm in each),
         ),
         seeds=_SEEDS,

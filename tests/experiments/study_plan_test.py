@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 
 from configs import base, study
-from experiments.study import corpus, parity_analysis, parity_ledger, parity_parts, parity_plan
+from experiments.study import (
+    cast_effects,
+    corpus,
+    parity_analysis,
+    parity_ledger,
+    parity_parts,
+    parity_plan,
+)
 from experiments.study import parity_runner as runner
 from experiments.study.parity_parts import SCORE, TRAIN, Part
 from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, PLANS, Arm, Chain
 from fp8jax.lm.model.models import model_config
 from fp8jax.lm.records.config_keys import by_path
 from fp8jax.numerics.names import as_policy
+from fp8jax.numerics.policy import POLICIES
 from tests.support import ROOT
 from tests.support.old_configs import without_groups
 
@@ -486,6 +494,55 @@ def test_a_margin_that_an_interval_crosses_decides_nothing():
     found = judged(lines)
     assert found["fp8_block"].text() == "worse, within 0.2%"  # 0.153 ± 0.038
     assert found["mxfp8"].text() == "not decided"  # 0.12 ± 0.17
+
+
+def endings(recipe, whole, alone, gained):
+    """Ledger lines of a recipe and its casts: percent above BF16's, by nine tenths to eleven."""
+    gaps = {recipe: whole}
+    gaps |= {f"{recipe}:only={cast}": gap for cast, gap in alone.items()}
+    gaps |= {f"{recipe}:{cast}=bf16": whole - gain for cast, gain in gained.items()}
+    return [
+        made(parity_plan.then(name), seed, 2 * (1 + scale * gap / 100))
+        for seed, scale in enumerate((0.9, 1.0, 1.1))
+        for name, gap in gaps.items()
+    ]
+
+
+def test_costs_of_casts_by_hand():
+    lines = [made(BASELINE, seed, 2.0) for seed in range(3)]
+    nvfp4 = dict(zip(parity_plan.CASTS_OF["nvfp4"], (0.4, 0.32, 0.16, 0.08, 0.04), strict=True))
+    lines += endings("nvfp4", 0.8, nvfp4, {cast: gap / 2 for cast, gap in nvfp4.items()})
+    naive = dict.fromkeys(parity_plan.CASTS_OF["fp4_naive"], 0.5)
+    lines += endings("fp4_naive", 4.0, naive, naive)
+    table = cast_effects.table(lines)
+    # 4.303 standard errors of 0.04 / sqrt(3), and half of that; shares are the same in all seeds
+    alone, gained = "+0.40 [+0.30, +0.50] | +50 [+50, +50]", "+0.20 [+0.15, +0.25] | +25 [+25, +25]"
+    assert f"| `nvfp4` | `fwd_x` | {alone} | {gained} |" in table
+    assert "| `nvfp4` | the sum, less all | +0.20 [+0.15, +0.25] | +25 [+25, +25] |" in table
+    assert "| `fp4_naive` | the sum, less all | -1.00 [-1.25, -0.75] | -25 [-25, -25] |" in table
+    assert len(table.splitlines()) == 2 + (5 + 1) + (6 + 1)
+
+
+def test_costs_of_casts_need_each_run_of_each_seed():
+    lines = [made(BASELINE, seed, 2.0) for seed in range(3)]
+    for recipe, casts in parity_plan.CASTS_OF.items():
+        lines += endings(recipe, 1.0, dict.fromkeys(casts, 0.2), dict.fromkeys(casts, 0.2))
+    without = [line for line in lines if line.arm != "bf16_then_nvfp4:only=dgrad_w"]
+    with pytest.raises(ValueError, match="bf16_then_nvfp4:only=dgrad_w has no gap"):
+        cast_effects.table(without)
+    without = [line for line in lines if (line.arm, line.seed) != ("bf16_then_nvfp4:fwd_x=bf16", 1)]
+    with pytest.raises(
+        ValueError, match=r"fwd_x=bf16 has seeds \[0, 2\], and the whole \[0, 1, 2\]"
+    ):
+        cast_effects.table(without)
+
+
+def test_plans_of_casts_and_recipes_share_their_trunks():
+    casts, recipes = PLANS["branches_casts"], PLANS["branches_recipes"]
+    assert (casts.seeds, casts.forks) == (recipes.seeds, recipes.forks)
+    assert {arm.precision for arm in recipes.arms} == set(POLICIES)
+    shared = {arm.name for arm in casts.arms} & {arm.name for arm in recipes.arms}
+    assert shared == {BASELINE, "bf16_then_nvfp4", "bf16_then_fp4_naive"}
 
 
 # The ledger ---------------------------------------------------------------------------------------

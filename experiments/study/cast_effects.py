@@ -1,0 +1,82 @@
+"""What each cast of a recipe costs at the end of a run in BF16, and whether the costs add up.
+
+Written before a result was known. For the runs of `--plan=branches_casts`, seed by seed, in percent
+of BF16's loss:
+
+    alone      the gap of an ending with this cast alone
+    gained     the gap of the whole recipe, less that of the recipe without this cast
+    the sum    the gaps of all casts alone, added up, less that of the whole recipe
+
+Shares are percent of the whole recipe's gap. Where costs add up, a cast gains what it costs alone,
+and the interval of the sum holds zero. No interval is corrected for their number.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from experiments.markdown import markdown_table
+from experiments.study.intervals import t_interval
+from experiments.study.parity_analysis import compare
+from experiments.study.parity_ledger import Line
+from experiments.study.parity_plan import CASTS_OF, PLANS, then
+
+Gaps = Mapping[int, float]  # by seed, percent of BF16's loss
+
+(_FORK,) = PLANS["branches_casts"].forks
+_HEADER = (
+    "recipe",
+    "cast",
+    "alone, %",
+    "of the whole, %",
+    "gained without it, %",
+    "of the whole, %",
+)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Returns the Markdown table of both recipes: means and 95% intervals.
+
+    Args:
+      lines: of one setting, one text and one code.
+
+    Raises:
+      ValueError: a seed lacks a run, or training stopped in it; the message names the arm.
+    """
+    rows = []
+    for recipe, casts in CASTS_OF.items():
+        whole = _gaps(lines, recipe)
+        alone = {cast: _gaps(lines, f"{recipe}:only={cast}", whole) for cast in casts}
+        for cast in casts:
+            without = _gaps(lines, f"{recipe}:{cast}=bf16", whole)
+            gained = {seed: whole[seed] - gap for seed, gap in without.items()}
+            rows.append(
+                [f"`{recipe}`", f"`{cast}`", *_cells(alone[cast], whole), *_cells(gained, whole)]
+            )
+        added = {seed: sum(gaps[seed] for gaps in alone.values()) for seed in whole}
+        excess = {seed: added[seed] - gap for seed, gap in whole.items()}
+        rows.append([f"`{recipe}`", "the sum, less all", *_cells(excess, whole), "", ""])
+    return markdown_table(list(_HEADER), rows)
+
+
+def _gaps(lines: Sequence[Line], policy: str, whole: Gaps | None = None) -> Gaps:
+    """Returns the gaps of an ending to BF16; of the seeds that the whole recipe has."""
+    arm = then(policy)
+    found = compare(lines, arm, _FORK)
+    if found is None or found.stopped:
+        raise ValueError(
+            f"{arm} has no gap, or training stopped in a seed: train --plan=branches_casts"
+        )
+    if whole is not None and found.gaps.keys() != whole.keys():
+        raise ValueError(f"{arm} has seeds {sorted(found.gaps)}, and the whole {sorted(whole)}")
+    return found.gaps
+
+
+def _cells(part: Gaps, whole: Gaps) -> tuple[str, str]:
+    """Returns a cost, and its share of the whole's."""
+    shares = [100 * gap / whole[seed] for seed, gap in part.items()]
+    return _shown(part.values(), 2), _shown(shares, 0)
+
+
+def _shown(values: Collection[float], digits: int) -> str:
+    found = t_interval(list(values))
+    low, high = f"{found.low:+.{digits}f}", f"{found.high:+.{digits}f}"
+    return f"{found.mean:+.{digits}f} [{low}, {high}]"
