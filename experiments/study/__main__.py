@@ -353,7 +353,8 @@ def _verdicts() -> list[parity_analysis.Verdict]:
 
 def _parity_curves() -> None:
     curves = growth.by_tokens(_verdicts())
-    _save(plots.gap_curves(curves, over="tokens"))
+    endings = {fork.tokens: f"{fork.steps} steps" for fork in parity_plan.ALL_FORKS}
+    _save(plots.gap_curves(curves, over="tokens; steps of the decay", notes=endings))
 
 
 def _parity_table() -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from experiments.markdown import markdown_table
 from experiments.study.intervals import CONFIDENCE, Interval, t_interval
 from experiments.study.parity_ledger import Line
-from experiments.study.parity_plan import ARMS, BASELINE, FORKS, NULL, SHORT, Fork
+from experiments.study.parity_plan import ALL_FORKS, ARMS, BASELINE, NULL, Fork
 
 MARGIN = 0.2  # percent of BF16's loss, to either side; fixed before the first run
 
@@ -92,8 +92,7 @@ def verdicts(lines: Sequence[Line]) -> list[Verdict]:
     """
     if not lines:
         raise ValueError("the ledger has no run of this setting and this text")
-    forks = sorted((*FORKS, SHORT), key=lambda fork: fork.tokens)
-    each = [(arm, fork) for arm in ARMS if arm != BASELINE for fork in forks]
+    each = [(arm, fork) for arm in ARMS if arm != BASELINE for fork in ALL_FORKS]
     found = [compare(lines, arm, fork) for arm, fork in each]
     return [verdict for verdict in found if verdict is not None]
 

@@ -52,6 +52,7 @@ FORKS = tuple(
 
 # The first fork's steps from the last one's trunk: the tokens before a decay, apart from its steps.
 SHORT = Fork("538M", FORKS[-1].begin, FORKS[0].steps)
+ALL_FORKS = tuple(sorted((*FORKS, SHORT), key=lambda fork: fork.tokens))
 
 BASELINE, NULL = "bf16", "bf16_again"
 

@@ -233,7 +233,10 @@ def seed_intervals(losses: Mapping[str, Sequence[float]]) -> Any:
 
 
 def gap_curves(
-    curves: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]], *, over: str
+    curves: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
+    *,
+    over: str,
+    notes: Mapping[int, str] | None = None,
 ) -> Any:
     """Returns a figure of losses above BF16's over what grows: means with t-intervals.
 
@@ -243,8 +246,10 @@ def gap_curves(
       curves: panel -> what trained -> x -> for each of two seeds or more, the loss above BF16's in
         percent of it.
       over: what x is.
+      notes: x -> what stands below its label; of each x, or None for none.
     """
     places = sorted({x for of in curves.values() for points in of.values() for x in points})
+    labels = [_short(x) if notes is None else f"{_short(x)}\n{notes[x]}" for x in places]
     with style() as look:
         figure, grid = panels(1, len(curves), height=3.0)
         for axis, (title, members) in zip(grid[0], curves.items(), strict=True):
@@ -256,7 +261,7 @@ def gap_curves(
                 x = [places.index(place) for place in points]
                 axis.errorbar(x, means, half, **look.line(index), elinewidth=0.8, capsize=2)
             axis.set_title(title)
-            axis.set_xticks(range(len(places)), [_short(place) for place in places])
+            axis.set_xticks(range(len(places)), labels)
             axis.set_xlabel(over)
             _name_ends(axis, members, look)
         grid[0, 0].set_ylabel(f"loss above BF16's, %: mean, {CONFIDENCE:.0%} t-interval")

@@ -136,6 +136,10 @@ def test_a_curve_for_each_recipe_with_its_intervals_and_names_that_do_not_meet()
             np.testing.assert_allclose(ends, [(each.low, each.high) for each in found], rtol=1e-12)
     names = {text.get_text(): text.xy[1] for text in figure.axes[1].texts}
     assert names == {"c": pytest.approx(2.2), "b": 3.0}
+    notes = {1: "one", 50: "two", 302_000_000: "three"}
+    axis = plots.gap_curves(curves, over="steps", notes=notes).axes[0]
+    below = [label.get_text() for label in axis.get_xticklabels()]
+    assert below == ["1\none", "50\ntwo", "302M\nthree"]
     close = {"FP4": {name: {1: [1.0, 1.2 + i / 1000]} for i, name in enumerate("dcba")}}
     axis = plots.gap_curves(close, over="steps").axes[0]
     heights = [text.xy[1] for text in axis.texts]
