@@ -59,12 +59,17 @@ _SUBCOMMANDS = (
 def run_local(arguments: Sequence[str], count: int, devices: int | None) -> int:
     """Runs `fp8jax ARGUMENTS` in `count` processes; returns the status of all.
 
-    GPUs are shared out. SIGTERM goes on to all. If one fails, the others have `LEAVE_S` to leave.
+    GPUs are shared out. SIGTERM, Ctrl-C and SIGHUP go on to all. If one fails, the others have
+    `LEAVE_S` to leave.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    children = []
+    children: list[subprocess.Popen] = []
+    before = {
+        number: signal.signal(number, lambda number, _: _send(children, number))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
     for index in range(count):
         given = [f"--coordinator=localhost:{port}", f"--num_processes={count}"]
         start = [sys.executable, "-m", f"experiments.{arguments[0]}", *arguments[1:]]
@@ -75,9 +80,9 @@ def run_local(arguments: Sequence[str], count: int, devices: int | None) -> int:
                 env=_environment(index, count, devices),
                 stdout=quiet,
                 stderr=quiet and subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches them once, by way of us
             )
         )
-    before = signal.signal(signal.SIGTERM, lambda number, _: _send(children, number))
     readers = [
         threading.Thread(target=_label, args=(index, child))
         for index, child in enumerate(children)
@@ -91,7 +96,8 @@ def run_local(arguments: Sequence[str], count: int, devices: int | None) -> int:
         _send(children, signal.SIGKILL)
         for reader in readers:
             reader.join()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment(index: int, count: int, devices: int | None) -> dict[str, str]:

@@ -64,8 +64,8 @@ outside nnx.jit           a module that is called twice is refused, or its histo
                           `raise_if` reports: call `value_and_grad` inside `nnx.jit`
 nnx.vmap of the input     and not of the module, inside the loss, is refused: its histories would
                           add up; call the module on the whole batch
-pmean of gradients        inside `nnx.pmap` or `nnx.shard_map` averages histories, which nothing
-                          reports; under `nnx.jit` with sharded arrays there is nothing to do
+pmean of gradients        inside `nnx.shard_map` averages histories, which nothing reports; under
+                          `nnx.jit` with sharded arrays there is nothing to do
 nnx.set_graph_mode(False) cannot differentiate a part of a module's variables
 nnx.Einsum                takes no `dot_general`: use `nnx.LinearGeneral`
 """
@@ -85,6 +85,7 @@ from fp8jax.gemm.histories import updates
 from fp8jax.gemm.histories.amax_history import HISTORIES, Histories, init_state, to_max_combining
 from fp8jax.gemm.probe import Probe, empty_probe
 from fp8jax.hidden_jax import is_eager
+from fp8jax.lookup import brief
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
@@ -399,7 +400,12 @@ def _differentiate(
     has_aux: bool,
     kinds: tuple[type[nnx.Variable], ...],
 ) -> Callable[..., Any]:
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    if not (isinstance(positions, Sequence) and all(isinstance(i, int) for i in positions)):
+        raise TypeError(
+            f"argnums must be an int or several, got {brief(argnums)}; what is trained of a module"
+            " is the optimizer's wrt"
+        )
     wanted = tuple(nnx.DiffState(i, kinds) for i in positions)
     combined = tuple(kind for kind in kinds if kind in (AmaxHistory, ProbePeaks))
 
@@ -490,6 +496,8 @@ def update(
       >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
       (Array([1., 0.], dtype=float32), 1)
     """
+    if isinstance(optimizer, nnx.ModelAndOptimizer):
+        raise TypeError("use nnx.Optimizer(model, tx, wrt=nnx.Param), got an nnx.ModelAndOptimizer")
     _refuse_classes_with_histories(model)
     if _histories(nnx.state(model, optimizer.wrt)):
         raise ValueError(

@@ -254,6 +254,34 @@ def test_microbatches_add_up_with_the_largest_amaxes():
     raise_if(update(model, optimizer, merged))
 
 
+def test_functions_of_linen_s_histories_refuse_those_of_nnx():
+    """They would average histories, or leave them empty."""
+    model = MLP()
+    gradients = nnx.jit(grad(square))(model, data())
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), gradients)
+    histories = fp8jax.histories
+    for refused in (
+        lambda: histories.split(gradients),
+        lambda: histories.split(nnx.to_pure_dict(gradients)),
+        lambda: histories.merge(gradients, gradients),
+        lambda: histories.merge_stacked(stacked),
+        lambda: histories.seed(square, model, data()),
+        lambda: histories.split([model]),
+    ):
+        with pytest.raises(TypeError, match="'._amax_history' is not in .*fp8jax.nnx.merge"):
+            refused()
+    assert histories.split(nnx.filter_state(gradients, nnx.Param))[1] == {}
+
+
+def test_what_flax_takes_and_this_does_not_is_named():
+    model = MLP()
+    with pytest.raises(TypeError, match=r"must be an int or several, got DiffState.*wrt"):
+        value_and_grad(square, argnums=nnx.DiffState(0, nnx.Param))
+    both = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match="use nnx.Optimizer.*got an nnx.ModelAndOptimizer"):
+        update(model, both, nnx.state(model))
+
+
 def test_two_models_are_differentiated_at_once():
     models = MLP(), MLP(rngs=nnx.Rngs(1))
 

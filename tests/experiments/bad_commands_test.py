@@ -304,7 +304,7 @@ NUMBERS = [
     ),
     *(
         (f"{key}={value}", "must be positive and finite")
-        for value in (0.0, -1.0, "nan", "inf")
+        for value in (0.0, -1.0, "nan", "inf", 1e39, 1e-40)
         for key in ("optimizer.eps", "optimizer.learning_rate")
     ),
     *(
@@ -366,7 +366,12 @@ VALUES = [
     ("alpha text", ["gnmr.alpha=abc"], r"gnmr.alpha=\('abc',\) must be one or two positive"),
     ("three alphas", ["gnmr.alpha=1,2,3"], r"gnmr.alpha=\(1, 2, 3\) must be one or two"),
     ("alpha negative", ["gnmr.alpha=-1"], r"gnmr.alpha=\(-1,\) must be one or two positive"),
-    ("most layers", ["gnmr.alpha=1.5", "gnmr.most=3"], "gnmr.most=3 is more than .* 2 layers"),
+    (
+        "most layers",
+        ["gnmr.alpha=1.5", "gnmr.most=3", "precision=fp8_current"],
+        "gnmr.most=3 is more than .* 2 layers",
+    ),
+    ("gnmr of bf16", ["gnmr.alpha=1.5", "precision=bf16"], "precision=bf16 has none: set gnmr.al"),
     ("random without", ["gnmr.random=0.5"], "gnmr.random=0.5 needs a gnmr.alpha: GNMR is off"),
     ("gnmr delayed", ["gnmr.precision=fp8_delayed"], "gnmr.precision='fp8_delayed' uses delayed"),
     (

@@ -185,15 +185,17 @@ def test_the_status_is_that_of_the_first_that_failed(stand_in, monkeypatch, scri
     assert launch.run_local(TRAIN, 2, 1) == status
 
 
-def test_sigterm_goes_to_all(stand_in, capfd):
-    stand_in("trap 'exit 75' TERM; echo ready; while :; do sleep 0.05; done")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_go_to_all_and_who_takes_them_ends_by_itself(stand_in, capfd, number):
+    name = number.name.removeprefix("SIG")
+    stand_in(f"trap 'sleep 0.3; exit 75' {name}; echo ready; while :; do sleep 0.05; done")
     output = []
 
     def ask():
         while output.count("ready") < 2:
             output.extend(line[-5:] for line in "".join(capfd.readouterr()).splitlines())
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     asking = threading.Thread(target=ask)
     asking.start()

@@ -172,6 +172,20 @@ def test_a_loss_that_rises_is_said(tmp_path):
     assert "Step 2: the training loss is nan" in page["first"]
 
 
+def test_a_validation_loss_that_is_nan_is_said(tmp_path):
+    """The one before it would call ruined weights good."""
+    sound, ruined = write_run(tmp_path / "sound"), write_run(tmp_path / "ruined")
+    lines = (ruined / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) | {"valid_loss": "NaN"}
+    before = json.loads(lines[-2]) | {"valid_loss": 1.0}
+    lines[-2:] = json.dumps(before), json.dumps(last)
+    (ruined / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = sections(sound, ruined)
+    assert "Step 4: the validation loss is nan" in page["first"]
+    in_order(page["summary"], "validation loss", "1.5000", "nan", "not finite at step 4")
+    assert "Validation loss against sound: not finite at step 4" in page["first"]
+
+
 def test_batches_that_differ_are_no_rise(tmp_path):
     """Small batches: each loss is off by a tenth, and a mean of three by 6%."""
     steps = np.arange(1, 61)

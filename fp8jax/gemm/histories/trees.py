@@ -45,9 +45,23 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def check_no_nnx(name: Any) -> None:
+    """Raises TypeError for the name of a history outside of their collection, as NNX has it."""
+    if str(name).endswith("_amax_history"):
+        raise TypeError(
+            f"{name!r} is not in the collection {HISTORIES!r}, as histories of an NNX model: use"
+            " fp8jax.nnx.update, fp8jax.nnx.merge or fp8jax.nnx.seed"
+        )
+
+
 def check_no_histories_inside(tree: Any) -> None:
-    """Raises TypeError if a tree that is no dict, such as a list or a TrainState, has histories."""
+    """Raises TypeError if a tree that is no dict has histories.
+
+    Such as a list, a TrainState or an NNX model.
+    """
     for path, _ in jax.tree.leaves_with_path(tree):
+        for key in path:
+            check_no_nnx(getattr(key, "key", getattr(key, "name", None)))
         if any(getattr(key, "key", None) == HISTORIES for key in path):
             raise TypeError(
                 f"histories must be in dicts of dicts, got them inside a {type(tree).__name__}:"

@@ -40,6 +40,7 @@ from fp8jax.gemm.histories.trees import (
     check_leading_axis,
     check_loss,
     check_no_histories_inside,
+    check_no_nnx,
     check_optimizer,
     check_same_leaves,
     mapping_like,
@@ -61,9 +62,10 @@ _FAULTS = {
     ),
     SUMMED: (
         "was added up by JAX: the module is called more than once under nn.remat or nn.jit (wrap"
-        " the model in fp8jax.nn.max_combining; in NNX, use fp8jax.nnx.value_and_grad"
-        " inside nnx.jit), or gradients of microbatches were added (use fp8jax.histories.merge or"
-        " fp8jax.nnx.merge)"
+        " the model in fp8jax.nn.max_combining), under jax.checkpoint or jax.jit around its apply"
+        " (convert the histories by fp8jax.nn.to_max_combining where the loss begins), or in NNX"
+        " (use fp8jax.nnx.value_and_grad inside nnx.jit), or gradients of microbatches were added"
+        " (use fp8jax.histories.merge or fp8jax.nnx.merge)"
     ),
     NOT_AN_AMAX: "has a negative entry or NaN: an optimizer has changed it; use fp8jax.update",
 }
@@ -83,7 +85,8 @@ def split(tree: Any) -> tuple[Any, Any]:
       none.
 
     Raises:
-      TypeError: for histories inside a list or a TrainState.
+      TypeError: for histories inside a list or a TrainState, and for those of an NNX model or its
+        gradients.
 
     Example:
       >>> history = {"x_amax_history": jnp.zeros(2)}
@@ -100,6 +103,7 @@ def split(tree: Any) -> tuple[Any, Any]:
         if name == HISTORIES:
             histories[name] = branch
             continue
+        check_no_nnx(name)
         rest[name], inside = split(branch)
         if inside:
             histories[name] = inside
@@ -198,7 +202,7 @@ def merge_stacked(gradients: Any) -> Any:
 
 
 def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
-    """Returns means over mapped axes, and maxima of histories; for `pmap` and `shard_map`.
+    """Returns means over mapped axes, and maxima of histories; for `jax.shard_map`.
 
     Args:
       gradients: the gradients of one device, with its next histories. `jax.grad` of replicated
@@ -231,8 +235,8 @@ def merge_devices(gradients: Any, axis_name: str | tuple[str, ...]) -> Any:
         return join(lax.pmean(rest, axis_name), lax.pmax(histories, axis_name))
     except NameError:  # JAX: unbound axis name
         raise ValueError(
-            f"{axis_name=} is no mapped axis here: call merge_devices inside jax.shard_map or"
-            " jax.pmap over that axis"
+            f"{axis_name=} is no mapped axis here: call merge_devices inside jax.shard_map over"
+            " that axis"
         ) from None
 
 

@@ -178,15 +178,18 @@ def _loss_notes(
         if line["step"] not in told and (loss := number(line, "loss")) is not None
     }
     finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-    notes = [
-        Note(step, f"the training loss is {loss}")
-        for step, loss in [(s, x) for s, x in losses.items() if not math.isfinite(x)][:1]
-    ]
-    valid = {
-        line["step"]: value
-        for line in metrics
-        if (value := number(line, "valid_loss")) is not None and math.isfinite(value)
+    validated = {
+        line["step"]: value for line in metrics if (value := number(line, "valid_loss")) is not None
     }
+    valid = {step: value for step, value in validated.items() if math.isfinite(value)}
+    notes = [
+        Note(step, f"the {name} loss is {values[step]}")
+        for name, values, known in (
+            ("training", losses, finite),
+            ("validation", validated, valid),
+        )
+        for step in [step for step in values if step not in known][:1]
+    ]
     return notes + spikes(finite) + _risen(finite, "training") + _risen(valid, "validation")
 
 

@@ -68,8 +68,9 @@ def _precision(run: RunFiles) -> str:
     return said or (keys["precision"].strip("'") if "precision" in keys else "")
 
 
-def _last_valid(run: RunFiles) -> float | None:
-    values = _finite(run, "valid_loss")
+def _last_valid(run: RunFiles, name: str = "valid_loss") -> float | None:
+    """The last validation's value, which may be NaN; None without any."""
+    values = [value for line in run.metrics if (value := number(line, name)) is not None]
     return values[-1] if values else None
 
 
@@ -154,15 +155,13 @@ def losses(runs: Sequence[RunFiles]) -> Table:
         ]
         return f"{min(found)[0]:.4f}, step {min(found)[1]:,}" if found else ""
 
-    def bits(run: RunFiles) -> str:
-        values = _finite(run, "valid_bits_per_byte")
-        return f"{values[-1]:.4f}" if values else ""
-
     facts: dict[str, Callable[[RunFiles], str]] = {
         "training loss, last twentieth, nats a token": lambda run: _float(training(run), ".4f"),
         "last validation loss, nats a token": lambda run: _float(_last_valid(run), ".4f"),
         "best validation loss": best,
-        "last validation, bits a byte": bits,
+        "last validation, bits a byte": lambda run: _float(
+            _last_valid(run, "valid_bits_per_byte"), ".4f"
+        ),
     }
     if len(runs) > 1:
         name = f"validation loss above that of {baseline.name}"
@@ -178,7 +177,7 @@ def gap(run: RunFiles, baseline: RunFiles) -> str:
         {
             line["step"]: value
             for line in each.metrics
-            if (value := number(line, "valid_loss")) is not None and math.isfinite(value)
+            if (value := number(line, "valid_loss")) is not None
         }
         for each in (run, baseline)
     )
@@ -186,6 +185,8 @@ def gap(run: RunFiles, baseline: RunFiles) -> str:
     if not common:
         return ""
     step = max(common)
+    if not math.isfinite(own[step]) or not math.isfinite(other[step]):
+        return f"not finite at step {step:,}"
     rows = ", on other rows" if other_validation(run, baseline) else ""
     return f"{100 * (own[step] / other[step] - 1):+.2f}% at step {step:,}{rows}"
 

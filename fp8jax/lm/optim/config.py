@@ -5,6 +5,8 @@ import math
 
 from ml_collections import ConfigDict
 
+_TINY, _HUGE = 2.0**-126, (2 - 2**-23) * 2.0**127  # the normal numbers of float32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -82,8 +84,10 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1)")
         for name in ("learning_rate", "eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive and finite")
+            if not _TINY <= getattr(self, name) <= _HUGE:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be positive and finite, as a normal float32"
+                )
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay} must be finite and not negative")
         if not self.clip_norm > 0:

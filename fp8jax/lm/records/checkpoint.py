@@ -277,6 +277,12 @@ class Checkpointer:
             self._commit_failure = None
             raise failure
 
+    def require_saved(self) -> None:
+        """Raises the error of a save that has failed in the background, and waits for none."""
+        if self.failure is not None:
+            self.wait()
+            raise self.failure
+
     def close(self) -> None:
         """Waits for the last save, then ends Orbax's threads. Call it before Python exits."""
         try:

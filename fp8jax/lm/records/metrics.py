@@ -25,7 +25,7 @@ from fp8jax.lm.records.event_words import in_words
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import append_line, keep_lines
 from fp8jax.lm.records.sinks import Sink
-from fp8jax.lm.records.tensorboard import open_tensorboard, tag
+from fp8jax.lm.records.tensorboard import Curves, tag
 
 
 class Metrics:
@@ -82,9 +82,7 @@ class Metrics:
         # Most runs draw no samples, and have no file of them.
         self._samples = paths[1]
         self._samples_file: BinaryIO | None = None
-        self._tensorboard = open_tensorboard(
-            directory / "tensorboard", start_step + 1 if start_step else 0
-        )
+        self._curves = Curves(directory / "tensorboard", start_step + 1 if start_step else 0)
         self._sink = sink
         self._display = Display(num_steps)
 
@@ -140,8 +138,7 @@ class Metrics:
         if not self._writes:
             return
         finite = {k: v for k, v in scalars.items() if v is not None and math.isfinite(v)}
-        for name, value in finite.items():
-            self._tensorboard.add_scalar(tag(name), value, step)
+        self._curves.scalars(step, {tag(name): value for name, value in finite.items()})
         if self._sink is not None:
             self._sink.log(finite, step)
 
@@ -149,7 +146,7 @@ class Metrics:
         """Writes what the run is to TensorBoard alone, such as its config, as preformatted text."""
         if self._writes:
             lines = "\n".join(f"    {line}" for line in text.splitlines())
-            self._tensorboard.add_text(what, lines, step)
+            self._curves.text(step, what, lines)
 
     def sample(self, step: int, text: str) -> None:
         """Writes and logs a text that the model generated after `step` steps.
@@ -162,7 +159,7 @@ class Metrics:
         if self._samples_file is None:
             self._samples_file = _opened(self._samples)
         append_line(self._samples_file, {"step": step, "text": text})
-        self._tensorboard.add_text("sample", text, step)
+        self._curves.text(step, "sample", text)
         self.say(f"step {step}: sample:\n{text}")
 
     def event(self, step: int, kind: Event, **fields: Any) -> None:
@@ -198,13 +195,13 @@ class Metrics:
         """Shows the last step on the display, and closes all files."""
         if self._writes:
             self._display.close()
-            self._tensorboard.close()
             self._metrics_file.close()
             self._events_file.close()
             if self._samples_file is not None:
                 self._samples_file.close()
             if self._sink is not None:
                 self._sink.finish()
+            self._curves.close()
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -106,14 +106,14 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     precision = as_schedule(config.precision, config.precision_schedule)
     mesh = make_mesh(mesh_axes(config.mesh, dict(config.mesh_axes)), devices)
     ladder, detector = _recovery(config)
-    _refuse_delayed(config, "gnmr", "a promoted layer")
-    promoter = Gnmr.from_config(config.gnmr)
+    promoter = _promoter(config, precision)
     scaling = _loss_scaling(config, precision)
     shape = shape_of_model(config.model, dict(config.model_overrides))
     warn_of_unknown_keys(config.model)
     weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
     optimizing = OptimizerConfig.from_config(config)
     optimizer, schedule = make_optimizer(optimizing)
+    _require_finite_rates(schedule, config)
     if optimizing.warmup < optimizing.asked_warmup:
         logging.warning(
             "warmup_steps=%d do not fit into num_steps=%d with the schedule %s: the run warms up "
@@ -144,6 +144,18 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
         initial_weights=shared.initial_weights, layers=layers,
         with_layers=lambda remat, unroll: build(_with_layers(config, remat, unroll), devices),
     )  # fmt: skip
+
+
+def _require_finite_rates(schedule: optax.Schedule, config: ConfigDict) -> None:
+    """Raises ValueError for a learning rate that is not finite: it would ruin the weights."""
+    steps = jnp.arange(config.num_steps)
+    rates = np.broadcast_to(jax.jit(jax.vmap(schedule))(steps), steps.shape)
+    if not np.isfinite(rates).all():
+        step = int(np.argmin(np.isfinite(rates)))
+        raise ValueError(
+            f"optimizer.schedule={config.optimizer.schedule}: the learning rate of step {step + 1}"
+            f" is {rates[step]}"
+        )
 
 
 def _with_layers(config: ConfigDict, remat: str, unroll: int) -> ConfigDict:
@@ -447,6 +459,19 @@ def _recovery(config: ConfigDict) -> tuple[Ladder, SpikeDetector | None]:
         return ladder, None
     window, deviations = config.recovery.spike_window, config.recovery.spike_deviations
     return ladder, SpikeDetector(window=window, deviations=deviations)
+
+
+def _promoter(config: ConfigDict, precision: PrecisionSchedule) -> Promoter | None:
+    """What chooses the layers that run in `gnmr.precision`; None without one."""
+    _refuse_delayed(config, "gnmr", "a promoted layer")
+    promoter = Gnmr.from_config(config.gnmr)
+    casts = any(recipe.casts for policy in precision.policies for _, recipe in policy.rules)
+    if promoter is not None and not casts:
+        raise ValueError(
+            f"gnmr.alpha={config.gnmr.alpha} promotes layers of a policy with casts, and"
+            f" precision={config.precision} has none: set gnmr.alpha=()"
+        )
+    return promoter
 
 
 def _refuse_delayed(config: ConfigDict, group: str, what: str) -> None:

@@ -280,6 +280,8 @@ def _train(tools: Tools, now: Now) -> None:
         now.dispatched = _dispatch(now)
         for hook in AFTER_A_STEP:
             hook(tools, now)
+        if jax.process_count() == 1:  # of several, the channel says so to all
+            tools.checkpointer.require_saved()
         if now.stopping:
             tools.metrics.event(step, Event.STOPPED, signal=tools.stop.signal)
             break

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -574,17 +575,20 @@ def small_files_only():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("said_by", ["wait", "save", "close"])
+@pytest.mark.parametrize("said_by", ["wait", "save", "close", "require_saved"])
 def test_a_full_disk_is_said_and_costs_that_save_only(tmp_path, small_files_only, said_by):
     small = {"a": {"x": jnp.ones(3)}}
     bits = np.random.default_rng(0).integers(0, 2**32, 2**20, np.uint32)  # 4 MiB
     out = _open(tmp_path)
     out.save(1, small, {}, None)
+    out.require_saved()
     out.save(2, {"a": {"x": jnp.asarray(bits)}}, {}, None)
     with pytest.raises(Exception, match="File too large"):
-        {"wait": out.wait, "save": lambda: out.save(3, small, {}, None), "close": out.close}[
-            said_by
-        ]()
+        if said_by == "save":
+            out.save(3, small, {}, None)
+        while said_by == "require_saved" and out.failure is None:
+            time.sleep(0.01)  # it waits for none
+        getattr(out, said_by)()
     assert "File too large" in str(out.failure)  # said before, where `wait` waits for others
     small_files_only()
     with _open(tmp_path) as read:

@@ -1,5 +1,6 @@
 """Files of a resumed run read as one run, to the bit; errors name the file; events are logged."""
 
+import errno
 import inspect
 import io
 import json
@@ -18,7 +19,7 @@ import jax
 import pytest
 from absl import logging
 
-from fp8jax.lm.records import jsonl, metrics
+from fp8jax.lm.records import jsonl, metrics, tensorboard
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.records.metrics import Metrics
@@ -214,15 +215,15 @@ def test_tensorboard_gets_finite_numbers_and_the_step_resumed_from(tmp_path):
 
 def test_tensorboard_has_the_config_and_groups_of_curves(tmp_path, monkeypatch):
     opened = mock.Mock()
-    monkeypatch.setattr(metrics, "open_tensorboard", opened)
+    monkeypatch.setattr(metrics, "Curves", opened)
     scalars = {"valid_loss/text": 2.0, "mfu": 0.5, "rows/text": 1.0}
     with Metrics(tmp_path, num_steps=10) as out:
         out.describe(0, "config", '{\n  "seed": 0\n}')
         out.write(1, scalars)
     writer = opened.return_value
-    writer.add_text.assert_called_once_with("config", '    {\n      "seed": 0\n    }', 0)
-    tags = [call.args[0] for call in writer.add_scalar.call_args_list]
-    assert tags == ["validation/valid_loss/text", "speed/mfu", "rows/text"]
+    writer.text.assert_called_once_with(0, "config", '    {\n      "seed": 0\n    }')
+    curves = {"validation/valid_loss/text": 2.0, "speed/mfu": 0.5, "rows/text": 1.0}
+    writer.scalars.assert_called_once_with(1, curves)
     assert not (tmp_path / "samples.jsonl").exists()  # there is none
 
 
@@ -231,9 +232,25 @@ def test_tensorboard_forgets_what_comes_after_the_step_resumed_from(
     tmp_path, monkeypatch, start_step, purged_from
 ):
     opened = mock.Mock()
-    monkeypatch.setattr(metrics, "open_tensorboard", opened)
+    monkeypatch.setattr(metrics, "Curves", opened)
     with Metrics(tmp_path, num_steps=10, start_step=start_step):
         opened.assert_called_once_with(tmp_path / "tensorboard", purged_from)
+
+
+def test_curves_that_cannot_be_written_raise_and_do_not_wait(tmp_path):
+    """On a full disk tensorboardX's own writer waits for a thread that has died."""
+    curves = tensorboard.Curves(tmp_path, 0)
+    curves.scalars(1, {"loss": 1.0})
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    curves.close()
+    curves._file._py_recordio_writer._writer = Full()
+    for step in range(2, 30):  # more than the ten that the other one keeps
+        with pytest.raises(OSError, match=f"No space left on device.*{tmp_path.name}"):
+            curves.scalars(step, {"loss": 1.0})
 
 
 def test_torch_is_not_imported(tmp_path):

@@ -10,13 +10,15 @@ from fp8jax.lm.cli.page import report
 from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.figures.run_files import read_run
+from fp8jax.lm.training.build import build
 from fp8jax.numerics.names import as_policy, as_recipe
 from tests.support.commands import command_here
 from tests.support.pages import page_of
-from tests.support.runs import numbers
+from tests.support.runs import numbers, one_layer
 from tests.support.traced_programs import traced_once
 
 _MINE = """
+import jax.numpy as jnp
 import numpy as np
 import optax
 from fp8jax import Cast, Policy, Recipe, Tile
@@ -35,6 +37,9 @@ def half_sign(config):
 
 def steps_down(config):
     return lambda step: config.learning_rate / (1 + step // 3)
+
+def root(config):
+    return lambda step: config.learning_rate * jnp.sqrt(1 - step / 5.5)
 """
 
 _CONFIG = """
@@ -79,6 +84,15 @@ def test_a_run_resumes_to_the_bit_and_names_what_is_the_user_s(tmp_path, monkeyp
     page = page_of(report([read_run(whole)]))["runs"]
     assert "precision mine:recipe" in page and "data rows:mine:rows" in page
     assert "optimizer.name = 'mine:half_sign'" in page and "rows-rows train 81" in page
+
+
+def test_a_schedule_that_ends_in_nan_is_refused():
+    """The loss and the gradient of the last step are finite, and its weights would not be."""
+    config = one_layer(("rows:mine:rows", "unused"), num_steps=6, optimizer__schedule="mine:root")
+    with pytest.raises(ValueError, match="mine:root: the learning rate of step 6 is nan"):
+        build(config)
+    config.num_steps = 5
+    build(config)
 
 
 @pytest.mark.parametrize(
