@@ -60,13 +60,13 @@ def check_no_histories_inside(tree: Any) -> None:
     Such as a list, a TrainState or an NNX model.
     """
     for path, _ in jax.tree.leaves_with_path(tree):
-        for key in path:
-            check_no_nnx(getattr(key, "key", getattr(key, "name", None)))
         if any(getattr(key, "key", None) == HISTORIES for key in path):
             raise TypeError(
                 f"histories must be in dicts of dicts, got them inside a {type(tree).__name__}:"
                 " pass flax's variables {'params': ..., '" + HISTORIES + "': ...}"
             )
+        for key in path:
+            check_no_nnx(getattr(key, "key", getattr(key, "name", None)))
 
 
 def check_same_leaves(what: str, ours: Any, theirs: Any, remedy: str) -> None:

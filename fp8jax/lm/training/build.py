@@ -148,13 +148,14 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
 
 def _require_finite_rates(schedule: optax.Schedule, config: ConfigDict) -> None:
     """Raises ValueError for a learning rate that is not finite: it would ruin the weights."""
-    steps = jnp.arange(config.num_steps)
-    rates = np.broadcast_to(jax.jit(jax.vmap(schedule))(steps), steps.shape)
+    last = config.num_steps - 1
+    steps = np.linspace(0, last, min(last + 1, 2**20), dtype=np.int64)  # all of most runs
+    rates = np.broadcast_to(jax.jit(jax.vmap(schedule))(steps.astype(np.int32)), steps.shape)
     if not np.isfinite(rates).all():
-        step = int(np.argmin(np.isfinite(rates)))
+        bad = int(np.argmin(np.isfinite(rates)))
         raise ValueError(
-            f"optimizer.schedule={config.optimizer.schedule}: the learning rate of step {step + 1}"
-            f" is {rates[step]}"
+            f"optimizer.schedule={config.optimizer.schedule}: the learning rate of step"
+            f" {steps[bad] + 1} is {rates[bad]}"
         )
 
 

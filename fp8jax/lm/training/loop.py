@@ -359,7 +359,8 @@ def _report_start(
       changes: since the checkpoint that the run resumes from; None for a fresh run.
     """
     run, metrics, start = now.run, tools.metrics, tools.start
-    write_config(workdir, run)
+    if start < run.settings.num_steps:  # else nothing is trained with it
+        write_config(workdir, run)
     metrics.describe(start, "config", json.dumps(run.settings.record, indent=2, sort_keys=True))
     write_file(workdir, "data.txt", tools.corpus.summary())
     if jax.process_index() == 0:

@@ -128,10 +128,11 @@ def test_thresholds_out_of_range_are_refused(changes, message):
 
 
 def test_settings_that_do_not_fit_a_run_are_refused(data):
+    promoting = dict(precision="fp8_current", gnmr__alpha=(1.5,))
     with pytest.raises(ValueError, match="gnmr.most=3 is more than the model's 2 layers"):
-        build(tiny(data, gnmr__alpha=(1.5,), gnmr__most=3))
+        build(tiny(data, **promoting, gnmr__most=3))
     with pytest.raises(ValueError, match="gnmr.most=15 is more than the model's 14 linears"):
-        build(tiny(data, gnmr__alpha=(1.5,), gnmr__most=15, gnmr__unit="linear"))
+        build(tiny(data, **promoting, gnmr__most=15, gnmr__unit="linear"))
     with pytest.raises(ValueError, match="gnmr.random=0.1 needs a gnmr.alpha"):
         build(tiny(data, gnmr__random=0.1))
     with pytest.raises(ValueError, match="gnmr.precision='fp8_delayed' uses delayed scaling"):

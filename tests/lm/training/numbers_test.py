@@ -29,7 +29,7 @@ SHORT = dict(
     optimizer__clip_norm=0.25,
 )
 OTHERS = {"short": SHORT, "unclipped": SHORT | dict(optimizer__clip_norm=math.inf)}
-GNMR = dict(gnmr__alpha=(1.5, 1.1), gnmr__first=0.5)
+GNMR = dict(precision="fp8_current", gnmr__alpha=(1.5, 1.1), gnmr__first=0.5)
 
 
 def one_device(config):
