@@ -13,7 +13,7 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.gemm import dot
-from fp8jax.gemm.backends.choice import choose_backend
+from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.probe import empty_probe
@@ -62,8 +62,10 @@ def magnitudes(recipe, product: str, given: dict[str, jax.Array]) -> np.ndarray:
     parts = []
     for cast, (operand, axis) in zip(recipe.gemms[product], CONTRACTED[product], strict=True):
         value = np.asarray(given[operand], np.float32)
-        name = f"{product}_{operand}"
-        parts.append(np.abs(reference.apply_cast(value, cast, axis, key=KEY, name=name)))
+        if cast is not None:
+            name = f"{product}_{operand}"
+            value = reference.apply_cast(value, cast, axis, key=KEY, name=name)
+        parts.append(np.abs(value))
     (a, b), ((_, of_a), (_, of_b)) = parts, CONTRACTED[product]
     return (a if of_a == -1 else a.T) @ (b if of_b == -2 else b.T)
 
@@ -112,6 +114,9 @@ def check(recipe, given: dict[str, jax.Array], got, expected):
         ("mxfp4", (128, 256, 128), jnp.bfloat16),
         ("nvfp4", (128, 256, 128), jnp.bfloat16),  # with the kernels of rotate.py and our GEMM
         ("nvfp4", (72, 136, 40), jnp.bfloat16),  # without
+        # One operand of a product in high precision, beside wgrad's kernels
+        ("nvfp4:fwd_x=bf16", (128, 256, 128), jnp.bfloat16),
+        ("nvfp4:dgrad_w=bf16", (128, 256, 128), jnp.bfloat16),
         *(
             pytest.param(name, shape, jnp.bfloat16, marks=pytest.mark.full)
             for name, shape in (
@@ -193,6 +198,16 @@ def test_a_scan_over_layers_is_the_layers():
 
 
 # Which backend is chosen --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", ["fwd_x", "fwd_w", "dgrad_g", "dgrad_w"])
+def test_a_transform_keeps_its_kernels_beside_an_operand_in_high_precision(cast):
+    """XLA's own transforms compile for minutes in a whole step."""
+    refuses = BACKENDS["pallas"].refuses
+    assert refuses(variant(f"nvfp4:{cast}=bf16"), H200) is None
+    assert "high-precision operand" in refuses(variant(f"nvfp4:only={cast}"), H200)
+    assert "high-precision operand" in refuses(variant(f"fp4_naive:{cast}=bf16"), H200)
+
 
 SENTENCE = "multiply two non-empty matrices and have no batch axis"
 

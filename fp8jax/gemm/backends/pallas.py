@@ -307,13 +307,14 @@ def _from_axes(codes: dict[int, _Codes], amax: jax.Array | None) -> _Fused:
 
 
 def matmul_pallas(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Array:
-    """Multiplies two quantized operands; returns [M, N] in `dtype`, without the padding.
+    """Multiplies two operands; returns [M, N] in `dtype`, without the padding.
 
     `accumulation` is "fast" unless both operands have one scale: `pallas_refuses` excludes others.
-    Scales of whole tensors are multiplied as in `matmul_xla`, other scales inside the kernels.
+    Scales of whole tensors are multiplied as in `matmul_xla`, other scales inside the kernels. One
+    operand in high precision is multiplied as `emulated` does it.
     """
-    assert isinstance(a, QuantizedOperand)  # `pallas_refuses` excludes high-precision operands
-    assert isinstance(b, QuantizedOperand)
+    if not (isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand)):
+        return matmul_emulated(a, b, dtype, accumulation)
     if kernels_refuse(a.cast, b.cast, accumulation) is not None:
         # Of a cast by a kernel and one by XLA, only the first is padded.
         k = min(each.q.values.shape[each.axis] for each in (a, b))

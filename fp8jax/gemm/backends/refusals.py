@@ -114,18 +114,24 @@ def _xla_gemm_refuses(casts: GemmCasts, device: Device) -> str | None:
 
 def pallas_refuses(recipe: Recipe, device: Device) -> str | None:
     """Returns why `pallas` cannot run the recipe on the device, or None if it can."""
+    rotates = any(cast.hadamard > 1 for cast in recipe.casts)
     for name, casts in recipe.gemms.items():
-        reason = _pallas_gemm_refuses(casts, getattr(recipe.accumulation, name))
+        reason = _pallas_gemm_refuses(casts, getattr(recipe.accumulation, name), rotates)
         if reason is not None:
             return f"{name} {reason}"
     return requirements.refuses(device) if recipe.casts else None
 
 
-def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str) -> str | None:
+def _pallas_gemm_refuses(casts: GemmCasts, accumulation: str, rotates: bool) -> str | None:
     lhs, rhs = casts
     if lhs is None and rhs is None:
         return None
     if lhs is None or rhs is None:
+        # Beside another GEMM's Hadamard transform, which has a kernel: XLA's own compiles for
+        # minutes. The product itself is the one of `emulated`.
+        cast = lhs or rhs
+        if rotates and cast is not None and exact_in_bf16(cast, cast):
+            return None
         return "has one quantized and one high-precision operand"
     return None if exact_in_bf16(lhs, rhs) else kernels_refuse(lhs, rhs, accumulation)
 
