@@ -94,7 +94,8 @@ class _Shared:
 
 
 def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
-    """Resolves every name of the config, for all devices or those given. Allocates no array.
+    """Resolves every name of the config, for all devices or those given. Allocates no array, but
+    for the rates of a schedule of the user's own.
 
     In a run of several processes all of them must call this.
 
@@ -113,7 +114,8 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
     weights = InitialWeights(config.initial_weights, shape) if config.initial_weights else None
     optimizing = OptimizerConfig.from_config(config)
     optimizer, schedule = make_optimizer(optimizing)
-    _require_finite_rates(schedule, config)
+    if ":" in config.optimizer.schedule:  # the user's own; those here are finite
+        _require_finite_rates(schedule, config)
     if optimizing.warmup < optimizing.asked_warmup:
         logging.warning(
             "warmup_steps=%d do not fit into num_steps=%d with the schedule %s: the run warms up "
