@@ -24,6 +24,8 @@
         --output=docs/figures/late_growth.png
     python -m experiments.study parity_curves --plan=branches --ledger=docs/branches_ledger.jsonl \\
         --manifest=docs/parity_corpus.json --output=docs/figures/branches.png
+    python -m experiments.study parity_casts --ledger=docs/branches_75m_ledger.jsonl \\
+        --manifest=docs/parity_corpus.json --output=docs/figures/branches_casts.png
 
 `python -m experiments.study NAME --help` says what one does and has its flags.
 """
@@ -41,6 +43,7 @@ from experiments.config_keys import RUN_KEYS
 from experiments.study import (
     attention_ties,
     bias_sweep,
+    cast_effects,
     corpus,
     corpus_files,
     growth,
@@ -77,8 +80,8 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
-    ", `parity_figure`, `parity_curves`, `proving_figure` or `proving_curves` draws; the folder of"
-    " `corpus`; the JSON of `parity_table`.",
+    ", `parity_figure`, `parity_curves`, `parity_casts`, `proving_figure` or `proving_curves`"
+    " draws; the folder of `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -338,23 +341,39 @@ def _proving_curves() -> None:
     _save(plots.gap_curves(growth.by_steps(lines), over="last steps that are in the policy"))
 
 
-def _verdicts() -> list[parity_analysis.Verdict]:
+def _parity_lines(name: str) -> list[parity_ledger.Line]:
+    """Returns the lines of --ledger that are of --setting and --manifest.
+
+    Args:
+      name: of the plan whose setting is the default.
+    """
     lines = _lines()
     data = corpus.digest_of(Path(_MANIFEST.value))
-    plan = lookup("plan", _PLAN.value or "headline", parity_plan.PLANS)
-    setting = _SETTING.value or plan.setting()
+    setting = _SETTING.value or lookup("plan", name, parity_plan.PLANS).setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
+    return parity_ledger.comparable(lines, setting, data)
+
+
+def _verdicts() -> list[parity_analysis.Verdict]:
+    lines = _parity_lines(_PLAN.value or "headline")
     if _PLAN.present:
-        names = {arm.name for arm in plan.arms}
+        names = {arm.name for arm in parity_plan.PLANS[_PLAN.value].arms}
         lines = [line for line in lines if line.arm in names]
-    return parity_analysis.verdicts(parity_ledger.comparable(lines, setting, data))
+    return parity_analysis.verdicts(lines)
 
 
 def _parity_curves() -> None:
     curves = growth.by_tokens(_verdicts())
     endings = {fork.tokens: f"{fork.steps} steps" for fork in parity_plan.ALL_FORKS}
     _save(plots.gap_curves(curves, over="tokens; steps of the decay", notes=endings))
+
+
+def _parity_casts() -> None:
+    lines = _parity_lines("branches_casts")
+    print(cast_effects.table(lines))
+    if _OUTPUT.value:
+        _save(plots.seed_intervals(cast_effects.by_cast(lines)))
 
 
 def _parity_table() -> None:
@@ -492,6 +511,16 @@ _COMMANDS = (
         run=_parity_curves,
         needs=["ledger", "manifest", "output"],
         takes=["plan", "setting"],
+    ),
+    _Study(
+        name="parity_casts",
+        about=(
+            "Prints what each cast of a recipe costs (--plan=branches_casts), alone and beside "
+            "the others; --output draws it."
+        ),
+        run=_parity_casts,
+        needs=["ledger", "manifest"],
+        takes=["output", "setting"],
     ),
     _Study(
         name="proving",

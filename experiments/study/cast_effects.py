@@ -11,6 +11,7 @@ Shares are percent of the whole recipe's gap. Where costs add up, a cast gains w
 and the interval of the sum holds zero. No interval is corrected for their number.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from experiments.markdown import markdown_table
@@ -32,8 +33,23 @@ _HEADER = (
 )
 
 
-def table(lines: Sequence[Line]) -> str:
-    """Returns the Markdown table of both recipes: means and 95% intervals.
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a recipe costs, and what is left of it; all of the same seeds.
+
+    Attributes:
+      whole: the gap of the recipe.
+      alone: cast -> the gap of the cast alone.
+      without: cast -> the gap of the recipe without it.
+    """
+
+    whole: Gaps
+    alone: Mapping[str, Gaps]
+    without: Mapping[str, Gaps]
+
+
+def costs(lines: Sequence[Line]) -> dict[str, Costs]:
+    """Returns the costs of each recipe of `CASTS_OF`.
 
     Args:
       lines: of one setting, one text and one code.
@@ -41,20 +57,51 @@ def table(lines: Sequence[Line]) -> str:
     Raises:
       ValueError: a seed lacks a run, or training stopped in it; the message names the arm.
     """
-    rows = []
+    found = {}
     for recipe, casts in CASTS_OF.items():
         whole = _gaps(lines, recipe)
-        alone = {cast: _gaps(lines, f"{recipe}:only={cast}", whole) for cast in casts}
-        for cast in casts:
-            without = _gaps(lines, f"{recipe}:{cast}=bf16", whole)
-            gained = {seed: whole[seed] - gap for seed, gap in without.items()}
-            rows.append(
-                [f"`{recipe}`", f"`{cast}`", *_cells(alone[cast], whole), *_cells(gained, whole)]
-            )
-        added = {seed: sum(gaps[seed] for gaps in alone.values()) for seed in whole}
-        excess = {seed: added[seed] - gap for seed, gap in whole.items()}
-        rows.append([f"`{recipe}`", "the sum, less all", *_cells(excess, whole), "", ""])
+        found[recipe] = Costs(
+            whole=whole,
+            alone={cast: _gaps(lines, f"{recipe}:only={cast}", whole) for cast in casts},
+            without={cast: _gaps(lines, f"{recipe}:{cast}=bf16", whole) for cast in casts},
+        )
+    return found
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Returns the Markdown table of both recipes: means and 95% intervals.
+
+    Args, errors: as `costs`.
+    """
+    rows = []
+    for recipe, found in costs(lines).items():
+        for cast, alone in found.alone.items():
+            gained = {seed: found.whole[seed] - gap for seed, gap in found.without[cast].items()}
+            cells = *_cells(alone, found.whole), *_cells(gained, found.whole)
+            rows.append([f"`{recipe}`", f"`{cast}`", *cells])
+        excess = {
+            seed: sum(gaps[seed] for gaps in found.alone.values()) - gap
+            for seed, gap in found.whole.items()
+        }
+        rows.append([f"`{recipe}`", "the sum, less all", *_cells(excess, found.whole), "", ""])
     return markdown_table(list(_HEADER), rows)
+
+
+def by_cast(lines: Sequence[Line]) -> dict[str, list[float]]:
+    """Returns the gaps of each seed, for a figure: RECIPE/what is cast, the recipe's own first.
+
+    Args, errors: as `costs`.
+    """
+    drawn = {}
+    for recipe, found in costs(lines).items():
+        drawn[f"{recipe}/all casts"] = list(found.whole.values())
+        drawn |= {
+            f"{recipe}/{cast} alone": list(gaps.values()) for cast, gaps in found.alone.items()
+        }
+        drawn |= {
+            f"{recipe}/all but {cast}": list(gaps.values()) for cast, gaps in found.without.items()
+        }
+    return drawn
 
 
 def _gaps(lines: Sequence[Line], policy: str, whole: Gaps | None = None) -> Gaps:

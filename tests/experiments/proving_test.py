@@ -266,9 +266,13 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
         ("late_short", "# How many steps", 2 + 2),
         ("branches", "# What the last eighth", 5 + 5),
         ("branches", "## 2026-11-30, later", 4 + 4),
+        ("branches_casts", "# Which cast", 6 + 7),
         ("parity_scatter", "## 2026-11-29, last:", 8 + 3),
     ],
-    ids=["late", "late_growth", "late_short", "branches", "branches_long", "parity_scatter"],
+    ids=[
+        *("late", "late_growth", "late_short", "branches", "branches_long", "branches_casts"),
+        "parity_scatter",
+    ],
 )
 def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):
     monkeypatch.chdir(ROOT)

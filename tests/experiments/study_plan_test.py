@@ -539,7 +539,7 @@ def test_costs_of_casts_need_each_run_of_each_seed():
 
 def test_plans_of_casts_and_recipes_share_their_trunks():
     casts, recipes = PLANS["branches_casts"], PLANS["branches_recipes"]
-    assert (casts.seeds, casts.forks) == (recipes.seeds, recipes.forks)
+    assert casts.forks == recipes.forks and casts.setting() == recipes.setting()
     assert {arm.precision for arm in recipes.arms} == set(POLICIES)
     shared = {arm.name for arm in casts.arms} & {arm.name for arm in recipes.arms}
     assert shared == {BASELINE, "bf16_then_nvfp4", "bf16_then_fp4_naive"}
@@ -620,6 +620,24 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     assert len({(line.seed, line.trunk) for line in long}) == 4  # one host a seed
     long = parity_analysis.verdicts(parity_ledger.comparable(long, setting, data))
     assert parity_analysis.table(long) in page
+
+
+def test_the_page_of_casts_has_the_tables_of_its_ledger():
+    lines = parity_ledger.read(DOCS / "branches_75m_ledger.jsonl")
+    assert len(lines) == 117 and len({line.code for line in lines}) == 1
+    assert len({(line.seed, line.trunk) for line in lines}) == 3
+    data = corpus.digest_of(DOCS / "parity_corpus.json")
+    lines = parity_ledger.comparable(lines, PLANS["branches_casts"].setting(), data)
+    page = (DOCS / "results/branches_casts.md").read_text(encoding="utf-8")
+    assert cast_effects.table(lines) in page
+    for name in ("branches_casts", "branches_recipes"):
+        arms = {arm.name for arm in PLANS[name].arms}
+        found = parity_analysis.verdicts([line for line in lines if line.arm in arms])
+        assert parity_analysis.table(found) in page
+        assert parity_analysis.control_failures(found) == []
+    drawn = cast_effects.by_cast(lines)
+    whole = [verdict for verdict in found if verdict.arm == "bf16_then_nvfp4"]
+    assert drawn["nvfp4/all casts"] == list(whole[0].gaps.values()) and len(drawn) == 11 + 13
 
 
 def test_readme_s_gaps_of_the_study_are_the_committed_ones():
