@@ -521,6 +521,9 @@ def test_costs_of_casts_by_hand():
     assert "| `nvfp4` | the sum, less all | +0.20 [+0.15, +0.25] | +25 [+25, +25] |" in table
     assert "| `fp4_naive` | the sum, less all | -1.00 [-1.25, -0.75] | -25 [-25, -25] |" in table
     assert len(table.splitlines()) == 2 + (5 + 1) + (6 + 1)
+    # a seed of whole recipes alone, as of --plan=branches_recipes, has no part in it
+    lines += [made(BASELINE, 7, 2.0), made(parity_plan.then("nvfp4"), 7, 3.0)]
+    assert cast_effects.table(lines) == table
 
 
 def test_costs_of_casts_need_each_run_of_each_seed():
