@@ -485,6 +485,7 @@ def update(
       What is wrong with the histories, for `fp8jax.histories.raise_if`.
 
     Raises:
+      TypeError: for what is no `nnx.Optimizer`, and for gradients beside their loss.
       ValueError: the gradients have no histories, or others than the model; the optimizer has
         histories; a `dot_general_cls` of the model cannot store its histories.
 
@@ -496,8 +497,10 @@ def update(
       >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
       (Array([1., 0.], dtype=float32), 1)
     """
-    if isinstance(optimizer, nnx.ModelAndOptimizer):
-        raise TypeError("use nnx.Optimizer(model, tx, wrt=nnx.Param), got an nnx.ModelAndOptimizer")
+    if type(optimizer) is nnx.ModelAndOptimizer or not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(f"use nnx.Optimizer(model, tx, wrt=nnx.Param), got {brief(optimizer)}")
+    if isinstance(gradients, tuple):
+        raise TypeError("the gradients are a tuple: of value_and_grad, pass the second result")
     _refuse_classes_with_histories(model)
     if _histories(nnx.state(model, optimizer.wrt)):
         raise ValueError(
@@ -507,6 +510,9 @@ def update(
     histories, new = _histories(nnx.state(model)), _histories(gradients)
     updates.require_same_histories(
         histories, new, remedy="use fp8jax.nnx.value_and_grad or fp8jax.nnx.grad"
+    )
+    updates.check_same_leaves(
+        "histories and their gradients", histories, new, "take the gradients of this module"
     )
     optimizer.update(model, gradients, **options)
     nnx.update(model, updates.next_histories(histories, new))

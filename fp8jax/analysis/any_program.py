@@ -14,6 +14,8 @@ import fnmatch
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from fp8jax.analysis.gemms import format_table, judged, require_fp8
 from fp8jax.analysis.hlo import Gemm, parse_gemms
 from fp8jax.device import hardware
@@ -42,6 +44,7 @@ def gemms(
       `reason` where a GEMM should be FP8 and is not.
 
     Raises:
+      TypeError: for a program that is not compiled.
       ValueError: a GEMM runs a recipe that is neither known nor in `recipes`.
 
     Example:
@@ -51,7 +54,7 @@ def gemms(
       >>> gemm.recipe, gemm.role, gemm.shape, gemm.fp8
       ('fp8_current', 'fwd', (16, 32, 16), False)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = compiled if isinstance(compiled, str) else _text_of(compiled)
     device = hardware.device() if device is None else device
     own = {recipe.name: recipe for recipe in recipes}
     results = []
@@ -61,6 +64,16 @@ def gemms(
             gemm = judged(gemm, recipe, backend, device)
         results.append(gemm)
     return results
+
+
+def _text_of(compiled: Any) -> str:
+    # What is lowered alone has a text, too, in which no GEMM is found.
+    if isinstance(compiled, jax.stages.Lowered) or not hasattr(compiled, "as_text"):
+        raise TypeError(
+            "expected a compiled program, jax.jit(f).lower(...).compile(), got"
+            f" {type(compiled).__name__}"
+        )
+    return compiled.as_text()
 
 
 def gemm_table(gemms: Iterable[Gemm]) -> str:

@@ -107,7 +107,8 @@ def make_mesh(axes: MeshAxes, devices: Any = None) -> Mesh:
 
 
 def _shape(sizes: Sequence[int]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in zip(AXES, sizes, strict=True))
+    named = zip(AXES, sizes, strict=True)
+    return " x ".join(f"{name}={'the rest' if size == -1 else size}" for name, size in named)
 
 
 def _nearest(sizes: Sequence[int], devices: int) -> tuple[int, ...]:

@@ -99,8 +99,9 @@ def quantize(
     Its derivative is zero: a GEMM that trains is `dot_general`.
 
     Args:
-      x: an array of any shape with at least one axis, in a float dtype.
-      fmt: a key of `FORMATS`, a `Format` or its dtype, for the values.
+      x: an array of any shape with at least one axis, in a float dtype; float64 is rounded to
+        float32 first.
+      fmt: a key of `FORMATS`, a `Format` or its dtype, for the values; a signed one.
       tile: how many elements share a scale: a `Tile`, a key of `TILES`, or (free, contract).
       contract_axis: the axis that the GEMM will contract.
       scale: a key of `SCALES`, `Pow2(margin)` or `Constant(value)`.
@@ -131,6 +132,8 @@ def quantize(
              [64, 128, 448]], dtype=float8_e4m3fn)
     """
     check_float("x", x)
+    if not as_format(fmt).signed:
+        raise ValueError(f"{as_format(fmt).name} holds scales, not values: use a signed format")
     check_rounding(as_format(fmt), rounding, key)
     refuse_tile(as_scale_rule(scale), as_tile(tile), hadamard=1)
     if amax is not None:
@@ -487,6 +490,7 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
 
     Raises:
       TypeError: for a q that is not `Quantized`, and for another dtype.
+      ValueError: for a stack of several, as of `jax.vmap`.
 
     Example:
       >>> x = jnp.array([[0.3, 448.0], [0.0009, 3.5]])
@@ -503,6 +507,11 @@ def dequantize(q: Quantized, dtype=jnp.float32) -> Float[Array, "..."]:
             f" {brief(q)}"
         )
     check_result_dtype("dtype", dtype)
+    if q.values.ndim != len(q.tile):
+        raise ValueError(
+            f"the values have {q.values.ndim} axes and their tile {len(q.tile)}: a stack that"
+            " jax.vmap made goes through jax.vmap(fp8jax.dequantize)"
+        )
     scale = spread(q.scale.astype(jnp.float32), q.tile, q.values.shape)
     numbers = q.values.astype(jnp.float32) * scale
     if q.tensor_scale is not None:

@@ -55,6 +55,17 @@ def test_every_gemm_of_stock_modules_is_found_by_name(recipe):
     assert "backend: emulated; cpu has no FP8" in " ".join(fp8jax.gemm_table(gemms).split())
 
 
+def test_a_program_that_is_not_compiled_is_refused():
+    f = jax.jit(lambda x, w: fp8jax.einsum("mk,kn->mn", x, w, recipe="fp8_current"))
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+    for program in (f, f.lower(x, w)):
+        for read in (fp8jax.gemms, fp8jax.assert_fp8):
+            with pytest.raises(
+                TypeError, match=r"expected a compiled program, .*\.compile\(\), got"
+            ):
+                read(program)
+
+
 def test_a_recipe_of_ones_own_must_be_given():
     with pytest.raises(ValueError, match="unknown recipe 'my own'"):
         fp8jax.gemms(compiled(OWN))

@@ -131,6 +131,15 @@ def test_every_optimizer_sees_parameters_only():
             jax.tree.map(np.testing.assert_array_equal, stepped[HISTORIES], gradients[HISTORIES])
 
 
+def test_a_state_of_another_optimizer_or_model_is_refused():
+    variables, x, adam = fresh(), data(), optax.adam(1e-3)
+    gradients = gradients_of(variables, x)
+    of_params = init_update(adam, variables["params"])
+    for state in (init_update(optax.sgd(1e-3), variables), of_params):
+        with pytest.raises(ValueError, match="the state is of another optimizer or of other var"):
+            update(adam, variables, state, gradients)
+
+
 def test_gradients_without_histories_are_refused():
     variables = after(1)
     gradients = gradients_of(variables, data())

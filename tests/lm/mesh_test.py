@@ -94,8 +94,8 @@ def test_a_mesh_of_given_devices():
     [
         (MeshAxes(data=3), "data=3 x fsdp=1 x tensor=1 does not fit 8 devices"),
         (MeshAxes(data=2, fsdp=2, tensor=4), "data=2 x fsdp=2 x tensor=4 .* 8 devices"),
-        (MeshAxes(data=-1, tensor=3), "data=-1 x fsdp=1 x tensor=3 .* 8 devices"),
-        (MeshAxes(data=-1, fsdp=16), "data=-1 x fsdp=16 x tensor=1 .* 8 devices"),
+        (MeshAxes(data=-1, tensor=3), "data=the rest x fsdp=1 x tensor=3 .* 8 devices"),
+        (MeshAxes(data=-1, fsdp=16), "data=the rest x fsdp=16 x tensor=1 .* 8 devices"),
         (MeshAxes(), "data=1 x fsdp=1 x tensor=1 .* 8 devices"),
         (MeshAxes(data=-1, fsdp=-1), "at most one may be -1: .*data=-1, fsdp=-1, tensor=1"),
         (MeshAxes(data=0, fsdp=-1), "must be positive.*data=0, fsdp=-1"),

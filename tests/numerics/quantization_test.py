@@ -291,6 +291,13 @@ def test_dequantize_is_not_collapsed_when_compiled():
         (lambda: Constant(float("nan")), "between 2.-126 and 2.126"),
         (lambda: quantize(jnp.ones((2, 2)), "e4m3", TENSOR, scale="pow"), "mean 'pow2'"),
         (lambda: quantize(jnp.ones((2, 2)), "e4m3", TENSOR, contract_axis=2), "out of range"),
+        (lambda: quantize(jnp.ones((2, 2)), "e8m0", TENSOR), "e8m0 holds scales, not values"),
+        (
+            lambda: dequantize(
+                jax.vmap(lambda x: quantize(x, "e4m3", TENSOR))(jnp.ones((2, 3, 4)))
+            ),
+            r"3 axes and their tile 2: .*jax.vmap\(fp8jax.dequantize\)",
+        ),
         *((lambda n=n: hadamard(jnp.ones(512), n), f"got {n}") for n in (0, -2, 3, 24, 256)),
     ],
 )

@@ -71,6 +71,8 @@ def init_state(recipe: str | Recipe) -> Histories:
 
     Returns:
       A dict of the operands "x", "w" and "g" that the recipe scales by past amaxes; {} if none.
+      For `fp8jax.update` it must lie under the key `fp8jax.nn.HISTORIES`: other leaves of the tree
+      are parameters, which the optimizer moves.
 
     Raises:
       TypeError: for what is neither a recipe nor a name.

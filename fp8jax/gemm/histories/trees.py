@@ -130,6 +130,19 @@ def check_extra(optimizer: Any, extra: Mapping[str, Any]) -> None:
         )
 
 
+def require_state_of(optimizer: Any, params: Any, state: Any) -> None:
+    """Raises ValueError if the state is not one of this optimizer and these parameters."""
+
+    def described(tree: Any) -> tuple[str, Any]:
+        return str(jax.tree.structure(tree)), shapes_of(tree)
+
+    if described(jax.eval_shape(optimizer.init, params)) != described(state):
+        raise ValueError(
+            "the state is of another optimizer or of other variables: take it from"
+            " fp8jax.init_update(optimizer, variables) with these two, or from their last update"
+        ) from None
+
+
 def check_loss(result: Any, has_aux: bool) -> Any:
     """Returns the loss in what a loss function has returned.
 

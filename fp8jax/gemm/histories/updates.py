@@ -44,6 +44,7 @@ from fp8jax.gemm.histories.trees import (
     check_optimizer,
     check_same_leaves,
     mapping_like,
+    require_state_of,
     structured_like,
 )
 from fp8jax.lookup import brief
@@ -67,7 +68,10 @@ _FAULTS = {
         " (use fp8jax.nnx.value_and_grad inside nnx.jit), or gradients of microbatches were added"
         " (use fp8jax.histories.merge or fp8jax.nnx.merge)"
     ),
-    NOT_AN_AMAX: "has a negative entry or NaN: an optimizer has changed it; use fp8jax.update",
+    NOT_AN_AMAX: (
+        "has a negative entry or NaN: a tensor of the step had NaN, or an optimizer has changed the"
+        " history (use fp8jax.update)"
+    ),
 }
 
 
@@ -340,8 +344,9 @@ def update(
 
     Raises:
       TypeError: for what is not an optimizer, a state that is not from `init_update` or `update`,
-        and extra arguments that the optimizer does not take.
-      ValueError: the gradients have no histories, or others than the variables.
+        and extra arguments for an optimizer that takes none.
+      ValueError: the gradients have no histories, or others than the variables; the state is of
+        another optimizer or of other variables.
 
     Example:
       >>> layer, x, optimizer = fp8jax.nn.Dense(4), jnp.ones((2, 8)), optax.sgd(0.1)
@@ -369,7 +374,11 @@ def update(
     check_extra(optimizer, extra)
     grads, new = structured_like(params, grads), structured_like(histories, new)
     seen = {name: _of_parameters(value, histories) for name, value in extra.items()}
-    updates, inner = optimizer.update(grads, state.optimizer, params, **seen)
+    try:
+        updates, inner = optimizer.update(grads, state.optimizer, params, **seen)
+    except (AttributeError, TypeError, ValueError):  # optax does not name what is wrong
+        require_state_of(optimizer, params, state.optimizer)
+        raise
     count = state.updates + 1
     faults = Faults(jax.tree.map(history_fault, histories, new), count)
     following = join(optax.apply_updates(params, updates), next_histories(histories, new))
@@ -454,7 +463,8 @@ def raise_if(faults: Faults) -> None:
       Traceback (most recent call last):
           ...
       fp8jax.gemm.histories.updates.HistoryError: amax history g_amax_history, ... has a negative
-      entry or NaN: an optimizer has changed it; use fp8jax.update
+      entry or NaN: a tensor of the step had NaN, or an optimizer has changed the history (use
+      fp8jax.update)
     """
     if not isinstance(faults, Faults):
         raise TypeError(f"raise_if takes the faults that update returns, got {brief(faults)}")

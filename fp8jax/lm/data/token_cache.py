@@ -111,9 +111,11 @@ class SourceStats:
 
     def brief(self) -> str:
         """Returns the counts in a line, for the console."""
+        short = f"; {self.too_short:,} left out, under {MIN_DOCUMENT_BYTES} bytes"
         return (
             f"{self.documents['train']:,} documents, {self.tokens['train']:,} tokens;"
             f" {self.documents['valid']:,} held out, {self.tokens['valid']:,} tokens"
+            f"{short if self.too_short else ''}"
         )
 
 

@@ -24,7 +24,7 @@ from fp8jax.lm.interop.families import (
 from fp8jax.lm.interop.layer_kinds_json import (
     read_layers,
 )
-from fp8jax.lm.interop.rope_json import read_rope, read_ropes, write_rope
+from fp8jax.lm.interop.rope_json import ORIGINAL_LENGTH, read_rope, read_ropes, write_rope
 from fp8jax.lm.model.config import ModelConfig, too_deep
 from fp8jax.lm.model.rope import LongRope
 from fp8jax.lookup import brief
@@ -156,6 +156,7 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
         *family.without_effect,
         *family.defaults,
         *family.sizes.values(),
+        *({ORIGINAL_LENGTH} if "rope_parameters" in family.defaults else ()),
     }
     return sorted(config.keys() - known)
 
@@ -238,7 +239,7 @@ def to_config_json(model: ModelConfig, *, max_length: int) -> dict[str, Any]:
     if model.rope_scaling is not None:
         older["rope_scaling"] = rope
     if isinstance(model.rope_scaling, LongRope):  # Phi's classes take this one first
-        older["original_max_position_embeddings"] = model.rope_scaling.original
+        older[ORIGINAL_LENGTH] = model.rope_scaling.original
     if family.local_theta is not None:
         local = model.window_rope_theta or model.rope_theta
         rope = {"full_attention": rope, "sliding_attention": write_rope(local, None, length)[0]}
@@ -290,6 +291,7 @@ def family_for(model: ModelConfig) -> Family:
             and model.mlp in mlps
             and gpt2 == bool(model.learned_positions)
             and (heads or not gpt2)
+            and (model.d_model % model.n_heads == 0 or not family.divisible)
             and kinds <= set(family.layers.kinds)
             and (family.layers.mixed or len(kinds) == 1)
             and (scalar or model.query_scalar in (0, model.head_dim))
@@ -301,7 +303,7 @@ def family_for(model: ModelConfig) -> Family:
     for family in FAMILIES.values():
         if is_family(family):
             return family
-    names = (*_PLAIN, "mlp", "learned_positions", "n_kv_heads", "head_dim")
+    names = (*_PLAIN, "mlp", "learned_positions", "d_model", "n_heads", "n_kv_heads", "head_dim")
     names = (*names, "layer_pattern", "query_scalar", "rotary_dim", "window_rope_theta")
     fields = ", ".join(f"{name}={getattr(model, name)!r}" for name in names)
     raise ValueError(

@@ -93,6 +93,7 @@ class Family:
         alone; None where all layers are rotated alike.
       scaled: how RoPE may be scaled.
       partial: whether RoPE may rotate a part of each head.
+      divisible: whether transformers refuses a width that the number of heads does not divide.
     """
 
     architecture: str
@@ -106,6 +107,7 @@ class Family:
     local_theta: str | None = None
     scaled: tuple[type, ...] = (Linear, Llama3, Yarn)
     partial: bool = False
+    divisible: bool = False
 
     @property
     def activation(self) -> tuple[str, Mapping[str, str]]:
@@ -166,6 +168,7 @@ _ALL = (
         defaults=_LLAMA,
         only=_NO_BIAS | dict(sliding_window=(None,)),
         fields={},
+        divisible=True,
     ),
     Family(
         architecture="Qwen2ForCausalLM",
@@ -218,10 +221,11 @@ _ALL = (
         architecture="Phi3ForCausalLM",
         model_type="phi3",
         sizes=_SIZES,
-        defaults=_LLAMA | dict(rms_norm_eps=1e-5, sliding_window=None),
+        defaults=_LLAMA
+        | dict(rms_norm_eps=1e-5, sliding_window=None, original_max_position_embeddings=4096),
         # Folders that are older than the class in transformers name the same code as their own.
         only=_NO_BIAS | dict(auto_map=(None, _PHI_3_CODE)),
-        without_effect=frozenset({"embd_pdrop", "original_max_position_embeddings", "resid_pdrop"}),
+        without_effect=frozenset({"embd_pdrop", "resid_pdrop"}),
         fields=dict(joined_projections=True),
         layers=ONE_WINDOW,
         scaled=(LongRope,),
@@ -260,6 +264,7 @@ _ALL = (
         fields=dict(norm="rms_offset", norm_at="both", qk_norm=True, scale_embedding=True),
         layers=GEMMA_WINDOWS,
         local_theta="rope_local_base_freq",
+        divisible=True,
     ),
     Family(
         architecture="GPT2LMHeadModel",

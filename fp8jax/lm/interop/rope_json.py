@@ -31,7 +31,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
         "attention_factor",
     ),
 }
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 _OLDER_NAMES = {"su": "longrope"}  # of Phi 3's first files
 
 
@@ -96,7 +96,9 @@ def read_ropes(
             f"{where}: rope_parameters must have full_attention and sliding_attention, and not "
             f"more: {', '.join(sorted(missing))}"
         )
-    beside = {key: value for key, value in config.items() if key != _ORIGINAL}  # is of flat ones
+    beside = {
+        key: value for key, value in config.items() if key != ORIGINAL_LENGTH
+    }  # is of flat ones
     full = read_rope({**beside, "rope_parameters": given["full_attention"]}, where)
     alone = {"rope_parameters": given["sliding_attention"], "rope_scaling": None}
     windowed = read_rope({**beside, **alone}, where)
@@ -125,7 +127,7 @@ def _kind(rope: dict[str, Any], where: str) -> str:
 
 def _original(config: Mapping[str, Any]) -> dict[str, Any]:
     """The original length if a config.json has it beside the scaling, where it takes priority."""
-    return {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}
+    return {ORIGINAL_LENGTH: config[ORIGINAL_LENGTH]} if ORIGINAL_LENGTH in config else {}
 
 
 def _positive(value: Any, key: str, where: str) -> float:
@@ -192,7 +194,8 @@ class _Reader:
         if not (self._has("mscale") and self._has("mscale_all_dim")):
             return None
         above, below = self._number("mscale"), self._number("mscale_all_dim")
-        return (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+        logarithm = max(0.0, math.log(factor))  # of lengths, a factor may be below 1
+        return (0.1 * above * logarithm + 1) / (0.1 * below * logarithm + 1)
 
     def _has(self, key: str) -> bool:
         """Whether a number is given; transformers reads 0 and null as none."""
@@ -225,7 +228,7 @@ class _Reader:
 
     def _original(self, config: Mapping[str, Any]) -> int:
         """Positions of training; without them, max_position_embeddings, as in transformers."""
-        key = "original_max_position_embeddings"
+        key = ORIGINAL_LENGTH
         if self._has(key):
             return self._length(self._rope, key)
         if "max_position_embeddings" not in config:
@@ -258,7 +261,7 @@ def write_rope(
     shared = {
         **base,
         "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original,
+        ORIGINAL_LENGTH: scaling.original,
     }
     length = max(max_length, round(scaling.factor * scaling.original))
     if isinstance(scaling, Llama3):

@@ -94,7 +94,7 @@ class Yarn:
       original: positions the model was trained on.
       beta_fast: dimensions with more turns than this are unchanged.
       beta_slow: see `factor`.
-      attention_factor: multiplies cos and sin; None: 0.1 ln(factor) + 1.
+      attention_factor: multiplies cos and sin; None: 0.1 ln(factor) + 1, and 1 below a factor of 1.
       truncate: round the two ends of the line between those dimensions outward, to whole indices.
     """
 
@@ -109,7 +109,7 @@ class Yarn:
     def magnitude(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
-        return 0.1 * math.log(self.factor) + 1
+        return 0.1 * max(0.0, math.log(self.factor)) + 1
 
     def multipliers(self, theta: float, head_dim: int) -> np.ndarray:
         def dimension(turns: float) -> float:

@@ -553,6 +553,11 @@ def test_longrope_is_that_of_the_published_files():
         assert math.isclose(model.rope_scaling.magnitude, math.sqrt(17 / 12))
     part = mini | dict(partial_rotary_factor=0.75, head_dim=128)
     assert to_model_config(part).rotary_dim == 96
+    # Phi3Config's own length, above that of the scaling, where the file has none beside it
+    assert PHI_3["original_max_position_embeddings"] == 4096
+    del part["original_max_position_embeddings"]
+    part["rope_scaling"] = rope | dict(original_max_position_embeddings=64)
+    assert to_model_config(part).rope_scaling == model.rope_scaling
     model.check_length(4096)
     with pytest.raises(ValueError, match="seq_len=4097 .*=4096 of RoPE of type 'longrope'"):
         model.check_length(4097)
@@ -656,6 +661,16 @@ def test_windows_that_no_layer_has_are_no_windows():
     assert to_model_config(config) == to_model_config(config_json("qwen2"))
 
 
+def test_yarn_of_a_length_below_the_original_has_no_temperature():
+    """Its factor is then the quotient of the two lengths, and transformers takes no logarithm."""
+    rope = YARN | dict(factor=None, mscale=1.0, mscale_all_dim=0.5)
+    config = LLAMA_2 | dict(original_max_position_embeddings=4096, max_position_embeddings=64)
+    for scaling in (rope, {key: rope[key] for key in ("rope_type", "factor")}):
+        found = to_model_config(config | dict(rope_scaling=scaling)).rope_scaling
+        assert (found.factor, found.original, found.magnitude) == (1 / 64, 4096, 1.0)
+    assert unknown_keys(config | dict(rope_scaling=rope)) == []
+
+
 def test_keys_that_nobody_knows_are_named():
     assert unknown_keys(LLAMA_2 | dict(final_logit_softcapping=30, x=1)) == [
         "final_logit_softcapping",
@@ -676,6 +691,16 @@ def test_keys_that_nobody_knows_are_named():
 def test_models_that_hugging_face_does_not_have_are_refused(changes):
     with pytest.raises(ValueError, match=f"no supported architecture.* {next(iter(changes))}="):
         family_for(dataclasses.replace(MODELS["llama_tiny"], **changes))
+
+
+def test_heads_that_do_not_divide_the_width_are_not_llama_s():
+    """The config of transformers refuses them in Llama and in Gemma 3."""
+    changes = dict(d_model=56, n_heads=6, n_kv_heads=2, head_dim=12)
+    odd = dataclasses.replace(MODELS["llama_tiny"], **changes)
+    assert family_for(odd) is FAMILIES["MistralForCausalLM"]
+    gemma = dataclasses.replace(to_model_config(config_json("gemma3")), **changes)
+    with pytest.raises(ValueError, match="no supported architecture.* d_model=56, n_heads=6"):
+        family_for(gemma)
 
 
 def test_smooth_swiglu_is_swiglu_there():
