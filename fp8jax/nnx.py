@@ -497,7 +497,8 @@ def update(
       >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
       (Array([1., 0.], dtype=float32), 1)
     """
-    if type(optimizer) is nnx.ModelAndOptimizer or not isinstance(optimizer, nnx.Optimizer):
+    whole = isinstance(optimizer, nnx.ModelAndOptimizer)
+    if whole or not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(f"use nnx.Optimizer(model, tx, wrt=nnx.Param), got {brief(optimizer)}")
     if isinstance(gradients, tuple):
         raise TypeError("the gradients are a tuple: of value_and_grad, pass the second result")

@@ -341,24 +341,21 @@ def _proving_curves() -> None:
     _save(plots.gap_curves(growth.by_steps(lines), over="last steps that are in the policy"))
 
 
-def _parity_lines(name: str) -> list[parity_ledger.Line]:
-    """Returns the lines of --ledger that are of --setting and --manifest.
-
-    Args:
-      name: of the plan whose setting is the default.
-    """
+def _parity_lines(plan: Plan) -> list[parity_ledger.Line]:
+    """Returns the lines of --ledger that are of --manifest and of --setting, or the plan's."""
     lines = _lines()
     data = corpus.digest_of(Path(_MANIFEST.value))
-    setting = _SETTING.value or lookup("plan", name, parity_plan.PLANS).setting()
+    setting = _SETTING.value or plan.setting()
     if setting not in (settings := dict.fromkeys(line.setting for line in lines)):
         raise unknown("setting", setting, settings)
     return parity_ledger.comparable(lines, setting, data)
 
 
 def _verdicts() -> list[parity_analysis.Verdict]:
-    lines = _parity_lines(_PLAN.value or "headline")
+    plan = lookup("plan", _PLAN.value or "headline", parity_plan.PLANS)
+    lines = _parity_lines(plan)
     if _PLAN.present:
-        names = {arm.name for arm in parity_plan.PLANS[_PLAN.value].arms}
+        names = {arm.name for arm in plan.arms}
         lines = [line for line in lines if line.arm in names]
     return parity_analysis.verdicts(lines)
 
@@ -370,7 +367,7 @@ def _parity_curves() -> None:
 
 
 def _parity_casts() -> None:
-    lines = _parity_lines("branches_casts")
+    lines = _parity_lines(parity_plan.PLANS["branches_casts"])
     print(cast_effects.table(lines))
     if _OUTPUT.value:
         _save(plots.seed_intervals(cast_effects.by_cast(lines)))

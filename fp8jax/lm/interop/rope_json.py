@@ -96,9 +96,8 @@ def read_ropes(
             f"{where}: rope_parameters must have full_attention and sliding_attention, and not "
             f"more: {', '.join(sorted(missing))}"
         )
-    beside = {
-        key: value for key, value in config.items() if key != ORIGINAL_LENGTH
-    }  # is of flat ones
+    # A length beside them is of flat ones.
+    beside = {key: value for key, value in config.items() if key != ORIGINAL_LENGTH}
     full = read_rope({**beside, "rope_parameters": given["full_attention"]}, where)
     alone = {"rope_parameters": given["sliding_attention"], "rope_scaling": None}
     windowed = read_rope({**beside, **alone}, where)

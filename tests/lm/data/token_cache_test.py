@@ -464,6 +464,7 @@ def test_files_that_are_not_utf8_are_skipped_and_named(tmp_path, caplog):
     corpus = build(f"x=text:{tmp_path}/*.txt", tmp_path, bad_examples="skip")
     (stats,) = corpus.stats
     assert (stats.files, stats.not_utf8, stats.too_short) == (44, 2, 2)
+    assert stats.brief().endswith("; 2 left out, under 16 bytes")
     assert "latin.txt: it is not UTF-8" in caplog.text and "cut.txt" in caplog.text
     assert_same(corpus, wanted)
 
