@@ -497,9 +497,11 @@ def update(
       >>> model.dot_general.x_amax_history[...], optimizer.step[...].item()
       (Array([1., 0.], dtype=float32), 1)
     """
-    whole = isinstance(optimizer, nnx.ModelAndOptimizer)
-    if whole or not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(f"use nnx.Optimizer(model, tx, wrt=nnx.Param), got {brief(optimizer)}")
+    if isinstance(optimizer, nnx.ModelAndOptimizer):
+        raise TypeError("use nnx.Optimizer(model, tx, wrt=nnx.Param), got an nnx.ModelAndOptimizer")
+    if not isinstance(optimizer, nnx.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"use nnx.Optimizer(model, tx, wrt=nnx.Param), got a {kind}")
     if isinstance(gradients, tuple):
         raise TypeError("the gradients are a tuple: of value_and_grad, pass the second result")
     _refuse_classes_with_histories(model)
