@@ -90,9 +90,9 @@ def gemm_table(gemms: Iterable[Gemm]) -> str:
       >>> f = functools.partial(fp8jax.einsum, "mk,kn->mn", recipe="fp8_current")
       >>> print(fp8jax.gemm_table(fp8jax.gemms(jax.jit(f).lower(x, w).compile())))
       module          recipe and role  GEMMs  operands  M x K x N     kernel
-      (unattributed)  fp8_current.fwd  1      f32       16 x 32 x 16  ...
+      (unattributed)  fp8_current.fwd  1      bf16      16 x 32 x 16  ...
       FP8: 0 of 1 GEMMs that recipes cast to it
-      NOT FP8: (unattributed) fwd in f32 (1): backend: emulated; cpu has no FP8 matrix unit
+      NOT FP8: (unattributed) fwd in bf16 (1): backend: emulated; cpu has no FP8 matrix unit
     """
     return format_table(gemms)
 
@@ -128,7 +128,7 @@ def assert_fp8(
       Traceback (most recent call last):
           ...
       fp8jax.analysis.gemms.Fp8FallbackError: 1 GEMMs of the program should run in FP8 and do not:
-        NOT FP8: (unattributed) fwd in f32 (1): backend: emulated; cpu has no FP8 matrix unit
+        NOT FP8: (unattributed) fwd in bf16 (1): backend: emulated; cpu has no FP8 matrix unit
     """
     all_gemms = gemms(compiled, recipes=recipes, backend=backend, device=device)
     ours = [gemm for gemm in all_gemms if fnmatch.fnmatchcase(gemm.module, modules)]

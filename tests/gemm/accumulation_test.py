@@ -90,10 +90,10 @@ def test_who_runs_a_split_sum_on_hopper():
 
 
 def test_the_emulated_backend_sums_in_float32_either_way():
-    """Its program is the same: three dots of codes, widened for a CPU, with float32 results."""
+    """Its program is the same: three dots of bfloat16 codes with float32 results."""
     fast, split = (stablehlo(f"fp8_current:accumulation={how}", "emulated") for how in HOW)
     assert fast == split
-    assert len(re.findall(r"dot_general .*xf32>\) -> tensor<\d+x\d+xf32>", fast)) == 3
+    assert len(re.findall(r"dot_general .*xbf16>\) -> tensor<\d+x\d+xf32>", fast)) == 3
 
 
 @pytest.mark.gpu

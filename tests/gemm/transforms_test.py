@@ -297,27 +297,6 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
-def test_vmap_over_one_operand_of_a_product(recipe):
-    """XLA's CPU has no GEMM of bfloat16 for it behind a barrier."""
-    x, w, cotangents = (
-        jax.random.normal(jax.random.key(seed), shape)
-        for seed, shape in ((0, (32, 64)), (1, (64, 16)), (2, (3, 32, 16)))
-    )
-    keys = jax.random.split(jax.random.key(3), 3)
-
-    def dw(g, key):
-        key = key if recipe == "nvfp4" else None
-        product = functools.partial(fp8jax.einsum, "mk,kn->mn", x, recipe=recipe, key=key)
-        return jax.vjp(product, w)[1](g)[0]
-
-    both = jax.vmap(dw)(cotangents, keys)
-    one = jax.vmap(dw, in_axes=(0, None))(cotangents, keys[0])
-    for i in range(3):  # sums of 32 exact products, perhaps in another order
-        np.testing.assert_allclose(both[i], dw(cotangents[i], keys[i]), rtol=0, atol=2e-5)
-        np.testing.assert_allclose(one[i], dw(cotangents[i], keys[0]), rtol=0, atol=2e-5)
-
-
 def test_what_flax_puts_around_a_module():
     assert "Dense" in LAYER.tabulate(jax.random.key(0), X)
     shapes = jax.eval_shape(LAYER.init, jax.random.key(0), X)

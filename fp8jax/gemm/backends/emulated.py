@@ -101,10 +101,6 @@ def matmul_emulated(a: Operand, b: Operand, dtype, accumulation: str) -> jax.Arr
     wide = gemm_dtype(a, b)
     # The barrier keeps XLA from using an FP8 GEMM, which on Hopper keeps only 14 bits of the sums.
     left, right = lax.optimization_barrier((numbers_of(a, wide), numbers_of(b, wide)))
-    if platform() == "cpu":
-        # XLA would widen them itself, but compiles what `jax.vmap` over one of them gives to a GEMM
-        # of bfloat16 that it cannot run.
-        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     outer = result_scale(a, b)
     # A GPU's GEMM rounds its float32 sums itself, which saves a pass over the result.
     rounds = outer is None and dtype == wide and platform() == "gpu"
