@@ -234,6 +234,12 @@ def check_key(key: Any) -> None:
     raise TypeError(f"key must be one PRNG key, such as jax.random.key(0), got {got}")
 
 
+def check_holds_values(fmt: Format) -> None:
+    """Raises ValueError for a format of scales alone."""
+    if not fmt.signed:
+        raise ValueError(f"{fmt.name} holds scales, not values: use a signed format")
+
+
 def check_rounding(fmt: Format, rounding: Any, key: Any) -> None:
     """Raises ValueError for an unknown rounding, and for a key that is missing or unused.
 

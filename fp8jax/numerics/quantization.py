@@ -32,6 +32,7 @@ from fp8jax.numerics.formats import (
     as_format,
     cast_unchecked,
     check_float,
+    check_holds_values,
     check_result_dtype,
     check_rounding,
     draws,
@@ -132,8 +133,7 @@ def quantize(
              [64, 128, 448]], dtype=float8_e4m3fn)
     """
     check_float("x", x)
-    if not as_format(fmt).signed:
-        raise ValueError(f"{as_format(fmt).name} holds scales, not values: use a signed format")
+    check_holds_values(as_format(fmt))
     check_rounding(as_format(fmt), rounding, key)
     refuse_tile(as_scale_rule(scale), as_tile(tile), hadamard=1)
     if amax is not None:

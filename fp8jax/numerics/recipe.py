@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from fp8jax.lookup import brief, unknown
 from fp8jax.numerics.accumulation import ACCUMULATIONS, Accumulation
 from fp8jax.numerics.describe import cast_words, recipe_rows, recipe_words, scale_name, table
-from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format
+from fp8jax.numerics.formats import FORMATS, ROUNDINGS, Format, as_format, check_holds_values
 from fp8jax.numerics.hadamard import check_hadamard
 from fp8jax.numerics.scales import (
     SCALES,
@@ -105,8 +105,7 @@ class Cast:
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", self.rounding, ROUNDINGS)
         check_hadamard(self.hadamard)
-        if not self.format.signed:
-            raise ValueError(f"{self.format.name} holds scales, not values: use a signed format")
+        check_holds_values(self.format)
         if self.timing == "delayed" and self.tile != TENSOR:
             raise ValueError(
                 f"delayed scaling contradicts tile={self.tile}: a history holds one amax for the"
