@@ -26,6 +26,9 @@
         --manifest=docs/parity_corpus.json --output=docs/figures/branches.png
     python -m experiments.study parity_casts --ledger=docs/branches_75m_ledger.jsonl \\
         --manifest=docs/parity_corpus.json --output=docs/figures/branches_casts.png
+    python -m experiments.study parity_endings --plan=branches_recipes \\
+        --ledger=docs/branches_75m_ledger.jsonl --manifest=docs/parity_corpus.json \\
+        --output=docs/figures/branches_recipes.png
 
 `python -m experiments.study NAME --help` says what one does and has its flags.
 """
@@ -46,6 +49,7 @@ from experiments.study import (
     cast_effects,
     corpus,
     corpus_files,
+    endings,
     growth,
     inference,
     intervals,
@@ -80,8 +84,8 @@ _OUTPUT = flags.DEFINE_string(
     "output",
     "",
     "The page whose tables `recipes` or `proving_table` rewrites; the figure that `intervals`"
-    ", `parity_figure`, `parity_curves`, `parity_casts`, `proving_figure` or `proving_curves`"
-    " draws; the folder of `corpus`; the JSON of `parity_table`.",
+    ", `parity_figure`, `parity_curves`, `parity_casts`, `parity_endings`, `proving_figure` or"
+    " `proving_curves` draws; the folder of `corpus`; the JSON of `parity_table`.",
 )
 
 
@@ -373,6 +377,12 @@ def _parity_casts() -> None:
         _save(plots.seed_intervals(cast_effects.by_cast(lines)))
 
 
+def _parity_endings() -> None:
+    gaps, left_out = endings.by_recipe(_verdicts())
+    print(f"not drawn: {', '.join(left_out) or 'none'}")
+    _save(plots.seed_intervals(gaps))
+
+
 def _parity_table() -> None:
     found = _verdicts()
     print(parity_analysis.table(found))
@@ -518,6 +528,16 @@ _COMMANDS = (
         run=_parity_casts,
         needs=["ledger", "manifest"],
         takes=["output", "setting"],
+    ),
+    _Study(
+        name="parity_endings",
+        about=(
+            "Draws what each arm costs that decays from the trunk of BF16, the least first "
+            "(--plan=branches_recipes)."
+        ),
+        run=_parity_endings,
+        needs=["plan", "ledger", "manifest", "output"],
+        takes=["setting"],
     ),
     _Study(
         name="proving",

@@ -311,7 +311,7 @@ PLANS = {
     # workdir and one ledger. The guess: recipes are in the order that they have in `late`, but for
     # those that round gradients coarsely, which the higher rate sets back. The machine's time ended
     # in seed 221, whose trunk went with it, before 222: seeds 223 to 226 were planned when that
-    # much was known, and every pair counts.
+    # much was known, and every pair counts. The next machine's time ended in seed 225.
     "branches_recipes": Plan(
         arms=(*_BF16, *_BRANCHES, *_branches(*_OTHERS, *_LATER_RECIPES, *_recipes("fp8_cscale"))),
         seeds=(220, 221, *range(223, 227)),

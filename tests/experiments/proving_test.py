@@ -267,11 +267,12 @@ def test_the_page_s_tables_are_those_of_the_committed_ledger():
         ("branches", "# What the last eighth", 5 + 5),
         ("branches", "## 2026-11-30, later", 4 + 4),
         ("branches_casts", "# Which cast", 6 + 7),
-        ("parity_scatter", "## 2026-11-29, last:", 8 + 3),
+        ("branches_recipes", "# What an ending", 22 + 14 + 6),
+        ("parity_scatter", "## 2026-11-29, last:", 8 + 3 + 2),
     ],
     ids=[
         *("late", "late_growth", "late_short", "branches", "branches_long", "branches_casts"),
-        "parity_scatter",
+        *("branches_recipes", "parity_scatter"),
     ],
 )
 def test_a_page_s_script_prints_its_rows(name, section, count, monkeypatch):

@@ -16,6 +16,7 @@ from configs import base, study
 from experiments.study import (
     cast_effects,
     corpus,
+    endings,
     parity_analysis,
     parity_ledger,
     parity_parts,
@@ -496,7 +497,7 @@ def test_a_margin_that_an_interval_crosses_decides_nothing():
     assert found["mxfp8"].text() == "not decided"  # 0.12 ± 0.17
 
 
-def endings(recipe, whole, alone, gained):
+def made_endings(recipe, whole, alone, gained):
     """Ledger lines of a recipe and its casts: percent above BF16's, by nine tenths to eleven."""
     gaps = {recipe: whole}
     gaps |= {f"{recipe}:only={cast}": gap for cast, gap in alone.items()}
@@ -511,9 +512,9 @@ def endings(recipe, whole, alone, gained):
 def test_costs_of_casts_by_hand():
     lines = [made(BASELINE, seed, 2.0) for seed in range(3)]
     nvfp4 = dict(zip(parity_plan.CASTS_OF["nvfp4"], (0.4, 0.32, 0.16, 0.08, 0.04), strict=True))
-    lines += endings("nvfp4", 0.8, nvfp4, {cast: gap / 2 for cast, gap in nvfp4.items()})
+    lines += made_endings("nvfp4", 0.8, nvfp4, {cast: gap / 2 for cast, gap in nvfp4.items()})
     naive = dict.fromkeys(parity_plan.CASTS_OF["fp4_naive"], 0.5)
-    lines += endings("fp4_naive", 4.0, naive, naive)
+    lines += made_endings("fp4_naive", 4.0, naive, naive)
     table = cast_effects.table(lines)
     # 4.303 standard errors of 0.04 / sqrt(3), and half of that; shares are the same in all seeds
     alone, gained = "+0.40 [+0.30, +0.50] | +50 [+50, +50]", "+0.20 [+0.15, +0.25] | +25 [+25, +25]"
@@ -529,7 +530,7 @@ def test_costs_of_casts_by_hand():
 def test_costs_of_casts_need_each_run_of_each_seed():
     lines = [made(BASELINE, seed, 2.0) for seed in range(3)]
     for recipe, casts in parity_plan.CASTS_OF.items():
-        lines += endings(recipe, 1.0, dict.fromkeys(casts, 0.2), dict.fromkeys(casts, 0.2))
+        lines += made_endings(recipe, 1.0, dict.fromkeys(casts, 0.2), dict.fromkeys(casts, 0.2))
     without = [line for line in lines if line.arm != "bf16_then_nvfp4:only=dgrad_w"]
     with pytest.raises(ValueError, match="bf16_then_nvfp4:only=dgrad_w has no gap"):
         cast_effects.table(without)
@@ -538,6 +539,21 @@ def test_costs_of_casts_need_each_run_of_each_seed():
         ValueError, match=r"fwd_x=bf16 has seeds \[0, 2\], and the whole \[0, 1, 2\]"
     ):
         cast_effects.table(without)
+
+
+def test_endings_are_ordered_and_named_by_format():
+    lines = [made(BASELINE, seed, 2.0) for seed in range(2)]
+    losses = {"nvfp4": (2.02, 2.03), "fp8_block": (2.01, 2.0), NULL: (2.0, 2.0)}
+    losses |= {"fp8_cscale": (2.2, 2.04), "mxfp8": (2.19, 2.0)}  # 6.0% and 4.75% above
+    for name, each in losses.items():
+        lines += [made(parity_plan.then(name), seed, loss) for seed, loss in enumerate(each)]
+    lines += [made(parity_plan.then("mxfp4"), 0, 2.0), made("fp4_naive", 0, 2.5)]
+    found, left_out = endings.by_recipe(parity_analysis.verdicts(lines))
+    assert list(found) == ["BF16/the null", "FP8/fp8_block", "FP4/nvfp4", "FP8/mxfp8"]
+    assert found["FP4/nvfp4"] == pytest.approx([1.0, 1.5])
+    assert left_out == ["bf16_then_mxfp4", "bf16_then_fp8_cscale"]
+    with pytest.raises(ValueError, match="no decay from the trunk of bf16"):
+        endings.by_recipe(parity_analysis.verdicts([made(BASELINE, 0, 2.0), made("mxfp8", 0, 2.0)]))
 
 
 def test_plans_of_casts_and_recipes_share_their_trunks():
@@ -625,22 +641,26 @@ def test_committed_numbers_are_those_of_the_page_s_command(committed):
     assert parity_analysis.table(long) in page
 
 
-def test_the_page_of_casts_has_the_tables_of_its_ledger():
+def test_pages_of_casts_and_recipes_have_the_tables_of_their_ledger():
     lines = parity_ledger.read(DOCS / "branches_75m_ledger.jsonl")
-    assert len(lines) == 117 and len({line.code for line in lines}) == 1
-    assert len({(line.seed, line.trunk) for line in lines}) == 3
+    assert len(lines) == 178 and len({line.code for line in lines}) == 1
+    assert len({(line.seed, line.trunk) for line in lines}) == 7  # one host a seed
     data = corpus.digest_of(DOCS / "parity_corpus.json")
     lines = parity_ledger.comparable(lines, PLANS["branches_casts"].setting(), data)
-    page = (DOCS / "results/branches_casts.md").read_text(encoding="utf-8")
-    assert cast_effects.table(lines) in page
     for name in ("branches_casts", "branches_recipes"):
+        page = (DOCS / f"results/{name}.md").read_text(encoding="utf-8")
+        assert name == "branches_recipes" or cast_effects.table(lines) in page
         arms = {arm.name for arm in PLANS[name].arms}
         found = parity_analysis.verdicts([line for line in lines if line.arm in arms])
         assert parity_analysis.table(found) in page
         assert parity_analysis.control_failures(found) == []
     drawn = cast_effects.by_cast(lines)
     whole = [verdict for verdict in found if verdict.arm == "bf16_then_nvfp4"]
-    assert drawn["nvfp4/all casts"] == list(whole[0].gaps.values()) and len(drawn) == 11 + 13
+    assert drawn["nvfp4/all casts"] == list(whole[0].gaps.values())[:3] and len(drawn) == 11 + 13
+    recipes, left_out = endings.by_recipe(found)
+    assert len(recipes) == 22 + 1 and recipes["FP4/nvfp4"] == list(whole[0].gaps.values())
+    cscale = ("fp8_cscale_loss_scale_65536", "fp8_cscale")
+    assert left_out == [parity_plan.then(name) for name in cscale]
 
 
 def test_readme_s_gaps_of_the_study_are_the_committed_ones():
