@@ -14,6 +14,7 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.gemm import vjp
+from fp8jax.gemm.backends import operands as operands_of_gemms
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
 from fp8jax.gemm.dot import dot_general, dot_general_together, einsum
 from fp8jax.gemm.histories.amax_history import init_state
@@ -451,14 +452,37 @@ def test_an_overflow_in_a_source_never_hides(name, bad):
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", *sorted(IN_BF16)])
-def test_operands_with_few_bits_are_multiplied_in_bfloat16(name):
-    recipe, operands = RECIPES[name], random_operands()
+@pytest.mark.parametrize("platform, rows", [("gpu", 48), ("cpu", 80)])  # JAX keeps what it traces
+def test_operands_with_few_bits_are_multiplied_in_bfloat16(name, platform, rows, monkeypatch):
+    """But, on a CPU, where the first is transposed: XLA has no such product under `jax.vmap`."""
+    monkeypatch.setattr(operands_of_gemms, "platform", lambda: platform)
+    recipe, operands = RECIPES[name], normal_operands(rows, K, N)
     args = (*(operands[k] for k in "xwg"), init_state(recipe))
     f = functools.partial(three_products, key=KEY, recipe=recipe, backend="emulated")
     jaxpr = jax.make_jaxpr(f)(*args)
     dots = [e for e, _ in equations(jaxpr.jaxpr) if e.primitive is jax.lax.dot_general_p]
-    assert [[v.aval.dtype for v in e.invars] for e in dots] == [[jnp.bfloat16] * 2] * 3
+    transposed = [e.params["dimension_numbers"][0][0] == (0,) for e in dots]
+    wide = [jnp.float32 if platform == "cpu" and first else jnp.bfloat16 for first in transposed]
+    assert [[v.aval.dtype for v in e.invars] for e in dots] == [[dtype] * 2 for dtype in wide]
+    assert len(dots) == 3 and any(transposed)
     assert [e.outvars[0].aval.dtype for e in dots] == [jnp.float32] * 3
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4:rounding=nearest,hadamard=1"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_vmap_over_cotangents_gives_the_gradients_of_each(recipe, axis):
+    """Integers from -2 to 2 and scales that are powers of two: every sum is exact."""
+    rng = np.random.default_rng(0)
+    shapes = (32, 64), (64, 96), (3, 32, 96)
+    x_MK, w_KN, g_BMN = (rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes)
+    product = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=variant(recipe))
+
+    def gradients(g_MN):
+        return jax.vjp(product, x_MK, w_KN)[1](g_MN)
+
+    dx_BMK, dw_BKN = jax.jit(jax.vmap(gradients, in_axes=axis))(np.moveaxis(g_BMN, 0, axis))
+    np.testing.assert_array_equal(dx_BMK, g_BMN @ w_KN.T)
+    np.testing.assert_array_equal(dw_BKN, x_MK.T @ g_BMN)
 
 
 @pytest.mark.parametrize("rule", ["nvfp4", "outer128", "e8m0", "e8m0_floor", "pow2", "fp32"])

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8jax.device.hardware import platform
 from fp8jax.numerics.quantization import Quantized, dequantize
 from fp8jax.numerics.recipe import Cast
 
@@ -103,6 +104,8 @@ def plain_matmul(
     Leading axes are batch axes. The result has dtype `dtype`. `precision` is that of
     `lax.dot_general`; for None, float32 operands are not rounded to TF32.
     """
+    if a.axis == -2 and dtype == jnp.float32 and platform() == "cpu":
+        a, b = (PlainOperand(_widened(each.x), each.axis) for each in (a, b))
     batch = tuple(range(a.x.ndim - 2))
     contract = ((a.x.ndim + a.axis,), (b.x.ndim + b.axis,))
     if precision is None and a.x.dtype == jnp.float32:
@@ -110,3 +113,15 @@ def plain_matmul(
     return lax.dot_general(
         a.x, b.x, (contract, (batch, batch)), precision, preferred_element_type=dtype
     )
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """Returns x in float32: XLA multiplies in it on a CPU, and fails in bfloat16 under `jax.vmap`.
+
+    It fails where the first operand is transposed and the second is mapped, as over cotangents.
+    XLA may leave out a conversion to bfloat16 and back, and the rounding with it;
+    `reduce_precision` is that rounding once more, and stays.
+    """
+    if x.dtype != jnp.bfloat16:
+        return x
+    return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
