@@ -134,8 +134,8 @@ def test_study_needs_a_command():
     assert done.returncode == 1
     assert (
         "the first argument must be one of recipes, curves, sweep, inference, intervals, ties,"
-        " corpus, parity, parity_table, parity_figure, parity_curves, parity_casts, proving,"
-        " proving_table, proving_figure, proving_curves, kv_cache; got "
+        " corpus, parity, parity_table, parity_figure, parity_curves, parity_casts,"
+        " parity_endings, proving, proving_table, proving_figure, proving_curves, kv_cache; got "
     ) in done.stdout + done.stderr
 
 
