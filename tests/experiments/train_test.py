@@ -122,6 +122,16 @@ def together(given, *inject, code=0):
     return said
 
 
+@pytest.mark.full
+def test_processes_that_an_axis_tensor_spans_read_the_same_rows(data, monkeypatch, tmp_path):
+    two = lambda axes, devices=None: mesh.make_mesh(axes, jax.devices()[:2])  # noqa: E731
+    monkeypatch.setattr(build, "make_mesh", two)
+    short = dict(mesh="tensor", num_steps=4, valid__every=2, checkpoint__every=4)
+    train(tiny_run(data, tmp_path / "one", **short))
+    together(tiny_run(data, tmp_path / "two", **short))
+    assert numbers(tmp_path / "one") == numbers(tmp_path / "two")
+
+
 @pytest.mark.parametrize(
     "precision, finish",
     [

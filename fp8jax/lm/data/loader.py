@@ -1,7 +1,7 @@
 """Batches of rows, and the device arrays that a process feeds to its devices.
 
 Batch b holds the positions b*B to b*B + B - 1 after the first of the run (mixture.py); each process
-reads its slice of them.
+reads those that its devices hold: its share. Processes that an axis `tensor` spans hold the same.
 """
 
 import contextlib
@@ -25,6 +25,29 @@ Batch = dict[str, Array]  # tokens, targets, segments, positions, weights: [B, L
 
 def _stack(rows: list[Row]) -> Row:
     return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def share_of_rows(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
+    """Returns (index, count): this process holds the index-th of count equal parts of each batch.
+
+    Args:
+      sharding: of a batch, [B, L].
+      batch_size: rows in a global batch.
+
+    Raises:
+      ValueError: the rows of this process's devices are no such part, as on a mesh whose devices
+        are in an order of one's own.
+    """
+    held = sharding.addressable_devices_indices_map((batch_size, 1)).values()
+    spans = sorted({rows.indices(batch_size)[:2] for index in held if index for rows in index[:1]})
+    first, end = spans[0][0], spans[-1][1]
+    rows = sum(end - begin for begin, end in spans)
+    if rows != end - first or first % rows or batch_size % rows:
+        raise ValueError(
+            f"the devices of this process must hold one of several equal parts of a batch of"
+            f" {batch_size} rows, and hold rows {spans}: order the mesh's devices by process"
+        )
+    return first // rows, batch_size // rows
 
 
 def _local_slice(batch_size: int, process_index: int, process_count: int) -> tuple[int, int]:
@@ -66,8 +89,9 @@ def train_batches(
       batch_size: rows in a global batch.
       position: where to begin, from `mixture.start`; None is the beginning of a run.
       num_epochs: epochs after which a source gives empty rows; None for endless ones.
-      process_index: number of this process, from 0.
-      process_count: number of processes.
+      process_index: which share of each batch, from 0 (`share_of_rows`); the number of this
+        process where no axis of the mesh but the batch's spans several.
+      process_count: into how many shares a batch is divided.
 
     Returns:
       An iterator of dicts of arrays [batch_size // process_count, seq_len]. Two threads read a few

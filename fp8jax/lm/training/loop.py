@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.device import hardware, xla
 from fp8jax.lm.corpus import Corpus
-from fp8jax.lm.data.loader import TimedIterator, train_batches
+from fp8jax.lm.data.loader import TimedIterator, share_of_rows, train_batches
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.token_rows import TokenData
@@ -329,14 +329,15 @@ def _read_ahead(
     start: int,
 ) -> Iterator[Row]:
     """This process's rows, read ahead, each waited for `data_timeout` seconds at most."""
+    share, shares = share_of_rows(run.batch_sharding, run.settings.batch_size)
     batches = train_batches(
         corpus.train,
         seed=run.settings.seed,
         batch_size=run.settings.batch_size,
         position=position,
         num_epochs=run.settings.num_epochs,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=share,
+        process_count=shares,
     )
     stack.callback(batches.close)
     timed = TimedIterator(faults.batches(batches, start + 1), run.settings.data_timeout)

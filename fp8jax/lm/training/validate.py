@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from fp8jax.lm.corpus import Corpus
-from fp8jax.lm.data.loader import to_devices, valid_batches
+from fp8jax.lm.data.loader import share_of_rows, to_devices, valid_batches
 from fp8jax.lm.training.run import Run, Stage
 from fp8jax.lm.training.step import TrainState
 
@@ -30,13 +30,14 @@ def validate(
         most = settings.valid_batches * settings.grad_accum
     sums: dict[str, dict[str, float]] = {}
     hidden: list[np.ndarray] = []
+    share, shares = share_of_rows(run.batch_sharding, settings.microbatch)
     for source, rows in corpus.valid.items():
         batches = valid_batches(
             rows,
             batch_size=settings.microbatch,
             max_batches=most,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=share,
+            process_count=shares,
         )
         eval_step = stage.programs.eval_step
         outs = [eval_step(state, to_devices(batch, run.batch_sharding)) for batch in batches]

@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8jax.lm.data.loader import TimedIterator, train_batches, valid_batches
+from fp8jax.lm.data.loader import TimedIterator, share_of_rows, train_batches, valid_batches
 from fp8jax.lm.data.mixture import Mixture
 from tests.support import ROOT
 from tests.support.rows import assert_rows_equal, build, numbered
@@ -219,6 +221,42 @@ def test_bad_batches(options, message):
         train_batches(MIXTURE, seed=0, **options)
     with pytest.raises(ValueError, match=message):
         valid_batches(numbered(10), **options)
+
+
+class Held:
+    """A sharding of which some devices are this process's."""
+
+    def __init__(self, sharding, devices):
+        self.sharding, self.devices = sharding, devices
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self.sharding.devices_indices_map(shape)
+        return {device: indices[device] for device in self.devices}
+
+
+@pytest.mark.parametrize(
+    ("axes", "a_process", "expected"),
+    [
+        ((4, 2, 1), 1, [(i, 8) for i in range(8)]),
+        ((4, 2, 1), 4, [(0, 2), (1, 2)]),
+        ((2, 2, 2), 2, [(i, 4) for i in range(4)]),
+        # Processes that an axis `tensor` spans hold the same rows.
+        ((2, 2, 2), 1, [(i // 2, 4) for i in range(8)]),
+        ((1, 2, 4), 2, [(i // 2, 2) for i in range(4)]),
+        ((1, 1, 8), 4, [(0, 1), (0, 1)]),
+        ((2, 2, 2), 8, [(0, 1)]),
+    ],
+)
+def test_a_process_reads_the_rows_of_its_devices(axes, a_process, expected):
+    devices = jax.devices()[:8]
+    mesh = Mesh(np.reshape(devices, axes), ("data", "fsdp", "tensor"))
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
+    processes = [devices[i : i + a_process] for i in range(0, 8, a_process)]
+    assert [share_of_rows(Held(sharding, mine), 16) for mine in processes] == expected
+    if axes == (4, 2, 1):
+        for others in (devices[::2], devices[1:3]):
+            with pytest.raises(ValueError, match=r"hold one of .* and hold rows \[\(\d+, \d+\), "):
+                share_of_rows(Held(sharding, others), 16)
 
 
 def test_bad_training_batches():
