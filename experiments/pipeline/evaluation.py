@@ -23,6 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.pipeline.chains import export_format
+from fp8jax.lm.chat.chat_corpus import DATE
 from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.tokenizers import tokenizer
@@ -218,7 +219,7 @@ def _accuracies(task: Task, trained: TrainedModel) -> Numbers:
         trained.variables,
         trained.tokenizer,
         problems,
-        template=load_chat_template(trained.files, trained.tokenizer),
+        template=load_chat_template(trained.files, trained.tokenizer, now=DATE),
         max_tokens=task.max_tokens,
         batch_size=task.batch_size,
     )

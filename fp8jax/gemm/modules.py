@@ -34,7 +34,8 @@ from fp8jax.numerics.formats import check_float
 from fp8jax.numerics.names import as_recipe
 from fp8jax.numerics.recipe import Recipe
 
-_INIT = nn.initializers.lecun_normal()
+_INIT = nn.initializers.lecun_normal(dtype=jnp.float32)  # also with jax_enable_x64
+_ZEROS = nn.initializers.constant(0.0, dtype=jnp.float32)
 
 RNG = "fp8"  # the linen RNG stream of stochastic rounding
 """The linen RNG stream of stochastic rounding. Give it a new key in every step.
@@ -215,7 +216,7 @@ class Dense(nn.Module):
         weight = Weight(kernel, histories, key, module_probe(self), scope, self.gathered)
         if not self.use_bias:
             return weight, None
-        init = _named(nn.initializers.zeros, self.kernel_axes[-1:])
+        init = _named(_ZEROS, self.kernel_axes[-1:])
         return weight, self.param("bias", init, (self.features,))
 
     def __call__(

@@ -289,7 +289,10 @@ OPTIONS: dict[str, Option] = {
         parse=str,
         applies=_is_delayed,
         change=_set_delayed("amax"),
-        help="which amax of the history sets the scale: `max` or `newest`",
+        help=(
+            "which amax of the history sets the scale: `max` or `newest` (the largest, where the"
+            " newest is 0)"
+        ),
     ),
     "scale": Option(
         parse=as_scale_rule,
@@ -307,7 +310,10 @@ OPTIONS: dict[str, Option] = {
         parse=_parse_int,
         applies=_has_margin,
         change=_set_margin,
-        help="binades left free above the amax; of gradients alone for powers of two and constants",
+        help=(
+            "binades left free above the amax; where a tensor has one current power of two, or a"
+            " constant, of gradients alone, and the scale is clipped to 2^-31 to 2^31"
+        ),
     ),
     "gradients": Option(
         parse=_parse_format,

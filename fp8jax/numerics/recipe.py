@@ -127,7 +127,7 @@ class Cast:
                 f" hadamard={self.hadamard}: weights share one current scale for the whole tensor;"
                 " use a rule such as Fp32, tile=TENSOR, hadamard=1"
             )
-        if isinstance(self.scale, NvFp4) and self.format is not FORMATS["e2m1"]:
+        if isinstance(self.scale, NvFp4) and self.format != FORMATS["e2m1"]:
             raise ValueError(
                 f"scale rule {scale_name(self.scale)} needs format e2m1, got"
                 f" format={self.format.name}"
@@ -329,7 +329,24 @@ class Recipe:
                     f"{name} requantizes: the forward multiplies x and w, so only dgrad_w and"
                     " wgrad_x may"
                 )
+        for name, forward in (("dgrad_w", self.fwd_w), ("wgrad_x", self.fwd_x)):
+            self._check_requantized(name, forward)
         self._check_accumulation()
+
+    def _check_requantized(self, name: str, forward: Cast | None) -> None:
+        cast = self.by_name()[name]
+        if cast is None or not cast.requantizes or forward is None:
+            return
+        if forward.hadamard > 1:
+            raise ValueError(
+                f"{name} requantizes what the forward multiplied, which hadamard="
+                f"{forward.hadamard} rotates: nothing rotates it back"
+            )
+        if forward.shared_scale:
+            raise ValueError(
+                f"{name} requantizes what the forward multiplied, whose scale several weights"
+                " share: the gradient would have another"
+            )
 
     def _check_accumulation(self) -> None:
         if not isinstance(self.accumulation, Accumulation):

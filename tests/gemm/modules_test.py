@@ -23,6 +23,14 @@ H = DELAYED.histories["x"]
 OLD = np.arange(H, 0, -1, dtype=np.float32) / 100  # below every amax of these tests
 
 
+def test_parameters_are_of_float32_in_double_precision_too():
+    with jax.enable_x64(True):
+        x = jnp.ones((2, 8), jnp.bfloat16)
+        for module in (Dense(4, DELAYED, use_bias=True), Einsum("ab,bc->ac", (8, 4), DELAYED)):
+            variables = module.init(jax.random.key(0), x)
+            assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
+
+
 def with_old_histories(variables):
     """The same variables with each history filled with `OLD`."""
     fill = lambda h: jnp.asarray(np.broadcast_to(OLD, h.shape))  # noqa: E731

@@ -3,6 +3,7 @@
 What every backend has to do is in dot_test.py, with the table of what each of them takes.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,10 @@ from jax import lax
 
 from fp8jax.device import hardware
 from fp8jax.gemm import dot
+from fp8jax.gemm.backends import emulated, pallas
 from fp8jax.gemm.backends.choice import BACKENDS, choose_backend
+from fp8jax.gemm.backends.operands import CastRequest
+from fp8jax.gemm.backends.refusals import can_fuse_swiglu
 from fp8jax.gemm.dot import dot_general
 from fp8jax.gemm.histories.amax_history import init_state
 from fp8jax.gemm.probe import empty_probe
@@ -330,3 +334,34 @@ def test_statistics_of_kernel_codes_are_those_of_emulated_ones(name):
     np.testing.assert_allclose(got.peaks, expected.peaks, rtol=1e-6)
     np.testing.assert_array_equal(got.sums[:, :8], expected.sums[:, :8])
     np.testing.assert_allclose(got.sums[:, 8:], expected.sums[:, 8:], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        # Of scales that are powers of two, so that the GEMM is one of BF16 codes, in tiles of 128.
+        ("mxfp4:fp4_tile=tile128,hadamard=1", "dgrad_g"),  # rounds stochastically
+        ("mxfp4:fp4_tile=tile128,wgrad=bf16", "dgrad_g"),
+        ("fp8_block_ue8m0:scale=e8m0_floor", "fwd_x"),
+        ("fp8_block_ue8m0:scale=e8m0_floor", "fwd_w"),
+        ("fp8_block_ue8m0:formats=fnuz", "fwd_x"),
+        ("fp8_block_ue8m0:formats=e3m2", "fwd_w"),
+        ("fp4_weights:scale=e8m0_floor", "dgrad_g"),
+    ],
+)
+def test_casts_without_a_kernel_for_their_tiles_are_not_those_of_the_kernel(spec, name):
+    recipe = variant(spec)
+    assert choose_backend(None, recipe, H200).name == "pallas"
+    assert not can_fuse_swiglu(recipe, recipe)
+    cast, x = recipe.by_name()[name], operands(256, 384, 128)["x"]
+    both = tuple(CastRequest(cast, axis, None, KEY) for axis in (-1, -2))
+    for requests in (both, both[:1]):
+        got, amax = pallas.quantize_fused(x, requests)
+        expected, _ = emulated.quantize_each(x, requests)
+        assert amax is None
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    if cast.rounding == "stochastic":
+        nearest = dataclasses.replace(cast, rounding="nearest")
+        (plain,), _ = emulated.quantize_each(x, (CastRequest(nearest, -1, None, None),))
+        assert (plain.q.values != got[0].q.values).mean() > 0.1

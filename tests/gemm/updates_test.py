@@ -186,6 +186,19 @@ def test_a_sound_history_is_no_fault():
         try_update(gradients_of(variables, x), variables)
 
 
+def test_a_history_of_one_entry_is_no_fault():
+    model, x = Dense(4, recipe="fp8_delayed:history=1"), data()
+    variables, optimizer = model.init(jax.random.key(0), x), optax.sgd(0.1)
+    state = init_update(optimizer, variables)
+    for _ in range(3):
+        gradients = jax.grad(lambda v: jnp.mean(model.apply(v, x) ** 2))(variables)
+        variables, state, faults = update(optimizer, variables, state, gradients)
+        raise_if(faults)
+    histories = jax.tree.leaves(variables[HISTORIES])
+    assert [history.shape for history in histories] == [(1,)] * 3
+    assert jnp.max(jnp.abs(x)) in jnp.concatenate(histories)
+
+
 def test_one_of_several_stacked_layers_is_found():
     variables = after(2)
     stacked = jax.tree.map(lambda a: np.stack([a, a, a]), variables)

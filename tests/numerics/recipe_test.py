@@ -1,6 +1,7 @@
 """Recipes: the table as documented, and every contradiction refused by name."""
 
 import dataclasses
+import pickle
 import re
 import subprocess
 import sys
@@ -337,6 +338,24 @@ def test_map_changes_casts_by_name():
     mixed = RECIPES["fp4_naive"].with_forward(RECIPES["fp8_block"])
     assert (mixed.fwd_x, mixed.fwd_w) == (_BLOCK, fp8(tile=BLOCK128))
     assert mixed.gemms["wgrad"] == RECIPES["fp4_naive"].gemms["wgrad"]
+
+
+def test_what_is_quantized_again_is_neither_rotated_nor_of_a_shared_scale():
+    again = Cast(format="e4m3", tile="mx32", scale="e8m0", requantizes=True)
+    rotated = Cast(format="e4m3", tile="mx32", scale="e8m0", hadamard=16)
+    with pytest.raises(ValueError, match="dgrad_w requantizes .* hadamard=16 rotates"):
+        Recipe(fwd_x=rotated, fwd_w=rotated, dgrad_w=again)
+    with pytest.raises(ValueError, match="wgrad_x requantizes .* hadamard=16 rotates"):
+        Recipe(fwd_x=rotated, fwd_w=rotated, wgrad_x=again)
+    shared = Cast(format="e4m3", scale="pow2", shared_scale=True)
+    with pytest.raises(ValueError, match="dgrad_w requantizes .* several weights share"):
+        Recipe(fwd_w=shared, dgrad_w=again)
+
+
+def test_a_copied_recipe_is_changed_as_the_recipe_is():
+    copied = pickle.loads(pickle.dumps(RECIPES["nvfp4"]))
+    assert copied == RECIPES["nvfp4"] and copied.current() == RECIPES["nvfp4"].current()
+    assert copied.map(lambda _, cast: dataclasses.replace(cast, rounding="nearest")).casts
 
 
 def collected(lines: str, name: str) -> set[str]:

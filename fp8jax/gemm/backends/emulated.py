@@ -148,6 +148,6 @@ def result_scale(a: Operand, b: Operand) -> jax.Array | None:
         if not operand.cast.separable:
             scales += [] if operand.q.tensor_scale is None else [operand.q.tensor_scale]
             continue
-        scale = operand.q.float_scale()
+        scale = spread(operand.q.float_scale(), operand.q.tile, operand.q.values.shape)
         scales.append(scale if operand.axis == free else jnp.swapaxes(scale, -1, -2))
     return functools.reduce(operator.mul, scales) if scales else None

@@ -23,7 +23,7 @@ from fp8jax.gemm.backends.emulated import (
     result_scale,
 )
 from fp8jax.gemm.backends.operands import CastRequest, Operand, QuantizedOperand
-from fp8jax.gemm.backends.refusals import kernels_refuse
+from fp8jax.gemm.backends.refusals import has_tile_kernel, kernels_refuse
 from fp8jax.gemm.backends.xla import matmul_xla
 from fp8jax.kernels.hopper import BLOCK, pad_to_blocks, stored
 from fp8jax.kernels.partition import (
@@ -83,7 +83,8 @@ def quantize_fused(
     """Quantizes `x` [M, K] for all requests in one pass; returns max|x|, too, if a kernel has it.
 
     Requests for tiles and for blocks of 128 take one pass each. There is no kernel for other
-    requests with different casts, nor for tiles of 128 in arrays that are not bfloat16.
+    requests with different casts, nor for tiles of 128 in arrays that are not bfloat16, or that
+    round stochastically or have a rule or a format of which there is none (`has_tile_kernel`).
     `quantize_each` handles those, and casts to other tiles, whose transform has a kernel.
     """
     cast = requests[0].cast
@@ -97,6 +98,8 @@ def quantize_fused(
             return tuple(quantize_fused(x, (request,))[0][0] for request in requests), None
         return quantize_each(x, requests)
     if cast.tile == TILE128 and x.dtype != jnp.bfloat16:
+        return quantize_each(x, requests)
+    if cast.tile in (TILE128, BLOCK128) and not has_tile_kernel(cast):
         return quantize_each(x, requests)
     axes = {request.axis for request in requests}
     rows, columns = -1 in axes, -2 in axes

@@ -44,7 +44,17 @@ def can_fuse_swiglu(gate_up: Recipe, down: Recipe) -> bool:
         return False
     if x.tile == g.tile == TENSOR:
         return x.delayed and g.delayed
-    return x.tile == TILE128 and (x.tile, x.format, x.scale) == (g.tile, g.format, g.scale)
+    alike = (x.tile, x.format, x.scale) == (g.tile, g.format, g.scale)
+    return x.tile == TILE128 and alike and has_tile_kernel(x) and has_tile_kernel(g)
+
+
+def has_tile_kernel(cast: Cast) -> bool:
+    """Whether the kernels that quantize tiles and blocks of 128 do as this cast of such a tile."""
+    return (
+        (cast.rounding, cast.hadamard) == ("nearest", 1)
+        and cast.format.name in _KERNEL_FORMATS
+        and (isinstance(cast.rule, Fp32 | Pow2) or cast.rule == E8M0())
+    )
 
 
 def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:

@@ -428,8 +428,9 @@ def history_fault(old: Float[Array, "*L H"], new: Float[Array, "*L H"]) -> Int[A
 
 def _is_multiple(before: Float[Array, "*L H"], after: Float[Array, "*L H"]) -> Array:
     """Returns whether `after` is `before` times a whole number above 1, to rounding."""
-    largest = jnp.max(before, axis=-1, keepdims=True)
-    factor = jnp.round(jnp.max(after, axis=-1, keepdims=True) / jnp.where(largest > 0, largest, 1))
+    # A history of one entry has none before it.
+    largest, new = (jnp.max(x, axis=-1, keepdims=True, initial=0) for x in (before, after))
+    factor = jnp.round(new / jnp.where(largest > 0, largest, 1))
     return jnp.all((factor > 1) & (jnp.abs(after - factor * before) <= 1e-5 * after), axis=-1)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class StopRequest(contextlib.AbstractContextManager):
-    """Inside this context SIGTERM and the first Ctrl-C set `signal`; a second Ctrl-C interrupts.
+    """Here the first of SIGTERM and Ctrl-C sets `signal`, and the next Ctrl-C interrupts.
+
+    Another SIGTERM changes nothing: schedulers send it more than once.
 
     A thread answers the first one at once: Python calls its own handlers only when the main thread
     runs Python again, which a compilation may keep from it for minutes.
@@ -69,5 +71,6 @@ class StopRequest(contextlib.AbstractContextManager):
                 return
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
-        signal.signal(number, self._previous[number])
+        if self.signal is None:  # the thread has not noted it yet
+            self.signal = signal.Signals(number).name
+        signal.signal(signal.SIGINT, self._previous[signal.SIGINT])

@@ -48,6 +48,18 @@ def test_sigterm_is_no_error():
     assert stop.signal == "SIGTERM"
 
 
+def test_a_second_sigterm_changes_nothing_and_ctrl_c_interrupts():
+    reached = False
+    with pytest.raises(KeyboardInterrupt):
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            reached = stop.signal == "SIGTERM"
+            signal.raise_signal(signal.SIGINT)
+            reached = False
+    assert reached and stop.signal == "SIGTERM"
+
+
 def test_another_error_comes_first():
     with pytest.raises(ValueError), StopRequest():
         signal.raise_signal(signal.SIGINT)
