@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 from experiments.pipeline.chains import export_format
 from fp8jax.lm.chat.chat_corpus import DATE
 from fp8jax.lm.chat.chat_template import load_chat_template
+from fp8jax.lm.cli.solve import turn_ends
 from fp8jax.lm.data.rows import Row
 from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.inference.accuracy import measure_accuracy, share
@@ -246,6 +247,6 @@ def export(source: str, precision: str, folder: Path) -> Mapping[str, Any]:
     host = make_mesh(MeshAxes(), jax.local_devices(backend="cpu")[:1])
     trained = load_model(source, precision=precision, mesh=host)
     fmt = export_format(precision)
-    notes = export_model(trained, folder / EXPORTED, fmt)
+    notes = export_model(trained, folder / EXPORTED, fmt, stop_ids=turn_ends(trained))
     size = sum(path.stat().st_size for path in (folder / EXPORTED).glob("*.safetensors"))
     return {"format": fmt, "bytes": size, "notes": list(notes)}

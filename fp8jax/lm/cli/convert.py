@@ -17,6 +17,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from fp8jax.lm.cli import command
+from fp8jax.lm.cli.solve import turn_ends
 from fp8jax.lm.data.hub import names_folder
 from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop import convert
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str]) -> None:
             scales=_SCALES.value,
             step=_STEP.value,
             max_shard_bytes=_SHARD.value,
+            stop_ids=turn_ends,
         )
         print("\n".join([f"wrote {path} in {_FORMAT.value}", *notes]))
         return

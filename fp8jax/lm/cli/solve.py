@@ -1,5 +1,6 @@
 """What a loaded model answers to problems, asked as its own files say."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,17 @@ def chat_template(trained: TrainedModel) -> ChatTemplate | None:
     if trained.files is None or not has_template(trained.files):
         return None
     return load_chat_template(trained.files, trained.tokenizer, now=DATE)
+
+
+def turn_ends(trained: TrainedModel) -> tuple[int, ...]:
+    """Returns the id that ends the assistant's turns in the run's chats; () if it had none.
+
+    It is often another than the one that ended texts of the model that a run began with.
+    """
+    if trained.record is None or not re.search(r"(^|[,=*\s])chat:", trained.record["data"]):
+        return ()
+    template = chat_template(trained)
+    return () if template is None else template.turn_ends()
 
 
 def _frozen(trained: TrainedModel) -> dict[str, Any]:

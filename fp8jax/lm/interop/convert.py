@@ -18,7 +18,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,12 @@ def export(
     scales: str | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stop_ids: Callable[[TrainedModel], Sequence[int]] = lambda trained: (),
 ) -> tuple[str, ...]:
     """Writes the model of a workdir or of `hf:DIR` as a Hugging Face folder; returns notes.
+
+    Args:
+      stop_ids: what `export_model` takes, of the model that was read.
 
     Raises:
       ValueError: see `load_model` and `export_model`.
@@ -143,7 +147,14 @@ def export(
     """
     refuse_existing(target)  # before the long work
     trained = load_model(source, step=step, mesh=_host())
-    return export_model(trained, target, fmt, scales=scales, max_shard_bytes=max_shard_bytes)
+    return export_model(
+        trained,
+        target,
+        fmt,
+        scales=scales,
+        max_shard_bytes=max_shard_bytes,
+        stop_ids=stop_ids(trained),
+    )
 
 
 def _host() -> jax.sharding.Mesh:

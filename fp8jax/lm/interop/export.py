@@ -8,7 +8,7 @@ before anything is written, and gives functions that make the tensors one by one
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fp8jax.lm.data.bpe import BPETokenizer
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer, Tokenizer
 from fp8jax.lm.interop.byte_tokenizer_json import byte_level_bpe, tokenizer_config
 from fp8jax.lm.interop.config_json import family_for, load_json, to_config_json, to_model_config
-from fp8jax.lm.interop.folders import copy_small_files, small_file
+from fp8jax.lm.interop.folders import copy_small_files, end_ids, small_file
 from fp8jax.lm.interop.fp8_format import FP8_FORMATS, fp8_tensors, plan_export
 from fp8jax.lm.interop.tensor_names import HEAD, names_for, tensors_of
 from fp8jax.lm.interop.trained import TrainedModel
@@ -113,6 +113,7 @@ def export_model(
     *,
     scales: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stop_ids: Sequence[int] = (),
 ) -> tuple[str, ...]:
     """Writes a Hugging Face folder; returns the format's notes.
 
@@ -121,6 +122,8 @@ def export_model(
 
     Args:
       scales: of FP8 formats, a key of `SCALE_RULES` (fp8_format.py); None for the format's own.
+      stop_ids: ids that end a text besides those that the model came with, such as the one that
+        ends an assistant's turn; servers read them from generation_config.json.
 
     Raises:
       ValueError: the format is unknown or refuses the model; no architecture of Hugging Face
@@ -133,6 +136,8 @@ def export_model(
     with new_folder(target) as folder:
         write_tensors(folder, export.tensors, max_shard_bytes=max_shard_bytes)
         _write_small_files(trained, folder)
+        if stop_ids:
+            _add_stop_ids(trained, folder, stop_ids)
         write_json(folder / "config.json", _with_keys(config, export.config))
     return export.notes
 
@@ -199,6 +204,14 @@ def _with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, 
     """Sets keys of a config.json; dtype under its older name if that is the name it has."""
     renamed = {"dtype": "torch_dtype"} if "torch_dtype" in config else {}
     return {**config, **{renamed[k] if k in renamed else k: keys[k] for k in keys}}
+
+
+def _add_stop_ids(trained: TrainedModel, folder: Path, stop_ids: Sequence[int]) -> None:
+    assert trained.tokenizer is not None  # whose ids they are
+    path = folder / "generation_config.json"
+    ends = end_ids(folder, trained.model.config.vocab_size) or [trained.tokenizer.eos]
+    if more := [token for token in stop_ids if token not in ends]:
+        write_json(path, load_json(path) | {"eos_token_id": [*ends, *more]})
 
 
 def _write_small_files(trained: TrainedModel, folder: Path) -> None:

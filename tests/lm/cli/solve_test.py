@@ -1,5 +1,6 @@
 """Problems put to a loaded model: its template, its end ids, and kernels quantized once."""
 
+import dataclasses
 import json
 from fractions import Fraction
 
@@ -7,11 +8,12 @@ import pytest
 
 from fp8jax.gemm.frozen import has_frozen
 from fp8jax.lm.cli import solve as solve_module
-from fp8jax.lm.cli.solve import chat_template, solve
+from fp8jax.lm.cli.solve import chat_template, solve, turn_ends
 from fp8jax.lm.data.bpe import load_bpe
 from fp8jax.lm.data.byte_tokenizer import ByteTokenizer
 from fp8jax.lm.inference.accuracy import measure_accuracy
 from fp8jax.lm.inference.problems import Problem
+from fp8jax.lm.interop.export import export_model
 from fp8jax.lm.interop.trained import TrainedModel
 from tests.support.chat_templates import CHATML, HEADERS, write_chat_folder
 from tests.support.tiny_models import tiny_model
@@ -76,6 +78,32 @@ def test_a_template_writes_the_date_of_training(tmp_path):
     template = chat_template(loaded(tokenizer, files=tmp_path))
     ids = template.prompt([{"role": "user", "content": "Hi"}])
     assert "Today Date: 26 Jul 2024" in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "expected"),
+    [
+        ("chat:a.jsonl", {"eos_token_id": 1, "temperature": 0.5}, [1, "turn"]),
+        ("a=0.5*text:b,c=0.5*chat:d", {"eos_token_id": [1, 2]}, [1, 2, "turn"]),
+        ("chat:a.jsonl", None, ["eos", "turn"]),
+        ("chat:a.jsonl", {"temperature": 0.5}, ["eos", "turn"]),
+        ("text:nochat:a", {"eos_token_id": 1}, 1),  # trained on other texts
+    ],
+)
+def test_what_ends_a_turn_ends_a_text_of_the_exported_model(data, settings, expected, tmp_path):
+    tokenizer = load_bpe(write_chat_folder(tmp_path, CHATML) / "tokenizer.json")
+    if settings is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    trained = loaded(tokenizer, files=tmp_path)
+    trained = dataclasses.replace(trained, record={"data": data, "seq_len": 64})
+    (end,) = chat_template(trained).turn_ends()
+    assert end != tokenizer.eos and turn_ends(trained) == ((end,) if "text:n" not in data else ())
+    export_model(trained, tmp_path / "out", "bf16", stop_ids=turn_ends(trained))
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    ids = {"turn": end, "eos": tokenizer.eos}
+    told = expected if expected == 1 else [ids[e] if e in ids else e for e in expected]
+    assert written["eos_token_id"] == told
+    assert settings is None or settings | {"eos_token_id": told} == written
 
 
 def test_a_folder_without_a_template(tmp_path):
