@@ -110,7 +110,7 @@ def _environment(index: int, count: int, devices: int | None) -> dict[str, str]:
         environment["XLA_FLAGS"] = f"{given} {own}".strip()
         return environment
     if "CUDA_VISIBLE_DEVICES" in environment:
-        gpus = environment["CUDA_VISIBLE_DEVICES"].split(",")
+        gpus = [gpu for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
     else:
         gpus = [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
     if gpus:

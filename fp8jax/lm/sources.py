@@ -80,6 +80,10 @@ def _found(pattern: str) -> tuple[Path, ...]:
     _refuse_unreadable(own)
     names = glob.glob(own, recursive=True)
     matches = set(map(Path, names))
+    if broken := [path for path in matches if path.is_symlink() and not path.exists()]:
+        raise ValueError(
+            f"{min(broken)} is a link to {os.readlink(min(broken))}, which is not there"
+        )
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
         hint = ""

@@ -160,6 +160,9 @@ def test_processes_share_gpus_or_have_virtual_devices(tmp_path, stand_in, monkey
     assert all(call[:2] == ["-m", "experiments.train"] and call[2:4] == TRAIN[1:] for call in calls)
     with pytest.raises(ValueError, match="4 GPUs cannot be shared out to --processes=3"):
         launch.run_local(TRAIN, 3, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # none, on purpose
+    assert launch.run_local(TRAIN, 2, None) == 0
+    assert capfd.readouterr().out == "0 has  any\n"
     stand_in('echo "$I has $JAX_PLATFORMS ${XLA_FLAGS##* }" 1>&2')
     assert launch.run_local(TRAIN, 2, 4) == 0
     lines = sorted(capfd.readouterr().err.splitlines())

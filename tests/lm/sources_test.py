@@ -148,3 +148,12 @@ def test_a_kind_is_one_entry(monkeypatch):
     (source,) = parse_sources("x=2*numbers")
     assert isinstance(source, Source) and source.weight == 2
     assert read("numbers") == ["0", "1", "2"]
+
+
+def test_a_link_to_what_is_not_there_is_named(tmp_path):
+    (tmp_path / "0.txt").write_text("text")
+    (tmp_path / "1.txt").symlink_to(tmp_path / "0.txt")
+    assert len(parse_sources(f"text:{tmp_path}/*.txt")) == 1
+    (tmp_path / "2.txt").symlink_to("gone.txt")
+    with pytest.raises(ValueError, match="/2.txt is a link to gone.txt, which is not there"):
+        parse_sources(f"text:{tmp_path}/*.txt")

@@ -204,5 +204,9 @@ def _share(variables: Mapping[str, str], local: int, tasks: int) -> list[int] | 
         return None
     if visible is None:
         return [local]
-    each = len(visible.split(",")) // tasks
+    gpus = visible.split(",")
+    name = "SLURM_GPUS_PER_TASK"  # "2", or with a type, as in "h200:2"
+    if name in variables and variables[name].rpartition(":")[2] == str(len(gpus)):
+        return None
+    each = len(gpus) // tasks
     return [*range(local * each, (local + 1) * each)] or None

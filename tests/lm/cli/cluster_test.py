@@ -47,6 +47,14 @@ MPIRUN = {
             SRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_LOCALID": "1"},
             ("node007:61809", 4, 2, [2, 3]),
         ),
+        (
+            SRUN | {"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_PER_TASK": "2"},
+            ("node007:61809", 4, 2, None),
+        ),
+        (
+            SRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_PER_TASK": "h200:2"},
+            ("node007:61809", 4, 2, [0, 1]),
+        ),
         (MPIRUN, ("10.96.0.1:62624", 2, 1, [1])),
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         (SRUN | MPIRUN, ("10.96.0.1:62624", 2, 1, [1])),  # mpirun started its ranks by srun
