@@ -63,6 +63,15 @@ def copy_small_files(source: Path, target: Path, *, with_tokenizer: bool) -> Non
     for name in (*SHAPE_FILES, *(TOKENIZER_FILES if with_tokenizer else ())):
         if (found := small_file(source, name)) is not None:
             shutil.copyfile(found, target / name)
+    if with_tokenizer:
+        _copy_further_templates(source, target)
+
+
+def _copy_further_templates(source: Path, target: Path) -> None:
+    for path in source.glob("additional_chat_templates/*.jinja"):
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def end_ids(folder: Path, vocab_size: int) -> list[int]:
@@ -141,3 +150,4 @@ def _copy_tokenizer(path: Path, target: Path) -> None:
         if (found := small_file(path.parent, name)) is not None:
             shutil.copyfile(found, target / name)
     shutil.copyfile(path, target / "tokenizer.json")
+    _copy_further_templates(path.parent, target)

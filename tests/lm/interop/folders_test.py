@@ -5,7 +5,13 @@ import re
 
 import pytest
 
-from fp8jax.lm.interop.folders import HUGGING_FACE, end_ids, keep_small_files, shape_of_model
+from fp8jax.lm.interop.folders import (
+    HUGGING_FACE,
+    copy_small_files,
+    end_ids,
+    keep_small_files,
+    shape_of_model,
+)
 
 
 def test_a_workdir_named_as_a_folder(tmp_path):
@@ -54,3 +60,19 @@ def test_ids_of_tokens_are_kept_with_their_tokenizer(own, tmp_path):
     nulls = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     assert config == (shape if own else shape | nulls)
     assert end_ids(kept, 258) == ([101, 32] if own else [])
+
+
+def test_further_templates_go_where_the_tokenizer_goes(tmp_path):
+    folder, inside = tmp_path / "hf", "additional_chat_templates/tool_use.jinja"
+    (folder / inside).parent.mkdir(parents=True)
+    (folder / inside).write_text("{{ tools }}")
+    (folder / "tokenizer.json").write_text("{}")
+    keep_small_files(
+        {"model": "own", "tokenizer": f"bpe:{folder}/tokenizer.json"}, tmp_path / "run"
+    )
+    kept = tmp_path / "run" / HUGGING_FACE
+    copy_small_files(kept, tmp_path / "exported", with_tokenizer=True)
+    copy_small_files(kept, tmp_path / "without", with_tokenizer=False)
+    for target in (kept, tmp_path / "exported"):
+        assert (target / inside).read_text() == "{{ tools }}"
+    assert not (tmp_path / "without" / inside).exists()
