@@ -469,7 +469,9 @@ def test_operands_with_few_bits_are_multiplied_in_bfloat16(name, platform, rows,
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4:rounding=nearest,hadamard=1"])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(
+    "axis", [0, *(pytest.param(axis, marks=pytest.mark.full) for axis in (1, 2))]
+)
 def test_vmap_over_cotangents_gives_the_gradients_of_each(recipe, axis):
     """Integers from -2 to 2 and scales that are powers of two: every sum is exact."""
     rng = np.random.default_rng(0)
@@ -485,6 +487,7 @@ def test_vmap_over_cotangents_gives_the_gradients_of_each(recipe, axis):
     np.testing.assert_array_equal(dw_BKN, x_MK.T @ g_BMN)
 
 
+@pytest.mark.full
 def test_scales_of_several_rows_are_those_of_each_row():
     """Integers up to 15 times powers of two, a scale for every 16 rows: every step is exact."""
     rng = np.random.default_rng(0)

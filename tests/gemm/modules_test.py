@@ -23,6 +23,7 @@ H = DELAYED.histories["x"]
 OLD = np.arange(H, 0, -1, dtype=np.float32) / 100  # below every amax of these tests
 
 
+@pytest.mark.full
 def test_parameters_are_of_float32_in_double_precision_too():
     with jax.enable_x64(True):
         x = jnp.ones((2, 8), jnp.bfloat16)

@@ -342,11 +342,11 @@ def test_statistics_of_kernel_codes_are_those_of_emulated_ones(name):
         # Of scales that are powers of two, so that the GEMM is one of BF16 codes, in tiles of 128.
         ("mxfp4:fp4_tile=tile128,hadamard=1", "dgrad_g"),  # rounds stochastically
         ("mxfp4:fp4_tile=tile128,wgrad=bf16", "dgrad_g"),
-        ("fp8_block_ue8m0:scale=e8m0_floor", "fwd_x"),
+        pytest.param("fp8_block_ue8m0:scale=e8m0_floor", "fwd_x", marks=pytest.mark.full),
         ("fp8_block_ue8m0:scale=e8m0_floor", "fwd_w"),
-        ("fp8_block_ue8m0:formats=fnuz", "fwd_x"),
-        ("fp8_block_ue8m0:formats=e3m2", "fwd_w"),
-        ("fp4_weights:scale=e8m0_floor", "dgrad_g"),
+        pytest.param("fp8_block_ue8m0:formats=fnuz", "fwd_x", marks=pytest.mark.full),
+        pytest.param("fp8_block_ue8m0:formats=e3m2", "fwd_w", marks=pytest.mark.full),
+        pytest.param("fp4_weights:scale=e8m0_floor", "dgrad_g", marks=pytest.mark.full),
     ],
 )
 def test_casts_without_a_kernel_for_their_tiles_are_not_those_of_the_kernel(spec, name):

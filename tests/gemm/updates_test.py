@@ -186,6 +186,7 @@ def test_a_sound_history_is_no_fault():
         try_update(gradients_of(variables, x), variables)
 
 
+@pytest.mark.full
 def test_a_history_of_one_entry_is_no_fault():
     model, x = Dense(4, recipe="fp8_delayed:history=1"), data()
     variables, optimizer = model.init(jax.random.key(0), x), optax.sgd(0.1)
