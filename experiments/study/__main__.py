@@ -76,9 +76,7 @@ from fp8jax.numerics.policy import POLICIES
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 
-
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of the runs, tables and figures.")
-
 
 _OUTPUT = flags.DEFINE_string(
     "output",
@@ -88,9 +86,7 @@ _OUTPUT = flags.DEFINE_string(
     " `proving_curves` draws; the folder of `corpus`; the JSON of `parity_table`.",
 )
 
-
 _PRECISIONS = flags.DEFINE_string("precisions", ",".join(POLICIES), "Policies, besides bf16.")
-
 
 _SEEDS = flags.DEFINE_list(
     "seeds",
@@ -98,12 +94,9 @@ _SEEDS = flags.DEFINE_list(
     "Of `curves`, by default the config's own; of `parity` and `proving`, by default the plan's.",
 )
 
-
 _WIDTHS = flags.DEFINE_list("widths", ["48", "128"], "Values of d_model that `sweep` tries.")
 
-
 _BIASES = flags.DEFINE_string("biases", "-6:10", "First and last bias that `sweep` tries.")
-
 
 _TOLERANCE = flags.DEFINE_float(
     "tolerance",
@@ -112,24 +105,19 @@ _TOLERANCE = flags.DEFINE_float(
     " by default 0.005.",
 )
 
-
 _NUMBERS = flags.DEFINE_string(
     "numbers",
     "",
     "A pipeline's figures.json, for `intervals`; the JSON of `parity_table`, for `parity_figure`.",
 )
 
-
 _RUN = flags.DEFINE_string("run", "", "What stands in front of the names of --numbers.")
-
 
 _ROWS = flags.DEFINE_integer(
     "rows", 64, "Validation rows: of each source, for `inference`; of the first, for `kv_cache`.", 1
 )
 
-
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Rows that `inference` scores at once.", 1)
-
 
 _PLAN = flags.DEFINE_string(
     "plan",
@@ -137,25 +125,19 @@ _PLAN = flags.DEFINE_string(
     f"What `parity` runs: {', '.join(parity_plan.PLANS)}; of `parity_table`, whose runs it judges.",
 )
 
-
 _ARMS = flags.DEFINE_string(
     "arms", "", "Arms of the plan that `parity` and `proving` run; by default all."
 )
-
 
 _RUNS_PER_GPU = flags.DEFINE_integer(
     "runs_per_gpu", 1, "That `parity` and `proving` train at a time: more fill a GPU better.", 1
 )
 
-
 _LEDGER = flags.DEFINE_string("ledger", "", "The file with a line for each fork that is done.")
-
 
 _CORPUS = flags.DEFINE_string("corpus", "", "The folder that `corpus` has written.")
 
-
 _MANIFEST = flags.DEFINE_string("manifest", "", "The committed manifest of the corpus.")
-
 
 _SETTING = flags.DEFINE_string(
     "setting",
@@ -163,12 +145,9 @@ _SETTING = flags.DEFINE_string(
     "The digest of the setting whose lines a table judges; by default that of the config as it is.",
 )
 
-
 _COMMIT = flags.DEFINE_string("commit", "", "The commit of the code, for the ledger.")
 
-
 _BUDGET = flags.DEFINE_float("budget", 0.0, "Seconds after which `parity` must have ended.")
-
 
 _MACHINE = flags.DEFINE_float(
     "machine", 0.0, "Seconds after which the machine goes away; by default the budget."

@@ -17,14 +17,18 @@ def by_recipe(found: Sequence[Verdict]) -> tuple[dict[str, list[float]], list[st
     name. Left out are arms of one seed, and those whose mean is above FAR.
 
     Args:
-      found: of one fork; arms that do not decay from the trunk of `bf16` have no part in it.
+      found: arms that do not decay from the trunk of `bf16` have no part in it.
 
     Raises:
-      ValueError: there is no such arm.
+      ValueError: there is no such arm, or there are several forks, which are other endings.
     """
     ends = [verdict for verdict in found if ARMS[verdict.arm].trunk is not None and verdict.gaps]
     if not ends:
         raise ValueError("the ledger has no decay from the trunk of bf16: train a plan of branches")
+    if len(forks := dict.fromkeys(verdict.fork for verdict in ends)) > 1:
+        raise ValueError(
+            f"the ledger has the forks {', '.join(forks)}: `parity_curves` draws what has several"
+        )
     means = {verdict.arm: statistics.fmean(verdict.gaps.values()) for verdict in ends}
     ends.sort(key=lambda verdict: means[verdict.arm])
     drawn = [verdict for verdict in ends if len(verdict.gaps) > 1 and means[verdict.arm] <= FAR]

@@ -80,10 +80,8 @@ def _found(pattern: str) -> tuple[Path, ...]:
     _refuse_unreadable(own)
     names = glob.glob(own, recursive=True)
     matches = set(map(Path, names))
-    if broken := [path for path in matches if path.is_symlink() and not path.exists()]:
-        raise ValueError(
-            f"{min(broken)} is a link to {os.readlink(min(broken))}, which is not there"
-        )
+    if broken := sorted(path for path in matches if path.is_symlink() and not path.exists()):
+        raise ValueError(f"{broken[0]} is a link to {os.readlink(broken[0])}, which is not there")
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
         hint = ""

@@ -554,6 +554,9 @@ def test_endings_are_ordered_and_named_by_format():
     assert left_out == ["bf16_then_mxfp4", "bf16_then_fp8_cscale"]
     with pytest.raises(ValueError, match="no decay from the trunk of bf16"):
         endings.by_recipe(parity_analysis.verdicts([made(BASELINE, 0, 2.0), made("mxfp8", 0, 2.0)]))
+    later = [dataclasses.replace(line, fork="150M") for line in lines]
+    with pytest.raises(ValueError, match="has the forks 75M, 150M: `parity_curves` draws"):
+        endings.by_recipe(parity_analysis.verdicts([*lines, *later]))
 
 
 def test_plans_of_casts_and_recipes_share_their_trunks():

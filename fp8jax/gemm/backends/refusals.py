@@ -53,8 +53,12 @@ def has_tile_kernel(cast: Cast) -> bool:
     return (
         (cast.rounding, cast.hadamard) == ("nearest", 1)
         and cast.format.name in _KERNEL_FORMATS
-        and (isinstance(cast.rule, Fp32 | Pow2) or cast.rule == E8M0())
+        and _has_kernel_rule(cast)
     )
+
+
+def _has_kernel_rule(cast: Cast) -> bool:
+    return isinstance(cast.rule, Fp32 | Pow2) or cast.rule == E8M0()
 
 
 def is_block_scaled(lhs: Cast, rhs: Cast) -> bool:
@@ -168,6 +172,6 @@ def kernels_refuse(lhs: Cast, rhs: Cast, accumulation: str) -> str | None:
         return f"multiplies {lhs.tile} by {rhs.tile}: there is no kernel for these tiles"
     if any(c.format.name not in ("e4m3", "e2m1") for c in both):
         return "has one scale per tile: that kernel multiplies e4m3 and e2m1 only"
-    if not all(isinstance(c.rule, Fp32 | Pow2) or c.rule == E8M0() for c in both):
+    if not all(map(_has_kernel_rule, both)):
         return f"uses scale rules that the kernel does not have: {[c.rule for c in both]}"
     return None
