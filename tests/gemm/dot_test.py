@@ -25,7 +25,7 @@ from fp8jax.numerics.quantization import dequantize, quantize
 from fp8jax.numerics.recipe import Cast, Recipe
 from fp8jax.numerics.recipes import RECIPES
 from fp8jax.numerics.scales import SCALES, Constant, Outer128
-from fp8jax.numerics.tiles import NV16, TENSOR, TILE128
+from fp8jax.numerics.tiles import NV16, TENSOR, TILE128, Tile
 from tests.support import reference
 from tests.support.products import (
     CONTRACTED,
@@ -476,13 +476,13 @@ def test_vmap_over_cotangents_gives_the_gradients_of_each(recipe, axis):
     """Integers from -2 to 2 and scales that are powers of two: every sum is exact."""
     rng = np.random.default_rng(0)
     shapes = (32, 64), (64, 96), (3, 32, 96)
-    x_MK, w_KN, g_BMN = (rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes)
+    x_MK, w_KN, g_BMN = (jnp.asarray(rng.integers(-2, 3, s), jnp.float32) for s in shapes)
     product = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=variant(recipe))
 
     def gradients(g_MN):
         return jax.vjp(product, x_MK, w_KN)[1](g_MN)
 
-    dx_BMK, dw_BKN = jax.jit(jax.vmap(gradients, in_axes=axis))(np.moveaxis(g_BMN, 0, axis))
+    dx_BMK, dw_BKN = jax.jit(jax.vmap(gradients, in_axes=axis))(jnp.moveaxis(g_BMN, 0, axis))
     np.testing.assert_array_equal(dx_BMK, g_BMN @ w_KN.T)
     np.testing.assert_array_equal(dw_BKN, x_MK.T @ g_BMN)
 
@@ -491,10 +491,12 @@ def test_vmap_over_cotangents_gives_the_gradients_of_each(recipe, axis):
 def test_scales_of_several_rows_are_those_of_each_row():
     """Integers up to 15 times powers of two, a scale for every 16 rows: every step is exact."""
     rng = np.random.default_rng(0)
-    x_MK, w_KN = (rng.integers(-15, 16, s).astype(np.float32) for s in ((64, 32), (32, 48)))
-    x_MK *= np.repeat(2.0 ** np.arange(4), 16)[:, None].astype(np.float32)
-    rows = Cast(format="e4m3", tile=(16, None), scale="pow2")
-    for fwd_w in (rows, Cast(format="e4m3", scale="pow2")):
+    shapes = (64, 32), (32, 48)
+    x_MK, w_KN = (jnp.asarray(rng.integers(-15, 16, s), jnp.float32) for s in shapes)
+    x_MK *= jnp.repeat(2.0 ** jnp.arange(4), 16)[:, None]
+    e4m3, pow2 = FORMATS["e4m3"], SCALES["pow2"]
+    rows = Cast(format=e4m3, tile=Tile(16, None), scale=pow2)
+    for fwd_w in (rows, Cast(format=e4m3, scale=pow2)):
         y_MN = dot_general(x_MK, w_KN, MATMUL, recipe=Recipe(fwd_x=rows, fwd_w=fwd_w))
         np.testing.assert_array_equal(y_MN, x_MK @ w_KN)
 

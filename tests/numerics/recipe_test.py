@@ -341,13 +341,13 @@ def test_map_changes_casts_by_name():
 
 
 def test_what_is_quantized_again_is_neither_rotated_nor_of_a_shared_scale():
-    again = Cast(format="e4m3", tile="mx32", scale="e8m0", requantizes=True)
-    rotated = Cast(format="e4m3", tile="mx32", scale="e8m0", hadamard=16)
+    again = Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"], requantizes=True)
+    rotated = Cast(format=E4M3, tile=MX32, scale=SCALES["e8m0"], hadamard=16)
     with pytest.raises(ValueError, match="dgrad_w requantizes .* hadamard=16 rotates"):
         Recipe(fwd_x=rotated, fwd_w=rotated, dgrad_w=again)
     with pytest.raises(ValueError, match="wgrad_x requantizes .* hadamard=16 rotates"):
         Recipe(fwd_x=rotated, fwd_w=rotated, wgrad_x=again)
-    shared = Cast(format="e4m3", scale="pow2", shared_scale=True)
+    shared = Cast(format=E4M3, scale=SCALES["pow2"], shared_scale=True)
     with pytest.raises(ValueError, match="dgrad_w requantizes .* several weights share"):
         Recipe(fwd_w=shared, dgrad_w=again)
 
