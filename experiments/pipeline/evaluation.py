@@ -27,7 +27,6 @@ from fp8jax.lm.chat.chat_corpus import DATE
 from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.cli.solve import turn_ends
 from fp8jax.lm.data.rows import Row
-from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.inference.accuracy import measure_accuracy, share
 from fp8jax.lm.inference.generate import SEEDS
 from fp8jax.lm.inference.paired import Measured, measured
@@ -38,7 +37,7 @@ from fp8jax.lm.interop.fp8_format import FP8_FORMATS, plan_export
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.mesh import MeshAxes, make_mesh
 from fp8jax.lm.model.config import ModelConfig
-from fp8jax.lm.training.epochs import read_corpus
+from fp8jax.lm.training.epochs import read_corpus, tokenizer_of_run
 from fp8jax.lm.training.settings import Settings
 from fp8jax.numerics.names import as_policy
 
@@ -182,7 +181,7 @@ def _losses(task: Task, model: str, trained: TrainedModel) -> Numbers:
 def held_out_rows(config: ConfigDict, most: int) -> dict[str, list[Row]]:
     """Returns the first held-out rows of each source of a run."""
     settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
-    corpus = read_corpus(settings, tokenizer(config.tokenizer))
+    corpus = read_corpus(settings, tokenizer_of_run(config))
     return {
         source: [rows[i] for i in range(min(most, len(rows)))]
         for source, rows in corpus.valid.items()

@@ -27,7 +27,7 @@ def check(config: ConfigDict) -> ModelConfig:
     if corpus is None:
         read_corpus(run.settings, run.tokenizer)
     if run.initial_weights is not None:
-        run.initial_weights.check()
+        run.initial_weights.check(run.tokenizer)
     return run.stages[0].model.config
 
 

@@ -157,3 +157,25 @@ def test_a_link_to_what_is_not_there_is_named(tmp_path):
     (tmp_path / "2.txt").symlink_to("gone.txt")
     with pytest.raises(ValueError, match="/2.txt is a link to gone.txt, which is not there"):
         parse_sources(f"text:{tmp_path}/*.txt")
+
+
+def test_a_link_to_a_folder_is_followed_but_never_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("elsewhere", "data/a", "data/.hidden"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "0.txt").write_text(folder)
+    Path("data/b").symlink_to(tmp_path / "elsewhere")
+    assert read("text:data/**/*.txt") == ["data/a", "elsewhere"]
+    Path("data/.hidden/a").symlink_to("../a")  # ** does not go there
+    assert len(read("text:data/**/*.txt")) == 2
+    Path("data/c").symlink_to("a")
+    for pattern in ("data/**/*.txt", "data/../data/**/*.txt", f"{tmp_path}/data/**/*.txt"):
+        with pytest.raises(
+            ValueError, match="twice, since a link makes .*data/[ac] and .*data/[ac]"
+        ):
+            parse_sources(f"text:{pattern}")
+    assert read("text:data/b/**/*.txt") == ["elsewhere"]
+    Path("data/c").unlink()
+    Path("elsewhere/back").symlink_to("../data")
+    with pytest.raises(ValueError, match="has no end: 'data/b/back' leads back to 'data'"):
+        parse_sources("text:data/**/*.txt")

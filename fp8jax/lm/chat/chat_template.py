@@ -351,8 +351,20 @@ class ChatTemplate:
 
         Raises:
           BadChatError: a message spells a token, and the tokenizer encodes text differently after
-            one, so that the parts of the text cannot be encoded apart.
+            one, so that the parts of the text cannot be encoded apart; or the template writes a
+            token that the model has no row for.
         """
+        ids, offsets = self._encode_guarded(guarded, place)
+        if (high := ids[ids >= self.tokenizer.vocab_size]).size:
+            token = self.backend.id_to_token(int(high[0]))
+            raise BadChatError(
+                Reason.NOT_TEXT,
+                f"{place}: {self.template.place} writes {token!r}, id {high[0]}, and the model has"
+                f" {self.tokenizer.vocab_size} rows",
+            )
+        return ids, offsets
+
+    def _encode_guarded(self, guarded: str, place: str) -> tuple[np.ndarray, np.ndarray]:
         text = guarded.replace(GUARD, "")
         if len(self._tokens.findall(text)) == len(self._tokens.findall(guarded)):
             return self._encode_whole(text)  # no message spells a token

@@ -19,6 +19,8 @@ from fp8jax.lm.data.bpe import BEGIN, train_bpe
 TURN_BEGIN, TURN_END = "<|im_start|>", "<|im_end|>"
 CHAT_TOKENS = (BEGIN, TURN_BEGIN, TURN_END)
 
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # the files beside it
+
 # The tag `generation` marks what the assistant writes: its words and the token that ends its turn.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -41,8 +43,11 @@ def write_chat_tokenizer(path: Path, documents: Iterator[str], vocab_size: int) 
 
     Raises:
       ValueError: as `train_bpe`.
-      FileExistsError: one of the files exists.
+      FileExistsError: one of the files exists; before anything is learned or written.
     """
+    for there in map(path.with_name, (path.name, _CONFIG, _TEMPLATE)):
+        if there.exists():
+            raise FileExistsError(f"{there} exists and is not overwritten")
     learned = train_bpe(documents, vocab_size, special_tokens=CHAT_TOKENS, single_digits=True)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,8 +56,8 @@ def write_chat_tokenizer(path: Path, documents: Iterator[str], vocab_size: int) 
         "clean_up_tokenization_spaces": False,
     }
     for name, text in {
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-        "chat_template.jinja": CHAT_TEMPLATE,
+        _CONFIG: json.dumps(config, indent=2) + "\n",
+        _TEMPLATE: CHAT_TEMPLATE,
         path.name: learned.to_str(pretty=True),
     }.items():
         with open(path.with_name(name), "x", encoding="utf-8") as file:

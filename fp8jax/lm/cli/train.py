@@ -75,7 +75,7 @@ def _inspect(config: ConfigDict, workdir: str) -> None:
     config, _ = with_steps(config)
     run = build(config)
     if run.initial_weights is not None:
-        run.initial_weights.check()
+        run.initial_weights.check(run.tokenizer)
     with contextlib.ExitStack() as stack:
         if processes.index() > 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -75,6 +75,18 @@ class BPETokenizer:
         listed = require_ids(ids, self.vocab_size).tolist()
         return self.backend.decode(listed, skip_special_tokens=True)
 
+    def special_from(self, rows: int) -> list[str]:
+        """Returns the tokens with ids from `rows` on if no text has one; [] if some text may.
+
+        Published models have such tokens: Gemma 3 1B's tokenizer names a token for images, which is
+        that of its larger siblings, and the model has no row for it.
+        """
+        beyond = {i: t for i, t in self.backend.get_added_tokens_decoder().items() if i >= rows}
+        text = {i for i in range(rows, self.vocab_size) if i not in beyond or not beyond[i].special}
+        if text or max(self.bos, self.eos) >= rows:
+            return []
+        return [beyond[i].content for i in sorted(beyond)]
+
 
 def load_bpe(path: str | os.PathLike[str]) -> BPETokenizer:
     """Returns the byte-pair encoding of a tokenizer.json.

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
+from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.hub import as_folder
+from fp8jax.lm.data.tokenizers import difference
 from fp8jax.lm.interop.folders import shape_of_model
 from fp8jax.lm.interop.read import (
     TensorReader,
@@ -20,7 +22,14 @@ from fp8jax.lm.interop.read import (
 )
 from fp8jax.lm.interop.stored_workdirs import local_workdir
 from fp8jax.lm.interop.tensor_names import parameter_shapes
-from fp8jax.lm.interop.trained import READ, read_record, refuse_not_finite, shape_of_workdir
+from fp8jax.lm.interop.trained import (
+    READ,
+    read_record,
+    refuse_not_finite,
+    shape_of_workdir,
+    tokenizer_of_folder,
+    tokenizer_of_workdir,
+)
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS
 from fp8jax.lm.records.checkpoint import Checkpointer
@@ -40,8 +49,9 @@ class InitialWeights:
     source: str
     model: ModelConfig
 
-    def check(self) -> None:
-        """Looks at shapes, and warns of fields of the model that are not those of the source.
+    def check(self, text_tokenizer: Tokenizer | None = None) -> None:
+        """Looks at shapes, and warns of what is not as in the source: fields of the model, and ids
+        of the tokenizer, if it is given, that stand for other text.
 
         Raises:
           ValueError: there are no weights, or they are damaged or of another model; with all
@@ -50,7 +60,7 @@ class InitialWeights:
         """
         folder = as_folder(self.source)
         if folder is not None:
-            theirs = shape_of_model(self.source, {})
+            theirs, record = shape_of_model(self.source, {}), None
             self._refuse_other_shapes(theirs)
             _ = self._files  # which checks them
         else:
@@ -59,6 +69,8 @@ class InitialWeights:
             record = meta["config"] if "config" in meta else None
             theirs = shape_of_workdir(self._workdir, record)
             self._refuse_other_shapes(theirs)
+        if text_tokenizer is not None:
+            self._warn_of_other_ids(text_tokenizer, record)
         fields = dataclasses.asdict(theirs)
         others = {
             name: value
@@ -70,6 +82,23 @@ class InitialWeights:
                 f"{name}: {fields[name]} -> {other}" for name, other in others.items()
             )
             logging.warning("this model differs from that of %s: %s", self.source, changed)
+
+    def _warn_of_other_ids(self, ours: Tokenizer, record: dict[str, Any] | None) -> None:
+        folder = as_folder(self.source)
+        try:
+            theirs = (
+                tokenizer_of_workdir(self._workdir, record)
+                if folder is None
+                else tokenizer_of_folder(folder)
+            )
+        except ValueError as error:  # a folder may have any; its weights can be used without it
+            logging.warning("ids of %s cannot be compared: %s", self.source, error)
+            return
+        if theirs is not None and (other := difference(ours, theirs)):
+            logging.warning(
+                "the weights of %s were trained with another tokenizer, whose ids mean other text:"
+                " %s", self.source, other,
+            )  # fmt: skip
 
     def read(self, abstract: Any) -> Any:
         """Returns the parameters, with the dtypes and shardings of a tree of abstract ones.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.hub import names_folder
-from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.data.tokenizers import for_rows, tokenizer
 from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop.folders import (
     HUGGING_FACE,
@@ -143,9 +143,7 @@ def _load_folder(
     shape = shape_of_model(f"hf:{folder}", {})
     warn_of_unknown_keys(f"hf:{folder}")
     policy = as_policy(precision)
-    found = small_file(folder, "tokenizer.json")
-    text_tokenizer = None if found is None else tokenizer(f"bpe:{found}")
-    _check(shape, policy, text_tokenizer, mesh, str(folder))
+    text_tokenizer = _check(shape, policy, tokenizer_of_folder(folder), mesh, str(folder))
     _say_current(policy, False, str(folder))
     model, shardings, _ = _model(shape, policy, False, mesh, backend, attention)
     files = open_tensors(folder)
@@ -179,8 +177,8 @@ def _load_workdir(
         record = meta["config"] if "config" in meta else None
         shape = shape_of_workdir(workdir, record)
         policy, own = _policy(record, found, precision, workdir)
-        text_tokenizer = tokenizer_of_workdir(workdir, record)
-        _check(shape, policy, text_tokenizer, mesh, str(workdir))
+        given = tokenizer_of_workdir(workdir, record)
+        text_tokenizer = _check(shape, policy, given, mesh, str(workdir))
         _say_current(policy, own, str(workdir))
         model, shardings, boxed = _model(shape, policy, own, mesh, backend, attention)
         dtype = (
@@ -261,13 +259,18 @@ def check_precisions(names: Sequence[str]) -> None:
         as_policy(name)
 
 
+def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
+    """Returns the tokenizer of a Hugging Face folder; None if it has none."""
+    found = small_file(folder, "tokenizer.json")
+    return None if found is None else tokenizer(f"bpe:{found}")
+
+
 def tokenizer_of_workdir(workdir: Path, record: Mapping[str, Any] | None) -> Tokenizer | None:
     """Returns the tokenizer of a workdir: the run's, or that of the converted folder."""
     if record is not None and record["tokenizer"] == "bytes":
         return tokenizer("bytes")
-    kept = small_file(workdir / HUGGING_FACE, "tokenizer.json")
-    if kept is not None:
-        return tokenizer(f"bpe:{kept}")
+    if (kept := tokenizer_of_folder(workdir / HUGGING_FACE)) is not None:
+        return kept
     return None if record is None else tokenizer(record["tokenizer"])
 
 
@@ -295,15 +298,20 @@ def _check(
     text_tokenizer: Tokenizer | None,
     mesh: Mesh | None,
     name: str,
-) -> None:
+) -> Tokenizer | None:
+    """Returns the tokenizer without what the model has no rows for; ValueError if one is wrong."""
     policy.check(shape.modules, shape.n_layers)
-    if text_tokenizer is not None and text_tokenizer.vocab_size > shape.vocab_size:
+    if mesh is not None:
+        shape.check_mesh(mesh.shape["tensor"])
+    if text_tokenizer is None:
+        return None
+    text_tokenizer = for_rows(text_tokenizer, shape.vocab_size, name)
+    if text_tokenizer.vocab_size > shape.vocab_size:
         raise ValueError(
             f"{name}: vocab_size={shape.vocab_size} of the model is less than the tokenizer's"
             f" {text_tokenizer.vocab_size}"
         )
-    if mesh is not None:
-        shape.check_mesh(mesh.shape["tensor"])
+    return text_tokenizer
 
 
 def _say_current(policy: Policy, own: bool, name: str) -> None:

@@ -22,7 +22,6 @@ from fp8jax.device import xla
 from fp8jax.gemm.histories.amax_history import HISTORIES
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import Batch
-from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.inference.decoding import Requests, complete
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.interop.folders import shape_of_model, warn_of_unknown_keys
@@ -38,6 +37,7 @@ from fp8jax.lm.optim.optimizers import make_optimizer, schedule_steps
 from fp8jax.lm.stability.gnmr import Gnmr
 from fp8jax.lm.stability.loss_scaling import LossScaling
 from fp8jax.lm.stability.spikes import SpikeDetector
+from fp8jax.lm.training.epochs import tokenizer_of_run
 from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.ladder import Ladder
 from fp8jax.lm.training.layer_choice import (
@@ -123,7 +123,7 @@ def build(config: ConfigDict, devices: list[jax.Device] | None = None) -> Run:
             optimizing.warmup,
         )  # fmt: skip
     shared = _Shared(
-        mesh=mesh, shape=shape, tokenizer=tokenizer(config.tokenizer), optimizer=optimizer,
+        mesh=mesh, shape=shape, tokenizer=tokenizer_of_run(config), optimizer=optimizer,
         numbers=_numbers(config, optimizing, schedule, promoter, mesh),
         master_weights=lookup("master weights", config.optimizer.master_weights, MASTER_WEIGHTS),
         detector=detector, promoter=promoter, scaling=scaling, initial_weights=weights,

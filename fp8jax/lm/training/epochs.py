@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 from fp8jax.lm.corpus import Corpus, build_corpus, own_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.token_rows import OWN, TokenData
-from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.data.tokenizers import for_rows, tokenizer
+from fp8jax.lm.interop.folders import shape_of_model
 from fp8jax.lm.sources import parse_sources
 from fp8jax.lm.training.settings import Settings, check_numbers
 
@@ -30,6 +31,12 @@ _ORDER = (
     "num_epochs",
     "(contents of the data)",
 )
+
+
+def tokenizer_of_run(config: ConfigDict) -> Tokenizer:
+    """Returns the tokenizer of a run, without special tokens that its model has no row for."""
+    shape = shape_of_model(config.model, dict(config.model_overrides))
+    return for_rows(tokenizer(config.tokenizer), shape.vocab_size, f"model={config.model}")
 
 
 def read_corpus(settings: Settings, tokens: Tokenizer) -> Corpus:
@@ -64,7 +71,7 @@ def with_steps(
         return config, None
     check_numbers(config)
     settings = Settings.from_config(config, warmup_steps=0)  # which the data does not depend on
-    tokens, counted = tokenizer(config.tokenizer), config.copy_and_resolve_references()
+    tokens, counted = tokenizer_of_run(config), config.copy_and_resolve_references()
     if data is None:
         weighted = [each.name for each in parse_sources(config.data) if each.weight is not None]
         if weighted:

@@ -25,6 +25,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fp8jax.lm.data.tokenizers import for_rows
 from fp8jax.lm.interop.folders import HUGGING_FACE, small_file
 from fp8jax.lm.interop.initial_weights import refuse_other_shapes
 from fp8jax.lm.interop.stored_workdirs import local_workdir
@@ -148,6 +149,8 @@ class InitialState:
         """Raises ValueError if the model's ids stood for other tokens; paths do not count."""
         text_tokenizer = tokenizer_of_workdir(self._workdir, before)
         assert text_tokenizer is not None  # a run has one
+        rows = run.stages[0].model.config.vocab_size
+        text_tokenizer = for_rows(text_tokenizer, rows, self.source)
         if text_tokenizer.fingerprint != run.tokenizer.fingerprint:
             raise ValueError(
                 f"initial_state={self.source} was trained with another tokenizer, so that the ids"

@@ -172,7 +172,7 @@ def _train_in(
     checkpoints, initial_state = Path(workdir, "checkpoints"), None
     if not has_steps(checkpoints):
         if run.initial_weights is not None:
-            run.initial_weights.check()
+            run.initial_weights.check(run.tokenizer)
         if settings.initial_state:
             initial_state = InitialState.parse(settings.initial_state)
             initial_state.check(run)

@@ -3,6 +3,7 @@
 The templates have the structures of published ones but none of their text.
 """
 
+import dataclasses
 import datetime
 import gzip
 import json
@@ -13,7 +14,7 @@ import pytest
 from fp8jax.lm.chat.chat_template import load_chat_template
 from fp8jax.lm.chat.conversation import read_chats
 from fp8jax.lm.data.bpe import load_bpe
-from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.data.tokenizers import for_rows, tokenizer
 from tests.support.chat_templates import (
     BRACKETS,
     CHATML,
@@ -204,6 +205,19 @@ def test_a_tokenizer_whose_parts_cannot_be_encoded_apart(load, tmp_path):
     template.example([user("a"), assistant("b")])
     with pytest.raises(ValueError, match=r"^here: .* cannot be kept text: remove </s>$"):
         template.example([user("a </s>"), assistant("b")], place="here")
+
+
+def test_a_token_that_the_model_has_no_row_for(load):
+    template = load("chatml")
+    last = max(template.tokenizer.backend.get_added_tokens_decoder())
+    cut = dataclasses.replace(template, tokenizer=for_rows(template.tokenizer, last - 1, "tiny"))
+    assert cut.tokenizer is template.tokenizer  # <think> may be text
+    cut = dataclasses.replace(
+        template, tokenizer=dataclasses.replace(template.tokenizer, vocab_size=last)
+    )
+    cut.example([user("a"), assistant("b")])
+    with pytest.raises(ValueError, match="writes '</think>', id .*, and the model has"):
+        cut.example([user("a"), assistant("<think>b</think>")])
 
 
 def test_a_token_at_a_border_counts_as_a_whole(load):

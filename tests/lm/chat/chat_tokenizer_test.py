@@ -53,7 +53,8 @@ def test_the_answer_and_the_end_of_its_turn_are_supervised(made):
 
 def test_files_are_not_overwritten(made, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("mine")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="chat_template.jinja exists and is not overwritten"):
         write_chat_tokenizer(tmp_path / "tokenizer.json", iter([TEXT]), 300)
+    assert [path.name for path in tmp_path.iterdir()] == ["chat_template.jinja"]
     with pytest.raises(ValueError, match="must be at least 259: the 256 bytes, <.begin_of_text"):
-        write_chat_tokenizer(tmp_path / "other.json", iter([TEXT]), 258)
+        write_chat_tokenizer(made[0].folder / "new/other.json", iter([TEXT]), 258)

@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import tokenizers
 
 from fp8jax.lm.data.bpe import load_bpe, train_bpe
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.data.tokenizers import tokenizer
+from fp8jax.lm.data.tokenizers import difference, for_rows, tokenizer
 
 BYTES = tokenizer("bytes")
 TEXTS = [Path(module.__file__).read_text() for module in (argparse, ast, json)]
@@ -114,6 +115,39 @@ def test_added_tokens_and_holes(trained, tmp_path):
     tokens[-1]["id"] = 407
     with pytest.raises(ValueError, match="ü.*has the id 407, the library gives 401"):
         load_bpe(altered(trained, tmp_path, added_tokens=tokens))
+
+
+def test_special_tokens_that_a_model_has_no_row_for_are_left_out(trained, tmp_path, caplog):
+    """Gemma 3 1B has one for images."""
+    tokens = added("<|begin_of_text|>", "<|end_of_text|>") + added("<image>", "<video>", first=400)
+    bpe = load_bpe(altered(trained, tmp_path, added_tokens=tokens))
+    cut = for_rows(bpe, 400, "tiny")
+    assert "tiny has 400 rows, and none for the special tokens <image>, <video>" in caplog.text
+    assert (cut.vocab_size, len(cut.token_bytes)) == (400, 400)
+    assert cut.fingerprint != bpe.fingerprint and difference(cut, bpe) == ""
+    np.testing.assert_array_equal(cut.encode("a <image>"), bpe.encode("a <image>"))
+    with pytest.raises(ValueError, match="400"):
+        cut.decode([400])
+    assert for_rows(bpe, 402, "tiny") is bpe and for_rows(BYTES, 10, "tiny") is BYTES
+    assert for_rows(bpe, 399, "tiny") is bpe  # the last token of text has no row
+    tokens[-1]["special"] = False  # text may have it
+    assert (
+        for_rows(load_bpe(altered(trained, tmp_path, added_tokens=tokens)), 400, "").vocab_size
+        == 402
+    )
+
+
+def test_the_difference_of_two_tokenizers_counts_ids_of_other_text(trained, tmp_path):
+    model = json.loads(trained.read_text())["model"]
+    a, b = (piece for piece, i in model["vocab"].items() if i in (300, 301))
+    model["vocab"] |= {a: model["vocab"][b], b: model["vocab"][a]}
+    swapped, own = load_bpe(altered(trained, tmp_path, model=model)), load_bpe(trained)
+    found = difference(swapped, own)
+    assert re.match("2 of 400 ids, such as 300: '.*' -> '.*'$", found)
+    assert difference(own, BYTES) == "tokenizer bytes -> bpe"
+    assert difference(own, own) == difference(BYTES, BYTES) == ""
+    tokens = added("<|begin_of_text|>", "<|end_of_text|>") + added("<|im_end|>", first=400)
+    assert difference(load_bpe(altered(trained, tmp_path, added_tokens=tokens)), own) == ""
 
 
 @pytest.mark.parametrize(

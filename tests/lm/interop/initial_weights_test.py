@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from fp8jax.lm.data.bpe import load_bpe
+from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.interop import convert
 from fp8jax.lm.interop.byte_tokenizer_json import byte_level_bpe, tokenizer_config
 from fp8jax.lm.interop.folders import (
@@ -28,6 +30,7 @@ from fp8jax.lm.records.jsonl import read_jsonl
 from fp8jax.lm.training import loop
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.loop import train_and_evaluate
+from tests.support.chat_templates import write_chat_folder
 from tests.support.hf_folders import BF16, config_json, tensors, write_folder
 from tests.support.runs import tiny
 from tests.support.untrained import write_checkpoints
@@ -188,7 +191,17 @@ def test_weights_of_another_shape_are_refused_with_all_that_differ(folder):
     assert "layers/mlp/up/kernel: (2, 32, 48) instead of (3, 32, 48)" in str(refused.value)
 
 
-def test_other_fields_are_a_warning(folder, caplog):
+def test_other_fields_and_another_tokenizer_are_a_warning(folder, tmp_path, caplog):
     model = shape_of_model(f"hf:{folder}", {"rope_theta": 1e6})
-    InitialWeights(f"hf:{folder}", model).check()
+    own = tokenizer(f"hf:{folder}")
+    InitialWeights(f"hf:{folder}", model).check(own)
     assert "rope_theta: 10000.0 -> 1000000.0" in caplog.text
+    assert "tokenizer" not in caplog.text
+    InitialWeights(f"hf:{folder}", model).check(tokenizer("bytes"))  # whose ids are the same
+    assert "tokenizer" not in caplog.text
+    learned = write_chat_folder(tmp_path, "")
+    InitialWeights(f"hf:{folder}", model).check(load_bpe(learned / "tokenizer.json"))
+    assert "another tokenizer, whose ids mean other text: 256 of 280 ids" in caplog.text
+    (folder / "tokenizer.json").write_text("{}")
+    InitialWeights(f"hf:{folder}", model).check(own)
+    assert "cannot be compared: " in caplog.text

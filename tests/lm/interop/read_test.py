@@ -161,6 +161,16 @@ def test_a_vocabulary_that_is_smaller_than_the_tokenizers(folder, refused):
     refused("vocab_size=32 of the model is less than the tokenizer's 258")
 
 
+def test_a_tokenizer_may_have_special_tokens_without_a_row(tmp_path):
+    config = config_json("qwen2", vocab_size=258)
+    folder = write_folder(tmp_path / "hf", config, tensors(config))
+    words = byte_level_bpe()
+    words.add_special_tokens(["<image>"])
+    words.save(str(folder / "tokenizer.json"))
+    trained = load_model(f"hf:{folder}")
+    assert trained.tokenizer.vocab_size == trained.model.config.vocab_size == 258
+
+
 def test_only_the_slices_of_a_shard_are_read(folder, monkeypatch):
     """Of each kernel, a device of a mesh of 8 asks for an eighth, in one piece for each layer."""
     asked = {}
