@@ -17,14 +17,15 @@ from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study import plots
-from fp8jax.lm.corpus import Corpus, build_corpus
+from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import to_devices, train_batches
-from fp8jax.lm.data.tokenizers import tokenizer
 from fp8jax.lm.figures.style import require_matplotlib
 from fp8jax.lm.model.transformer import count_params
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.epochs import read_corpus, tokenizer_of_run
 from fp8jax.lm.training.recovery import NonFiniteError
 from fp8jax.lm.training.run import Run
+from fp8jax.lm.training.settings import Settings
 from fp8jax.lm.training.step import TrainState
 from fp8jax.lm.training.validate import validate
 from fp8jax.numerics.names import as_policy
@@ -60,6 +61,8 @@ def sweep_bias(
     require_matplotlib()
     if not (biases and widths and tolerance > 0):
         raise ValueError(f"nothing to sweep, or {tolerance=} is not positive: {widths=}, {biases=}")
+    if config.num_epochs is not None:
+        raise ValueError(f"a sweep trains num_steps: {config.num_epochs=} must be None")
     excess: dict[str, dict[str, list[float]]] = {"training": {}, "inference": {}}
     works = {use: [True] * len(biases) for use in excess}  # at all widths
     rows = []
@@ -149,14 +152,8 @@ def _sweep_model(config: ConfigDict, biases: Sequence[int]) -> tuple[str, dict[s
     prefix = config.precision + ("," if ":" in config.precision else ":")
     names = ["bf16", *(as_policy(f"{prefix}bias={bias}").name for bias in biases)]
     losses: dict[str, list[float]] = {"training": [], "inference": []}
-    corpus = build_corpus(
-        one.data,
-        tokenizer(one.tokenizer),
-        seq_len=one.seq_len,
-        cache_dir=one.cache_dir,
-        valid_fraction=one.valid.fraction,
-        document_masking=one.document_masking,
-    )
+    settings = Settings.from_config(one, warmup_steps=0)  # which the data does not depend on
+    corpus = read_corpus(settings, tokenizer_of_run(one))
     for precision in names:
         one.precision = precision
         run = build(one)

@@ -24,16 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from ml_collections import ConfigDict
 
 from experiments.markdown import markdown_table
 from experiments.study.bias_sweep import intervals
-from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.inference.score import log_likelihoods
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.transformer import Transformer, count_params
+from fp8jax.lm.training.held_out import corpus_of_run
 from fp8jax.numerics.names import as_policy
 from fp8jax.numerics.policy import Policy
 from fp8jax.numerics.recipes import RECIPES
@@ -119,20 +118,10 @@ def inference_tables(
 def held_out(trained: TrainedModel, rows: int, batch_size: int) -> list[Row]:
     """Returns the validation rows of a run's sources, in batches; the last one may be padded.
 
-    Raises ValueError for a model that no run trained here.
+    Raises ValueError as `corpus_of_run` does.
     """
-    if trained.record is None or trained.tokenizer is None:
-        raise ValueError(f"{trained.name} has no record of a run, whose held-out text is scored")
-    config = ConfigDict(trained.record)
-    corpus = build_corpus(
-        config.data,
-        trained.tokenizer,
-        seq_len=config.seq_len,
-        cache_dir=config.cache_dir,
-        valid_fraction=config.valid.fraction,
-    )
     batches: list[Row] = []
-    for packed in corpus.valid.values():
+    for packed in corpus_of_run(trained).valid.values():
         most = -(-rows // batch_size)
         for batch in valid_batches(packed, batch_size=batch_size, max_batches=most):
             batches.append((np.asarray(batch["tokens"]), np.asarray(batch["segments"])))

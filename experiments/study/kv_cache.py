@@ -17,11 +17,11 @@ import numpy as np
 
 from experiments.markdown import markdown_table
 from fp8jax.device import xla
-from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.inference.generate import Generator
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.score import log_likelihoods
 from fp8jax.lm.interop.trained import TrainedModel, load_model
+from fp8jax.lm.training.held_out import corpus_of_run
 
 _BATCH = 8
 _NEW_TOKENS = 32
@@ -79,17 +79,7 @@ def kv_cache_tables(workdir: Path, policies: Sequence[str], rows: int) -> str:
 
 def _held_out(trained: TrainedModel, rows: int) -> np.ndarray:
     """Returns the first rows of the validation split of the run's first source, [rows, L]."""
-    if trained.record is None or trained.tokenizer is None:
-        raise ValueError(f"{trained.name} is no run: its text is not known")
-    config = trained.record
-    corpus = build_corpus(
-        config["data"],
-        trained.tokenizer,
-        seq_len=config["seq_len"],
-        valid_fraction=config["valid"]["fraction"],
-        cache_dir=config["cache_dir"],
-    )
-    name, found = next(iter(corpus.valid.items()))
+    name, found = next(iter(corpus_of_run(trained).valid.items()))
     if len(found) < rows:
         raise ValueError(f"source {name!r} has {len(found)} rows to validate, and {rows=}")
     return np.stack([found[row]["tokens"] for row in range(rows)])

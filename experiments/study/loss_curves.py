@@ -21,6 +21,7 @@ from fp8jax.lm.figures.style import require_matplotlib
 from fp8jax.lm.records.config_keys import with_new_keys
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.jsonl import read_jsonl
+from fp8jax.lm.training.epochs import with_steps
 from fp8jax.lm.training.layer_choice import with_layers_of
 from fp8jax.lm.training.loop import train_and_evaluate
 from fp8jax.lm.training.recovery import NonFiniteError
@@ -52,6 +53,7 @@ def loss_curves(
     names = [as_policy(name).name for name in dict.fromkeys(["bf16", *precisions])]
     if len(names) == 1:
         raise ValueError("no precision to compare with bf16: add one")
+    config, _ = with_steps(config)
     runs: dict[str, list[Curve]] = {}
     for name, seed in itertools.product(names, seeds):
         one = copy.deepcopy(config)

@@ -317,7 +317,7 @@ def test_tasks(evaluate, trained):
         "--tasks=DIR/parity.jsonl,DIR/next.jsonl:samples=2,temperature=0.5,max_tokens=3,perplexity",
     )
     keys = [tuple(re.split(r"  +", line)[:3]) for line in said.splitlines()]
-    assert [key for key in keys if key[2] == "fp8_current"][2:] == [
+    assert [key for key in keys if key[2:] == ("fp8_current",)][2:] == [
         ("parity", "acc", "fp8_current"),
         ("parity", "acc_norm", "fp8_current"),
         ("next", "exact_match", "fp8_current"),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from fp8jax.gemm.backends.choice import choose_backend
 from fp8jax.lm.records.events import Cause, Event
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.training.build import build
+from fp8jax.lm.training.epochs import with_steps
 from fp8jax.lm.training.recovery import NonFiniteError
 from fp8jax.numerics.policy import POLICIES
 from fp8jax.numerics.recipes import RECIPES
@@ -75,11 +77,15 @@ def test_the_casts_of_a_recipe_by_hand():
 def test_native_table_is_the_choice_of_a_backend():
     table = rows("native")
     assert set(table) == {name for name, recipe in RECIPES.items() if recipe.casts}
-    for name, cells in table.items():
-        chosen = [choose_backend(None, RECIPES[name], device).name for device in hardware.DEVICES]
-        assert [cell == "yes" for cell in cells] == [backend != "emulated" for backend in chosen]
     reasons = re.findall(r"^(\d)\. \w", PAGE, re.M)
-    assert {cell for cells in table.values() for cell in cells} == {"yes", *reasons}
+    # Kernels multiply codes, or codes times scales where the device has no unit for the codes.
+    kinds = {"xla": {"yes"}, "pallas": {"yes", "bf16"}, "emulated": {"bf16", *reasons}}
+    for name, cells in table.items():
+        for cell, device in zip(cells, hardware.DEVICES, strict=True):
+            assert cell in kinds[choose_backend(None, RECIPES[name], device).name]
+        if "bf16" in cells:
+            assert all(cast.exact_in(jnp.bfloat16) for cast in RECIPES[name].casts)
+    assert {cell for cells in table.values() for cell in cells} == {"yes", "bf16", *reasons}
 
 
 def test_the_papers_square_is_computed():
@@ -94,17 +100,19 @@ def test_the_papers_square_is_computed():
 
 def test_tests_that_the_page_names_exist_for_every_recipe():
     named = re.findall(r"`tests/([\w/]+)\.py::(\w+)\[NAME(-emulated)?", PAGE)
-    assert len(named) == 4
+    assert len(named) == 5
     for module, function, backend in named:
-        marks = getattr(
-            importlib.import_module(f"tests.{module}".replace("/", ".")), function
-        ).pytestmark
-        walked = {mark.args[0]: mark.args[1] for mark in marks}
-        if backend:
-            names = [name for name, backend in walked["name", "backend"] if backend == "emulated"]
-        else:
-            names = list(walked["name"])
-        assert set(RECIPES) <= set(names)
+        test = getattr(importlib.import_module(f"tests.{module}".replace("/", ".")), function)
+        ((keys, cases),) = [mark.args[:2] for mark in test.pytestmark if mark.name == "parametrize"]
+        if keys == "precision":  # policies that an earlier paragraph names
+            assert all(f"`{name}`" in PAGE for name in cases)
+            continue
+        names = set()
+        for case in cases:
+            case = (case,) if isinstance(case, str) else getattr(case, "values", case)
+            if not backend or case[1] == "emulated":
+                names.add(case[0])
+        assert set(RECIPES) <= names, function
 
 
 def test_noise_is_what_the_roundings_imply():
@@ -169,7 +177,8 @@ def trained(monkeypatch):
         with Metrics(workdir, num_steps=config.num_steps) as metrics:
             for step in range(1, steps + 1):
                 loss = factor * 4 / step
-                metrics.write(step, {"loss": loss} | ({} if step % 2 else {"valid_loss": loss}))
+                validates = step % 2 == 0 or step == config.num_steps
+                metrics.write(step, {"loss": loss} | ({"valid_loss": loss} if validates else {}))
             if steps == 2:
                 metrics.event(3, Event.STOP, cause=Cause.NON_FINITE, loss=9.0, grad_norm=9.0)
                 raise NonFiniteError("step 3: loss=nan is not finite")
@@ -209,6 +218,15 @@ def test_seeds_are_paired(trained, tmp_path):
     # Means over both seeds: 1.05 times those of seed 0.
     assert "| `bf16` | 2.1000 | 1.0500 | +0.00% (+0.00 to +0.00) |" in text
     assert "| `fp8_block` | 2.1210 | 1.0605 | +1.00% (+1.00 to +1.00) |" in text
+
+
+def test_curves_of_epochs_have_their_steps(trained, data, tmp_path):
+    config = tiny(data)
+    config.num_epochs = 1
+    counted, _ = with_steps(config)
+    assert counted.num_steps != config.num_steps
+    text = loss_curves.loss_curves(config, tmp_path, ["fp8_block"], [config.seed])
+    assert f"step {counted.num_steps}" in text and trained == ["bf16", "fp8_block"]
 
 
 def test_a_run_that_was_stopped_ends_the_study(monkeypatch, trained, tmp_path):
@@ -344,6 +362,13 @@ def test_a_swept_model_trains_and_is_evaluated_at_each_bias(monkeypatch, data):
 def test_what_cannot_be_swept_raises(widths, biases, tolerance, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         bias_sweep.sweep_bias(base.get_config(), tmp_path, widths, biases, tolerance)
+
+
+def test_a_sweep_has_steps_and_no_epochs(tmp_path):
+    config = base.get_config()
+    config.num_epochs = 2
+    with pytest.raises(ValueError, match="config.num_epochs=2 must be None"):
+        bias_sweep.sweep_bias(config, tmp_path, [32], [1], 0.01)
 
 
 def test_only_a_recipe_with_a_constant_has_a_bias(data):

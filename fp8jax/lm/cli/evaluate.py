@@ -35,11 +35,9 @@ from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.measured import ACCURACY, BASELINE, Numbers, table, write_json
 from fp8jax.lm.cli.solve import solve
-from fp8jax.lm.corpus import build_corpus
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.data.rows import Rows
-from fp8jax.lm.data.token_rows import OWN
 from fp8jax.lm.inference.accuracy import share
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS
 from fp8jax.lm.inference.memory_check import memory_errors
@@ -50,7 +48,7 @@ from fp8jax.lm.inference.yardsticks import Yardsticks, yardsticks
 from fp8jax.lm.interop.trained import TrainedModel, check_precisions, load_model
 from fp8jax.lm.model.telemetry import measure_forward
 from fp8jax.lm.records.checkpoint import DamagedError
-from fp8jax.lm.sources import chat_readers, parse_sources
+from fp8jax.lm.training.held_out import corpus_of_run
 from fp8jax.telemetry.files import write_rows
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's directory, or hf:DIR.", required=True)
@@ -271,29 +269,11 @@ def _read(texts: Texts, trained: TrainedModel, tokenizer: Tokenizer, length: int
     if _DATA.value:
         texts.rows = read_texts(_DATA.value, tokenizer, seq_len=length)
         return
-    record = trained.record
-    if record is None:
-        raise ValueError(f"{trained.name} is of no run with held-out documents: give --data")
-    if record["data"] == OWN:
-        raise ValueError(f"{trained.name} trained on rows that no config names: give --data")
-    # Runs that are older than these keys left out no conversations.
-    fit = {key: record[key] for key in ("long_examples", "bad_examples") if key in record}
-    chats = chat_readers(parse_sources(record["data"]))
-    corpus = build_corpus(
-        record["data"],
-        tokenizer,
-        seq_len=record["seq_len"] if chats else length,
-        valid_fraction=record["valid"]["fraction"],
-        cache_dir=record["cache_dir"],
-        **fit,
-    )
-    if corpus.fingerprint != trained.data:
-        raise ValueError(
-            f"{trained.name}: the files of data={record['data']} are not those that it trained on,"
-            " so that it may have trained on what would be held out now: restore them, or give"
-            " --data"
-        )
-    if chats:
+    try:
+        corpus = corpus_of_run(trained, length)
+    except ValueError as error:
+        raise ValueError(f"{error}; or give --data") from error
+    if corpus.first:  # conversations
         texts.rows = {name: _packed(name, rows, length) for name, rows in corpus.valid.items()}
         return
     texts.rows = corpus.valid
