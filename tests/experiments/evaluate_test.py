@@ -272,7 +272,12 @@ BAD = [
     (("--workdir=DIR/run", "--data=text:DIR/nothing*"), "no file matches"),
     (("--workdir=DIR/run", "--problems=DIR/nothing.jsonl"), "nothing.jsonl"),
     (("--workdir=DIR/run", "--problems=DIR/other.jsonl"), "other.jsonl, line 1: expected the fi"),
-    (("--workdir=DIR/run", "--problems=DIR/one.jsonl"), "answers of 1 problem.s. cannot be shuf"),
+    (("--workdir=DIR/run", "--problems=DIR/one.jsonl"), "has one problem: two are needed"),
+    (
+        ("--workdir=DIR/run", "--problems=DIR/two.jsonl", "--limit=1"),
+        "one problem with --limit=1: two",
+    ),
+    (("--workdir=DIR/run", "--json=DIR/run"), "is a folder: name a file"),
     (
         ("--workdir=DIR/run", "--problems=DIR/two.jsonl,DIR/two.jsonl"),
         "two.jsonl needs a name of its own, NAME=FILE",

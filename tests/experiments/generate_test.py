@@ -41,7 +41,8 @@ def test_prompts_are_continued(folder):
         trained.model, trained.variables, vocab_size=words.vocab_size, max_length=64
     )
     texts = ["one two", "seven"]
-    prompts = [[words.bos, *words.encode(text)] for text in texts]
+    assert not trained.begins_texts  # the file puts no BOS in front, as Qwen's
+    prompts = [words.encode(text) for text in texts]
     new = generator.generate(prompts, Sampling(temperature=0), 12, stops=[words.eos])
     lines = [
         f"[{i}] {text}{words.decode(ids)}"

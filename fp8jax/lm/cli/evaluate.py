@@ -34,7 +34,7 @@ from absl import logging as absl_logging
 from fp8jax.device import xla
 from fp8jax.lm.cli import command
 from fp8jax.lm.cli.measured import ACCURACY, BASELINE, Numbers, table, write_json
-from fp8jax.lm.cli.solve import solve
+from fp8jax.lm.cli.solve import solve, stop_ids
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.loader import valid_batches
 from fp8jax.lm.data.rows import Rows
@@ -152,8 +152,12 @@ def _check_flags(specs: Sequence[str]) -> None:
     for number in (_MAX_TOKENS, _PROBLEM_BATCH):
         if number.present and not _PROBLEMS.value:
             raise ValueError(f"--{number.name} is for --problems")
-    if _JSON.value and not Path(_JSON.value).expanduser().absolute().parent.is_dir():
-        raise ValueError(f"--json={_JSON.value}: there is no such folder")
+    if _JSON.value:
+        path = Path(_JSON.value).expanduser().absolute()
+        if path.is_dir():
+            raise ValueError(f"--json={_JSON.value} is a folder: name a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"--json={_JSON.value}: there is no such folder")
 
 
 def _measure_all(precisions: Sequence[Any], asked: Asked, texts: Texts) -> Mapping[str, Numbers]:
@@ -188,7 +192,12 @@ def _read_problems() -> dict[str, Sequence[Problem]]:
                 len(own.problems),
             )
         found[name] = own.problems[: _LIMIT.value]
-        shuffled(found[name], _SEED.value)  # needs two
+        if len(found[name]) < 2:
+            limit = "" if _LIMIT.value is None else f" with --limit={_LIMIT.value}"
+            raise ValueError(
+                f"--problems: {spec} has one problem{limit}: two are needed, whose answers are"
+                " exchanged as a control"
+            )
     if _PROBLEMS.value and not found:
         raise ValueError(f"--problems={_PROBLEMS.value} names no file")
     return found
@@ -218,6 +227,10 @@ def _measure(trained: TrainedModel, asked: Asked, texts: Texts) -> Numbers:
     """Returns everything that is measured of one model."""
     tokenizer, numbers = trained.tokenizer, Numbers()
     assert tokenizer is not None
+    if asked.tasks:
+        from fp8jax.lm.inference.tasks import require_lengths
+
+        require_lengths(asked.tasks, _row_length(trained))
     if asked.perplexity:
         length = _row_length(trained)
         require_room(trained.model, _BATCH_SIZE.value, length)
@@ -229,7 +242,7 @@ def _measure(trained: TrainedModel, asked: Asked, texts: Texts) -> Numbers:
     if asked.problems:
         numbers |= _solve(trained, asked.problems)
     if asked.tasks:
-        from fp8jax.lm.inference.harness import HarnessModel, begins_texts, run_tasks
+        from fp8jax.lm.inference.harness import HarnessModel, run_tasks
 
         model = HarnessModel(
             trained.model,
@@ -238,7 +251,8 @@ def _measure(trained: TrainedModel, asked: Asked, texts: Texts) -> Numbers:
             max_length=_row_length(trained),
             batch_size=_BATCH_SIZE.value,
             seed=_SEED.value,
-            begin=trained.record is not None or begins_texts(tokenizer),
+            begin=trained.begins_texts,
+            stop_ids=stop_ids(trained),
         )
         numbers |= run_tasks(model, asked.tasks, limit=_LIMIT.value)
     return numbers
@@ -267,7 +281,7 @@ def _row_length(trained: TrainedModel) -> int:
 def _read(texts: Texts, trained: TrainedModel, tokenizer: Tokenizer, length: int) -> None:
     """Reads --data, or the run's held-out documents."""
     if _DATA.value:
-        texts.rows = read_texts(_DATA.value, tokenizer, seq_len=length)
+        texts.rows = read_texts(_DATA.value, tokenizer, seq_len=length, begin=trained.begins_texts)
         return
     try:
         corpus = corpus_of_run(trained, length)

@@ -19,12 +19,12 @@ from absl import flags, logging
 from fp8jax.device import xla
 from fp8jax.lm.chat.chat_template import ChatTemplate, load_chat_template
 from fp8jax.lm.cli import command
+from fp8jax.lm.cli.solve import stop_ids
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.inference.generate import MOST_POSITIONS, SEEDS, Generator
 from fp8jax.lm.inference.memory_check import memory_errors
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.text import LENGTH, Completion, complete_text, stream_text
-from fp8jax.lm.interop.folders import end_ids
 from fp8jax.lm.interop.trained import TrainedModel, load_model
 from fp8jax.lm.model.freeze import freeze
 from fp8jax.lm.model.transformer import count_params
@@ -64,18 +64,20 @@ _CHAT_LENGTH = 4096  # of the cache of a chat in the terminal, without --max_len
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prompts:
-    """How prompts become ids, and which ids end a text."""
+    """How prompts become ids, with BOS in front or not, and which ids end a text."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     stop_ids: tuple[int, ...]
+    begin: bool
 
     def ids(self, text: str, place: str) -> Any:
         """Returns the ids of a prompt; `place` names it in errors."""
         if self.template is not None:
             asked = {"role": "user", "content": text}
             return self.template.prompt([*_system(), asked], place=place)
-        return [self.tokenizer.bos, *self.tokenizer.encode(text).tolist()]
+        ids = self.tokenizer.encode(text).tolist()
+        return [self.tokenizer.bos, *ids] if self.begin or not ids else ids
 
 
 def _system() -> list[dict[str, str]]:
@@ -138,15 +140,18 @@ def _require_fits(what: str, tokens: int, max_length: int) -> None:
 def _prompts(trained: TrainedModel) -> _Prompts:
     if trained.tokenizer is None:
         raise ValueError(f"{trained.name} has no tokenizer.json, so it has no words to read")
-    stops, template = [trained.tokenizer.eos], None
-    if trained.files is not None:
-        stops += end_ids(trained.files, trained.model.config.vocab_size)
+    stops, template = [trained.tokenizer.eos, *stop_ids(trained)], None
     if _CHAT.value:
         if trained.files is None:
             raise ValueError(f"{trained.name} has no chat template: --chat needs one")
         template = load_chat_template(trained.files, trained.tokenizer)
         stops += template.turn_ends()
-    return _Prompts(tokenizer=trained.tokenizer, template=template, stop_ids=tuple({*stops}))
+    return _Prompts(
+        tokenizer=trained.tokenizer,
+        template=template,
+        stop_ids=tuple({*stops}),
+        begin=trained.begins_texts,
+    )
 
 
 def _generator(trained: TrainedModel, vocab_size: int, max_length: int) -> Generator:

@@ -34,7 +34,6 @@ def solve(
     """
     if trained.tokenizer is None:
         raise ValueError(f"{trained.name} has no tokenizer, which problems need")
-    vocab_size = trained.model.config.vocab_size
     return measure_accuracy(
         trained.model,
         _frozen(trained),
@@ -43,8 +42,15 @@ def solve(
         template=chat_template(trained),
         max_tokens=max_tokens,
         batch_size=batch_size,
-        stop_ids=() if trained.files is None else end_ids(trained.files, vocab_size),
+        stop_ids=stop_ids(trained),
+        begin=trained.begins_texts,
     )
+
+
+def stop_ids(trained: TrainedModel) -> list[int]:
+    """Returns the ids that end a text by the model's folder, besides the tokenizer's EOS."""
+    vocab_size = trained.model.config.vocab_size
+    return [] if trained.files is None else end_ids(trained.files, vocab_size)
 
 
 def chat_template(trained: TrainedModel) -> ChatTemplate | None:

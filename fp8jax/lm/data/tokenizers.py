@@ -97,6 +97,13 @@ def for_rows(made: Tokenizer, rows: int, name: str) -> Tokenizer:
     )
 
 
+def begins_texts(made: Tokenizer) -> bool:
+    """Whether a tokenizer.json puts `bos` before every text. That of bytes has no such file."""
+    from fp8jax.lm.data.bpe import BPETokenizer
+
+    return not isinstance(made, BPETokenizer) or made.backend.encode("a").ids[0] == made.bos
+
+
 def difference(ours: Tokenizer, theirs: Tokenizer) -> str:
     """Returns how many ids stand for other text in two tokenizers, and the first; "" for none.
 

@@ -82,6 +82,7 @@ def measure_accuracy(
     *,
     template: Template | None,
     stop_ids: Sequence[int] = (),
+    begin: bool = True,
     max_tokens: int = 256,
     batch_size: int = 128,
 ) -> dict[str, Accuracy]:
@@ -93,6 +94,7 @@ def measure_accuracy(
       template: renders prompts; None for models without one.
       stop_ids: ids that end a response, besides the tokenizer's EOS and the token with which the
         template ends a turn.
+      begin: whether the tokenizer's `bos` begins a prompt that no template renders, as in training.
       max_tokens: of a response.
       batch_size: problems that are answered at a time. Recipes that scale whole tensors by their
         current amax see all of them together, so with such a recipe it changes results slightly.
@@ -102,7 +104,10 @@ def measure_accuracy(
         range, or a batch does not fit the memory.
     """
     prompts = {
-        name: [_prompt(each, tokenizer, template, name, i) for i, each in enumerate(own)]
+        name: [
+            _prompt(each, tokenizer, template, begin, f"{name}, problem {i + 1}")
+            for i, each in enumerate(own)
+        ]
         for name, own in problems.items()
     }
     stops = {tokenizer.eos, *stop_ids, *(() if template is None else template.turn_ends())}
@@ -137,12 +142,12 @@ def _room(model: Transformer, longest: int, max_tokens: int) -> int:
 
 
 def _prompt(
-    problem: Problem, tokenizer: Tokenizer, template: Template | None, name: str, index: int
+    problem: Problem, tokenizer: Tokenizer, template: Template | None, begin: bool, place: str
 ) -> Sequence[int]:
     if template is None:
-        return [tokenizer.bos, *tokenizer.encode(problem.prompt + "\n").tolist()]
+        return [tokenizer.bos] * begin + tokenizer.encode(problem.prompt + "\n").tolist()
     messages = [{"role": "user", "content": problem.prompt}]
-    return template.prompt(messages, place=f"{name}, problem {index + 1}").tolist()
+    return template.prompt(messages, place=place).tolist()
 
 
 def _generate(

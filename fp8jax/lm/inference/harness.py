@@ -22,9 +22,8 @@ from lm_eval.api.model import LM, TemplateLM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from fp8jax.lm.data.bpe import BPETokenizer
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
-from fp8jax.lm.inference.generate import Generator
+from fp8jax.lm.inference.generate import SEEDS, Generator
 from fp8jax.lm.inference.paired import Estimate, Measured
 from fp8jax.lm.inference.sampling import Sampling
 from fp8jax.lm.inference.scorer import Scorer
@@ -62,6 +61,7 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch_size: int,
         begin: bool = True,
+        stop_ids: Sequence[int] = (),
         seed: int = 0,
     ):
         """Makes a model for the harness; nothing is compiled yet.
@@ -72,13 +72,14 @@ class HarnessModel(TemplateLM):
           batch_size: rows in a batch. Recipes that scale whole tensors by their current amax see
             all of them together, so with such a recipe it changes the numbers slightly.
           begin: whether every text begins with the tokenizer's `bos`, as training documents do.
+          stop_ids: ids that end a generated text, besides the tokenizer's `eos`.
           seed: of samples, and of policies that round stochastically.
         """
         super().__init__()
         model.config.check_length(max_length)
         self._model, self._variables, self._tokens = model, variables, tokenizer
         self._max_length, self._batch_size, self._begin = max_length, batch_size, begin
-        self._seed = seed
+        self._stops, self._seed = sorted({tokenizer.eos, *stop_ids}), seed
         key = jax.random.key(seed) if model.resolved_policy.stochastic else None
         self._scorer = Scorer(model, variables, key)
 
@@ -205,11 +206,12 @@ class HarnessModel(TemplateLM):
                 prompts,
                 options.sampling,
                 options.max_tokens,
-                [self._tokens.eos],
-                seeds=[self._seed + index for index in indices],
+                self._stops,
+                seeds=[(self._seed + index) % SEEDS for index in indices],
             )
             for index, ids in zip(indices, outs, strict=True):
-                texts[index] = options.cut(self.tok_decode(ids.tolist()))
+                written = ids[:-1] if ids[-1] in self._stops else ids
+                texts[index] = options.cut(self.tok_decode(written.tolist()))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -282,16 +284,6 @@ class GenerationOptions:
         """Returns the text before the first of the texts that end it."""
         ends = [text.find(end) for end in self.until if end and end in text]
         return text[: min(ends)] if ends else text
-
-
-def begins_texts(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer.json puts `bos` before every text (Llama 3's does, Qwen's does not).
-
-    Models of this package were trained on texts that begin with `bos`, whatever the file says.
-    """
-    if not isinstance(tokenizer, BPETokenizer):
-        return True
-    return tokenizer.backend.encode("a").ids[0] == tokenizer.bos
 
 
 def run_tasks(

@@ -56,13 +56,17 @@ def joined(scores: Sequence[TextScores]) -> TextScores:
     )
 
 
-def read_texts(data: str, tokenizer: Tokenizer, *, seq_len: int) -> dict[str, PackedRows]:
+def read_texts(
+    data: str, tokenizer: Tokenizer, *, seq_len: int, begin: bool = True
+) -> dict[str, PackedRows]:
     """Returns the rows of all documents of some sources, by source. Nothing is held out or cached.
 
     Args:
       data: sources, in the syntax of the config key `data` (lm/sources.py). Weights do not
         count.
       seq_len: tokens of a row.
+      begin: whether the tokenizer's `bos` stands before every document, as in training. Without
+        it, a document's first token is not predicted.
 
     Raises:
       ValueError: the spec is wrong, a file cannot be read, a source has no documents or only empty
@@ -79,7 +83,8 @@ def read_texts(data: str, tokenizer: Tokenizer, *, seq_len: int) -> dict[str, Pa
         pieces, starts, length, characters = [], [], 0, 0
         for text in source.reader.documents(Tally()):
             characters += len(text)
-            piece = np.concatenate([[tokenizer.bos], tokenizer.encode(text), [tokenizer.eos]])
+            ends: list[Any] = [[tokenizer.bos] * begin, tokenizer.encode(text), [tokenizer.eos]]
+            piece = np.concatenate(ends)
             pieces.append(piece.astype(np.uint32))
             starts.append(length)
             length += len(piece)

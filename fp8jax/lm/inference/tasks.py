@@ -243,6 +243,19 @@ def _texts(value: Any) -> bool:
 # YAML ---------------------------------------------------------------------------------------------
 
 
+def require_lengths(tasks: Sequence[ConfigurableTask], max_length: int) -> None:
+    """Raises ValueError for a task whose texts, without any prompt, fill rows of `max_length`."""
+    for task in tasks:
+        if task.OUTPUT_TYPE != "generate_until":
+            continue
+        new = GenerationOptions.parse(task.config.generation_kwargs or {}).max_tokens
+        if new >= max_length:
+            raise ValueError(
+                f"the task {task.config.task} generates {new} tokens, which leaves no room for a"
+                f" prompt in rows of {max_length}: give --length, or the task fewer tokens"
+            )
+
+
 def _yaml_task(path: Path) -> ConfigurableTask:
     try:
         # The harness's own loader would run the code that "!function" names.

@@ -29,7 +29,7 @@ _LATEX_FRACTION = re.compile(
     + _LATEX_PART % ("over", "over")
     + _LATEX_PART % ("under", "under")
 )
-_LATEX_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\{[^{}]*\}|\^\{?\\circ\}?|\\?%|\\?\$")
+_LATEX_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\{[^{}0-9]*\}|\^\{?\\circ\}?|\\?%")
 _LATEX_SPACE = re.compile(r"\\[!,;: ] *|\{,\}")
 
 
@@ -100,7 +100,8 @@ def _in_braces(text: str, begin: int) -> str | None:
 
 
 def _latex_number(text: str) -> Fraction | None:
-    text = _plain(_LATEX_UNIT.sub("", _LATEX_SPACE.sub("", text)))
+    text = _LATEX_UNIT.sub("\0", _LATEX_SPACE.sub("", text)).replace(r"\$", "$")
+    text = _plain(text.strip("\0$ "))  # a unit between digits stays, so that they are no number
     found = _LATEX_FRACTION.fullmatch(text)
     if found is None:
         return as_number(text)

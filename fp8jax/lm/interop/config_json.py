@@ -138,12 +138,19 @@ def _check_keys(family: Family, config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     only = {**ONLY, **family.only}
     for key, values in only.items():
-        if key in config and config[key] not in values:
+        if key in config and _without_tokenizer(key, config[key]) not in values:
             supported = " or ".join(json.dumps(value) for value in values)
             raise ValueError(
                 f"{where}: {key}={json.dumps(config[key])[:100]} is not supported for "
                 f"{family.architecture}, only {supported}"
             )
+
+
+def _without_tokenizer(key: str, value: Any) -> Any:
+    """Returns the value of a key; of `auto_map` without what it says of tokenizers."""
+    if key != "auto_map" or not isinstance(value, Mapping):
+        return value
+    return {name: code for name, code in value.items() if name != "AutoTokenizer"} or None
 
 
 def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:

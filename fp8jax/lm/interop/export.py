@@ -201,9 +201,13 @@ def _special_ids(text_tokenizer: Tokenizer | None) -> dict[str, int]:
 
 
 def _with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets keys of a config.json; dtype under its older name if that is the name it has."""
-    renamed = {"dtype": "torch_dtype"} if "torch_dtype" in config else {}
-    return {**config, **{renamed[k] if k in renamed else k: keys[k] for k in keys}}
+    """Sets keys of a config.json; dtype under its older name, too, if it has that name."""
+    added = dict(keys)
+    if "torch_dtype" in config and "dtype" in keys:
+        added["torch_dtype"] = keys["dtype"]
+        if "dtype" not in config:
+            del added["dtype"]
+    return {**config, **added}
 
 
 def _add_stop_ids(trained: TrainedModel, folder: Path, stop_ids: Sequence[int]) -> None:
@@ -237,4 +241,9 @@ def _write_small_files(trained: TrainedModel, folder: Path) -> None:
         assert begin is not None and end is not None
         write_json(folder / "tokenizer_config.json", tokenizer_config(begin, end))
     if text_tokenizer is not None and small_file(folder, "generation_config.json") is None:
-        write_json(folder / "generation_config.json", _special_ids(text_tokenizer))
+        vocab_size = trained.model.config.vocab_size
+        ends = [] if trained.files is None else end_ids(trained.files, vocab_size)
+        ids: dict[str, Any] = {**_special_ids(text_tokenizer)}
+        if ends:
+            ids["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+        write_json(folder / "generation_config.json", ids)

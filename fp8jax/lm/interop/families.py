@@ -224,7 +224,9 @@ _ALL = (
         defaults=_LLAMA
         | dict(rms_norm_eps=1e-5, sliding_window=None, original_max_position_embeddings=4096),
         # Folders that are older than the class in transformers name the same code as their own.
-        only=_NO_BIAS | dict(auto_map=(None, _PHI_3_CODE)),
+        only=_NO_BIAS
+        | dict(auto_map=(None, _PHI_3_CODE))
+        | dict(full_attn_mod=(1,), interpolate_factor=(1,), lm_head_bias=(False,)),
         without_effect=frozenset({"embd_pdrop", "resid_pdrop"}),
         fields=dict(joined_projections=True),
         layers=ONE_WINDOW,

@@ -75,11 +75,12 @@ def _copy_further_templates(source: Path, target: Path) -> None:
 
 
 def end_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Returns the ids that end a text by the folder's generation_config.json, [] without one.
+    """Returns the ids that end a text by the folder's generation_config.json, or without one by
+    its config.json, as transformers does; [] if neither says.
 
     Raises ValueError for anything else than an id, a list of ids, or null.
     """
-    path = small_file(folder, "generation_config.json")
+    path = small_file(folder, "generation_config.json") or small_file(folder, "config.json")
     settings = {} if path is None else load_json(path)
     ends = settings["eos_token_id"] if "eos_token_id" in settings else None
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -26,6 +26,7 @@ from fp8jax.lm.interop.trained import (
     READ,
     read_record,
     refuse_not_finite,
+    require_step,
     shape_of_workdir,
     tokenizer_of_folder,
     tokenizer_of_workdir,
@@ -117,7 +118,7 @@ class InitialWeights:
             )
             items = {PARAMS: _with_dtype(abstract, MASTER_WEIGHTS[stored])}
             restored = checkpointer.restore(items, at_most=step, only=(PARAMS,))
-        assert restored is not None
+        restored = require_step(restored, step, self._workdir)
         refuse_not_finite(restored.arrays[PARAMS], self._workdir)
         return jax.tree.map(
             lambda leaf, to: leaf.astype(to.dtype), restored.arrays[PARAMS], abstract

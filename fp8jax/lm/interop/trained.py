@@ -14,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from fp8jax.lm.data.byte_tokenizer import Tokenizer
 from fp8jax.lm.data.hub import names_folder
-from fp8jax.lm.data.tokenizers import for_rows, tokenizer
+from fp8jax.lm.data.tokenizers import begins_texts, for_rows, tokenizer
 from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.interop.folders import (
     HUGGING_FACE,
@@ -37,7 +37,7 @@ from fp8jax.lm.mesh import tree_shardings
 from fp8jax.lm.model.config import ModelConfig
 from fp8jax.lm.model.transformer import Transformer, abstract_variables
 from fp8jax.lm.optim.master_weights import MASTER_WEIGHTS, to_float32
-from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.checkpoint import Checkpointer, Restored
 from fp8jax.lm.records.run_checkpoint import NAMES, PARAMS, require_version
 from fp8jax.nn import HISTORIES
 from fp8jax.numerics.names import as_policy
@@ -84,6 +84,13 @@ class TrainedModel:
     files: Path | None = None
     prefix: str | None = None
     stored_head: bool = False
+
+    @property
+    def begins_texts(self) -> bool:
+        """Whether `tokenizer.bos` stands before every text: always for a run, whose documents
+        begin with it, or as the tokenizer.json of a folder has it (Llama 3's does, Qwen's not)."""
+        assert self.tokenizer is not None
+        return self.record is not None or begins_texts(self.tokenizer)
 
 
 def load_model(
@@ -188,7 +195,7 @@ def _load_workdir(
         if own and HISTORIES in boxed:
             items[_HISTORIES] = _abstract(boxed[HISTORIES], shardings[HISTORIES], jnp.float32)
         restored = checkpointer.restore(items, at_most=found, only=READ)
-    assert restored is not None and restored.step == found
+    restored = require_step(restored, found, workdir)
     refuse_not_finite(restored.arrays[PARAMS], workdir)
     variables = {"params": to_float32(restored.arrays[PARAMS])}
     if _HISTORIES in items:
@@ -224,6 +231,14 @@ def read_record(
         raise ValueError(f"{workdir} has {wanted}")
     require_version(*newest)
     return newest
+
+
+def require_step(restored: Restored | None, step: int, workdir: Path) -> Restored:
+    """Returns what was restored of checkpoint `step`; ValueError if it has been removed since its
+    record was read."""
+    if restored is None or restored.step != step:
+        raise ValueError(f"{workdir}: checkpoint {step} was removed while it was read: try again")
+    return restored
 
 
 def refuse_not_finite(params: Any, workdir: Path) -> None:

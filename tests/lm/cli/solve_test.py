@@ -60,7 +60,7 @@ def test_kernels_are_quantized_once_where_that_is_possible(monkeypatch, mlp, fro
     calls = spied(monkeypatch)
     solve(loaded(ByteTokenizer(), policy="fp8_current", mlp=mlp), PROBLEMS)
     assert has_frozen(calls[0]["variables"]) is frozen
-    assert calls[0]["template"] is None and calls[0]["stop_ids"] == ()
+    assert calls[0]["template"] is None and calls[0]["stop_ids"] == []
 
 
 def test_template_and_end_ids_are_those_of_the_folder(tmp_path, monkeypatch):

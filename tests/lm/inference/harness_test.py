@@ -19,7 +19,8 @@ from tokenizers import AddedToken
 
 from fp8jax.lm.data.bpe import train_bpe
 from fp8jax.lm.data.tokenizers import tokenizer
-from fp8jax.lm.inference.harness import GenerationOptions, HarnessModel, begins_texts, run_tasks
+from fp8jax.lm.inference.generate import SEEDS
+from fp8jax.lm.inference.harness import GenerationOptions, HarnessModel, run_tasks
 from fp8jax.lm.inference.paired import ratio
 from fp8jax.lm.inference.tasks import TaskOptions, read_task
 from tests.support import ROOT
@@ -85,6 +86,16 @@ def test_generated_texts(alphabet):
     contexts = [("abc", greedy), ("one:", greedy), ("a" * 60, greedy | {"until": "d"})]
     found = harness.generate_until(requests("generate_until", *contexts), disable_tqdm=True)
     assert found == ["defghi", " 7", "bc"]
+    ended = HarnessModel(
+        harness._model,
+        harness._variables,
+        BYTES,
+        max_length=24,
+        batch_size=4,
+        stop_ids=[ord("g")],
+        seed=SEEDS - 1,
+    )
+    assert ended.generate_until(requests("generate_until", *contexts)) == ["def", " 7", "bc"]
     drawn = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 1.0}
     many = requests("generate_until", *[("one:", drawn)] * 200)
     first, second = (harness.generate_until(many, disable_tqdm=True) for _ in range(2))
@@ -389,7 +400,7 @@ def test_against_the_harness_s_own_model(folder, tmp_path):
         trained.tokenizer,
         max_length=64,
         batch_size=4,
-        begin=begins_texts(trained.tokenizer),
+        begin=trained.begins_texts,
     )
     theirs = HFLM(
         pretrained=str(folder), device="cpu", batch_size=4, dtype="float32", max_length=64
@@ -408,7 +419,7 @@ def test_against_the_harness_s_own_model(folder, tmp_path):
     )
     np.testing.assert_allclose([v for v, _ in found], [v for v, _ in expected], rtol=1e-4)
     assert [g for _, g in found] == [g for _, g in expected]
-    if not begins_texts(trained.tokenizer):  # theirs predicts BOS after BOS, where it writes one
+    if not trained.begins_texts:  # theirs predicts BOS after BOS, where it writes one
         texts = requests("loglikelihood_rolling", ("a quick fox " * 30,), ("x",))
         found, expected = (lm.loglikelihood_rolling(texts) for lm in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=1e-4)

@@ -101,3 +101,7 @@ def test_each_document_of_a_source_is_a_segment(tmp_path):
     np.testing.assert_array_equal(row["tokens"], [BYTES.bos, *b"ab", BYTES.eos, BYTES.bos, *b"cde"])
     np.testing.assert_array_equal(row["segments"], [1] * 4 + [2] * 4)
     np.testing.assert_array_equal(row["positions"], [0, 1, 2, 3, 0, 1, 2, 3])
+    data = f"x=jsonl:{tmp_path}/two.jsonl"
+    (row,) = read_texts(data, BYTES, seq_len=7, begin=False)["x"]
+    np.testing.assert_array_equal(row["tokens"], [*b"ab", BYTES.eos, *b"cde", BYTES.eos])
+    np.testing.assert_array_equal(row["segments"], [1] * 3 + [2] * 4)

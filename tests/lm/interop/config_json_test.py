@@ -194,10 +194,14 @@ PHI_3 = LLAMA_2 | dict(
     auto_map={
         "AutoConfig": "configuration_phi3.Phi3Config",
         "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",  # as Phi 4 mini has it
     },
     embd_pdrop=0.0,
+    full_attn_mod=1,
     hidden_size=3072,
     intermediate_size=8192,
+    interpolate_factor=1,
+    lm_head_bias=False,
     model_type="phi3",
     original_max_position_embeddings=4096,
     resid_pdrop=0.0,

@@ -33,6 +33,10 @@ def test_a_workdir_named_as_a_folder(tmp_path):
 def test_ids_that_end_a_text(content, ids, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     assert end_ids(tmp_path, 10) == ids
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert end_ids(tmp_path, 10) == ids
+    (tmp_path / "generation_config.json").unlink()
+    assert end_ids(tmp_path, 10) == [7]
 
 
 @pytest.mark.parametrize("given", [1.5, [[1]], 10, -1, True, [2, "a", None], {"a": 1}, 10**14])

@@ -96,13 +96,15 @@ def test_each_dtype_returns_from_a_mesh_of_eight(dtype, tmp_path):
 
 
 def test_weights_are_rounded_to_nearest_and_too_large_ones_are_refused(tmp_path):
-    config = config_json("llama")
+    config = config_json("llama") | {"dtype": "float32", "torch_dtype": "float32"}
     arrays = tensors(config, np.float32)
     arrays["model.norm.weight"][3] = 7e4
     folder = write_folder(tmp_path / "hf", config, arrays)
     convert.export(f"hf:{folder}", tmp_path / "bf16", "bf16")
     expected = {name: array.astype(ml_dtypes.bfloat16) for name, array in arrays.items()}
     assert_same(expected, read(tmp_path / "bf16"))
+    written = json.loads((tmp_path / "bf16/config.json").read_text())
+    assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="model.norm.weight has the value 70000, too large for fl"):
         convert.export(f"hf:{folder}", tmp_path / "float16", "float16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "hf"]
@@ -145,6 +147,31 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
             refused()
     with pytest.raises(ValueError, match="model.norm.weight has NaN or infinities: nothing to exp"):
         export_model(sound, tmp_path / "new", "float16")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
+    """As a run that goes on removes old ones: an older one would be taken without a word."""
+    spec = (
+        f"hf:{write_folder(tmp_path / 'hf', config_json('qwen2'), tensors(config_json('qwen2')))}"
+    )
+    sound = convert.import_folder(spec, tmp_path / "workdir")
+    shapes = jax.tree.map(abstract_leaf, sound.variables["params"])
+    with Checkpointer(tmp_path / "workdir/checkpoints", every=1, keep=2, keep_best=0) as written:
+        _, meta = written.read_meta()
+        written.save(1, {"params": sound.variables["params"]}, meta, None)
+    restore = Checkpointer.restore
+
+    def restore_older(self, items, *, at_most, only):
+        return restore(self, items, at_most=at_most - 1, only=only)
+
+    monkeypatch.setattr(Checkpointer, "restore", restore_older)
+    workdir = str(tmp_path / "workdir")
+    for read_it in (
+        lambda: load_model(workdir),
+        lambda: InitialWeights(workdir, sound.model.config).read(shapes),
+    ):
+        with pytest.raises(ValueError, match="workdir: checkpoint 1 was removed while it was read"):
+            read_it()
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
