@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 
@@ -109,7 +110,8 @@ def test_a_jobset_has_a_pod_for_each_node(mesh, pods, limits):
 def test_shellcheck_finds_nothing(target, mesh, tmp_path):
     script = tmp_path / "script.sh"
     script.write_text(render(target, mesh))
-    done = subprocess.run(["shellcheck", script], capture_output=True, text=True)
+    shellcheck = os.path.join(sysconfig.get_path("scripts"), "shellcheck")  # of this environment
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
