@@ -300,7 +300,7 @@ def read_tree(
     return jax.tree.unflatten(structure, leaves)
 
 
-def not_finite(where: Path, names: Iterable[str]) -> ValueError:
+def not_finite(where: Path | str, names: Iterable[str]) -> ValueError:
     """Returns the error for tensors, or parameters, with NaN or infinities."""
     return ValueError(f"{where} has NaN or infinities in {grouped(names)}")
 

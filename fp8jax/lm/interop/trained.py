@@ -241,8 +241,8 @@ def require_step(restored: Restored | None, step: int, workdir: Path) -> Restore
     return restored
 
 
-def refuse_not_finite(params: Any, workdir: Path) -> None:
-    """Raises ValueError with the parameters of a workdir that have NaN or infinities."""
+def refuse_not_finite(params: Any, where: Path | str) -> None:
+    """Raises ValueError with the parameters that have NaN or infinities; `where` begins it."""
     sound = jax.device_get(_finite(params))
     damaged = [
         jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -250,7 +250,7 @@ def refuse_not_finite(params: Any, workdir: Path) -> None:
         if not is_sound
     ]
     if damaged:
-        raise not_finite(workdir, damaged)
+        raise not_finite(where, damaged)
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 from ml_collections import ConfigDict
 
 _TINY, _HUGE = 2.0**-126, (2 - 2**-23) * 2.0**127  # the normal numbers of float32
@@ -81,8 +82,8 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1]")
         for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1)")
+            if not 0 <= np.float32(getattr(self, name)) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} does not lie in [0, 1), as float32")
         for name in ("learning_rate", "eps"):
             if not _TINY <= getattr(self, name) <= _HUGE:
                 raise ValueError(

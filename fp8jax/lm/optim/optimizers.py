@@ -33,7 +33,7 @@ from fp8jax.lm.optim.master_weights import to_float32
 from fp8jax.lm.optim.moment_formats import MOMENTS
 from fp8jax.lm.optim.moments import stored
 from fp8jax.lm.optim.muon import scale_by_muon_and_adam
-from fp8jax.lm.optim.oscillation import reset_oscillating
+from fp8jax.lm.optim.oscillation import ResetState, reset_oscillating
 from fp8jax.lm.optim.schedules import schedule_of
 from fp8jax.lm.optim.stosign import V2_DECAY, scale_by_sign_adam, scale_by_stosign
 from fp8jax.lookup import lookup, own_object
@@ -107,11 +107,12 @@ def _core(config: OptimizerConfig) -> Core:
             f"moments={config.moments} holds no second moments, and optimizer {name} has some: take"
             " fp8, or muon"
         )
-    if moments and any(moments.values()) and config.moments == "bf16" and 1 - config.b2 < 2**-8:
+    rounds_away = not MOMENTS[config.moments].decays and 1 - config.b2 < 2**-8
+    if moments and any(moments.values()) and rounds_away:
         raise ValueError(
-            f"moments=bf16 with b2={config.b2}: some second moments would never decay: bfloat16"
-            " rounds changes below 2^-8 away. Take moments=fp8, whose rounding is"
-            " stochastic, or b2=0.99"
+            f"moments={config.moments} with b2={config.b2}: some second moments would hardly decay:"
+            " rounding to nearest takes changes below 2^-8 away. Take moments=fp8, whose rounding"
+            " is stochastic, or b2=0.99"
         )
     return core, moments
 
@@ -148,18 +149,27 @@ def schedule_steps(opt_state: Any) -> Int[Array, ""]:
 
 
 def restart_schedule(opt_state: Any) -> Any:
-    """Returns an optimizer's state whose schedule has counted no step; all else is kept."""
+    """Returns an optimizer's state whose schedule has counted no step; all else is kept.
+
+    Resets of oscillating weights count from the start of the schedule, too.
+    """
+
+    def restarted(leaf: Any) -> Any:
+        if _is_schedule(leaf):
+            return optax.ScaleByScheduleState(jnp.zeros_like(leaf.count))
+        return leaf._replace(step=jnp.zeros_like(leaf.step)) if _is_reset(leaf) else leaf
+
     return jax.tree.map(
-        lambda leaf: (
-            optax.ScaleByScheduleState(jnp.zeros_like(leaf.count)) if _is_schedule(leaf) else leaf
-        ),
-        opt_state,
-        is_leaf=_is_schedule,
+        restarted, opt_state, is_leaf=lambda leaf: _is_schedule(leaf) or _is_reset(leaf)
     )
 
 
 def _is_schedule(leaf: Any) -> bool:
     return isinstance(leaf, optax.ScaleByScheduleState)
+
+
+def _is_reset(leaf: Any) -> bool:
+    return isinstance(leaf, ResetState)
 
 
 def _scale_by_rate() -> optax.GradientTransformationExtraArgs:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from fp8jax.device import hardware
@@ -17,17 +18,18 @@ from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.data.loader import Batch, to_devices
 from fp8jax.lm.data.mixture import Position as DataPosition
 from fp8jax.lm.data.rows import Row
+from fp8jax.lm.interop.trained import refuse_not_finite
 from fp8jax.lm.model.config import flops_per_token
 from fp8jax.lm.records.checkpoint import Checkpointer
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.metrics import Metrics
-from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION
+from fp8jax.lm.records.run_checkpoint import CHECKPOINT_VERSION, PARAMS
 from fp8jax.lm.training.channel import Channel
 from fp8jax.lm.training.faults import Faults
 from fp8jax.lm.training.new_programs import NewPrograms
 from fp8jax.lm.training.policy_switch import enter_policy
 from fp8jax.lm.training.profile import Profile
-from fp8jax.lm.training.recovery import Recovery, overflowed, rejection_cause
+from fp8jax.lm.training.recovery import NonFiniteError, Recovery, overflowed, rejection_cause
 from fp8jax.lm.training.resume import Position, checkpoint_items
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.stop_request import StopRequest
@@ -316,5 +318,26 @@ def _save(tools: Tools, now: Now, step: int, valid_loss: float | None) -> None:
         "position": tools.data_position.advanced(_rows_read(tools, now, step)).to_json(),
     }
     items = checkpoint_items(now.run, now.position.state)
+    optimizer = now.run.settings.record["optimizer"]["name"]
+    if ":" in optimizer:
+        _refuse_not_finite(optimizer, step, items)
     tools.checkpointer.save(step, items, meta, valid_loss)
     tools.metrics.event(step, Event.CHECKPOINT, path=str(tools.checkpoints / str(step)))
+
+
+def _refuse_not_finite(optimizer: str, step: int, items: dict[str, Any]) -> None:
+    """Raises NonFiniteError if a user's optimizer has made NaN or infinities of finite gradients.
+
+    Those of this package do not. A rejected step has changed nothing.
+    """
+
+    def floats(leaf: Array) -> Array | None:
+        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+
+    state = {"params": items[PARAMS], "opt_state": items["state"]["opt_state"]}
+    try:
+        refuse_not_finite(jax.tree.map(floats, state), f"the state after step {step}")
+    except ValueError as error:
+        raise NonFiniteError(
+            f"{error}, by optimizer {optimizer}: loss and gradients were finite. It was not saved"
+        ) from error

@@ -132,6 +132,9 @@ class InitialState:
         before = meta["config"]
         was, now = before["optimizer"], run.settings.record["optimizer"]
         others = [f"optimizer.{k}: {was[k]} -> {now[k]}" for k in _SAME if was[k] != now[k]]
+        reset = was["reset"] if "reset" in was else ""  # older runs have no such key
+        if bool(reset) != bool(now["reset"]):  # it keeps sums of each kernel
+            others.append(f"optimizer.reset: {reset!r} -> {now['reset']!r}")
         if others:
             raise ValueError(
                 f"initial_state={self.source} has the state of another optimizer: {listed(others)}."

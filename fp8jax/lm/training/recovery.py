@@ -16,7 +16,7 @@ from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.stability.bad_steps import SPIKE
 from fp8jax.lm.training.faults import inject_gradient
 from fp8jax.lm.training.first_bad import find_bad, first_bad
-from fp8jax.lm.training.resume import Position, checkpoint_items, initial_position
+from fp8jax.lm.training.resume import Position, initial_position, valid_items
 from fp8jax.lm.training.run import Run
 from fp8jax.lm.training.step import scale_of
 
@@ -73,7 +73,8 @@ class Recovery:
                 numbers = programs.numbers(position.state)
                 position.state, out = programs.repeat_step(position.state, batch, numbers)
                 again = {name: float(value) for name, value in jax.device_get(out).items()}
-                scalars = scalars if rejection_cause(again) else again
+                if not (rejection_cause(again) or overflowed(again)):
+                    scalars = {k: v for k, v in scalars.items() if k != "verdict"} | again
                 continue
             if rung == Event.ROLLBACK:
                 self._roll_back(position)
@@ -83,7 +84,7 @@ class Recovery:
     def _roll_back(self, position: Position) -> None:
         newest = self._checkpointer.read_meta()
         assert newest is not None  # `settle` has looked
-        items = checkpoint_items(self.run, self.run.at(newest[0]).state)
+        items = valid_items(self.run, *newest)  # it may be older than a change of the config
         earlier = initial_position(self.run, self._checkpointer.restore(items))
         position.stage, position.state = earlier.stage, earlier.state
         position.seeding = earlier.seeding

@@ -71,10 +71,7 @@ def read_checkpoint(
     require_version(step, meta)
     if CONVERTED_FROM in meta:
         raise _conversion(meta[CONVERTED_FROM])
-    before, now = meta["config"], run.settings.record
-    # What the config does not say was chosen: checkpoints before that have None.
-    now = now | {key: before[key] for key in run.layers.chosen if key in before}
-    changes = config_difference(before, now)
+    changes = config_difference(meta["config"], _record_since(run, meta))
     changes = [line for line in changes if not line.startswith("resume_with_changes:")]
     if meta["data"] != corpus.fingerprint:
         changes.append(
@@ -91,11 +88,24 @@ def read_checkpoint(
         require_same_epochs(changes)
     for line in changes:
         logging.warning("resuming with a change: %s", line)
+    return checkpointer.restore(valid_items(run, step, meta)), changes
+
+
+def valid_items(run: Run, step: int, meta: dict[str, Any]) -> dict[str, Any]:
+    """The items of a checkpoint that this run goes on from: without the optional parts whose keys
+    have changed since it was written, which begin anew."""
+    before, now = meta["config"], _record_since(run, meta)
     items = checkpoint_items(run, run.at(step).state)
     for part in run.optional_state:
         if part.key(before, step) != part.key(now, step):
             items.pop(part.item)
-    return checkpointer.restore(items), changes
+    return items
+
+
+def _record_since(run: Run, meta: dict[str, Any]) -> dict[str, Any]:
+    """The run's config; what it does not say was chosen, and is as in the checkpoint."""
+    before = meta["config"]  # checkpoints that are older than that choice have None
+    return run.settings.record | {key: before[key] for key in run.layers.chosen if key in before}
 
 
 def refuse_conversion(workdir: Path) -> None:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.lm.records.config_keys import by_path, refuse_old_keys
 from fp8jax.lm.records.sinks import check_sink
+from fp8jax.lm.training.config import base_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ def check_numbers(config: ConfigDict) -> None:
     )
     values = by_path(config)
     refuse_old_keys(values)
+    _refuse_none(values)
     for name in names:
         if values[name] is not None and values[name] < 1:
             raise ValueError(f"{name}={values[name]} must be at least 1")
@@ -139,3 +141,11 @@ def check_numbers(config: ConfigDict) -> None:
             f"checkpoint.every={config.checkpoint.every} must be a multiple of "
             f"valid.every={config.valid.every}"
         )
+
+
+def _refuse_none(values: dict[str, Any]) -> None:
+    """Raises ValueError for a key that is None, and whose default is not."""
+    counted = values["num_epochs"] is not None  # which gives num_steps
+    for path, default in by_path(base_config()).items():
+        if default is not None and values[path] is None and not (path == "num_steps" and counted):
+            raise ValueError(f"{path}=None: it must have a value, such as {default!r}")

@@ -161,6 +161,7 @@ def test_a_vocabulary_that_is_smaller_than_the_tokenizers(folder, refused):
     refused("vocab_size=32 of the model is less than the tokenizer's 258")
 
 
+@pytest.mark.full
 def test_a_tokenizer_may_have_special_tokens_without_a_row(tmp_path):
     config = config_json("qwen2", vocab_size=258)
     folder = write_folder(tmp_path / "hf", config, tensors(config))

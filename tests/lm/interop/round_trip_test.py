@@ -149,6 +149,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
         export_model(sound, tmp_path / "new", "float16")
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
     """As a run that goes on removes old ones: an older one would be taken without a word."""
     spec = (

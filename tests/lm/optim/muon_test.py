@@ -238,8 +238,10 @@ def test_8_bits_hold_no_second_moments(name, moments):
 
 def test_bf16_holds_second_moments_that_decay():
     """A change below half of a step of bfloat16, 2^-8 at most, is rounded away."""
-    with pytest.raises(ValueError, match="b2=0.999: some second moments would never decay"):
-        make_optimizer(configured(name="adamw", moments="bf16", b2=0.999))
+    for moments in ("bf16", "fp8_coat"):  # whose codes are E4M3, rounded to nearest
+        with pytest.raises(ValueError, match="b2=0.999: some second moments would hardly decay"):
+            make_optimizer(configured(name="adamw", moments=moments, b2=0.999))
+    make_optimizer(configured(name="adamw", moments="fp8", b2=0.999))
     make_optimizer(configured(name="adamw", moments="bf16", b2=0.99))
     make_optimizer(configured(name="lion", moments="bf16", b2=0.999))
     v = jnp.bfloat16(1.0)  # where the steps below a number are the finest

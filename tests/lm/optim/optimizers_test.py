@@ -19,6 +19,7 @@ from fp8jax.lm.optim.optimizers import (
     restart_schedule,
     schedule_steps,
 )
+from fp8jax.lm.optim.oscillation import ResetState
 from fp8jax.lm.optim.schedules import SCHEDULES
 from fp8jax.lm.optim.stosign import V2_DECAY
 from fp8jax.numerics.formats import FORMATS, cast
@@ -326,6 +327,10 @@ def test_the_schedule_restarts_and_all_else_stays():
     adam, restarted = (optax.tree.get(s, "mu") for s in (state, again))
     jax.tree.map(np.testing.assert_array_equal, adam, restarted)
     assert sum(int(leaf) for leaf in jax.tree.leaves(again) if leaf.ndim == 0) == 3  # Adam's count
+    # What resets oscillating weights begins at a share of the new schedule's steps.
+    resets = (params, ResetState(jnp.int32(3), params, params))
+    kept, (step, *sums) = restart_schedule(resets)
+    assert step == 0 and all(tree["kernel"] is params["kernel"] for tree in (kept, *sums))
 
 
 def test_wsd_without_a_decay_stays_at_the_peak():

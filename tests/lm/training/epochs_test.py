@@ -9,6 +9,7 @@ import pytest
 from fp8jax.lm.training import loop
 from fp8jax.lm.training.epochs import read_corpus, require_same_epochs, with_steps
 from fp8jax.lm.training.loop import train_and_evaluate
+from fp8jax.lm.training.settings import check_numbers
 from tests.support.chats import pairs, write_chats
 from tests.support.runs import numbers, one_layer, tiny
 
@@ -96,3 +97,14 @@ def test_a_run_resumes_inside_epoch_3(tmp_path, monkeypatch):
     for left, right in zip(seen[stopped:], batches, strict=True):
         for key in left:
             np.testing.assert_array_equal(left[key], right[key])
+
+
+@pytest.mark.parametrize(
+    "key", ["valid__every", "checkpoint__every", "optimizer__clip_norm", "seed"]
+)
+def test_a_key_without_a_value_is_refused(key, data):
+    config = tiny(data, **{key: None})
+    with pytest.raises(ValueError, match=f"^{key.replace('__', '.')}=None: it must have a value"):
+        check_numbers(config)
+    config = tiny(data, num_steps=None, num_epochs=2)
+    check_numbers(config)

@@ -138,6 +138,23 @@ def test_a_step_is_repeated_then_skipped_then_rolled_back(data, tmp_path):
     assert [line["step"] for line in lines] == list(range(1, 17))
 
 
+@pytest.mark.full
+def test_a_rollback_goes_to_before_a_change_of_the_config(data, tmp_path):
+    """The checkpoint of step 12 has amax histories, and nothing of the detector."""
+    train(tiny_run(data, tmp_path, precision="fp8_delayed"))
+    changed = tiny_run(
+        data,
+        tmp_path,
+        num_steps=15,
+        recovery__spike_window=8,
+        recovery__ladder="rollback:1",
+        resume_with_changes=True,
+    )
+    train(changed, "--inject=nan_loss@14")
+    (back,) = events(tmp_path, "rollback")
+    assert back["step"] == 14 and read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 15
+
+
 def test_faults_are_parsed():
     found = Faults.parse("nan_loss@3,spike@5x2").faults
     assert [(f.kind, f.step, f.count) for f in found] == [("nan_loss", 3, 1), ("spike", 5, 2)]

@@ -1,5 +1,6 @@
 """A recipe, an optimizer, a schedule and rows of a user's own file: trained, resumed, named."""
 
+import re
 import shutil
 import sys
 
@@ -34,6 +35,9 @@ def rows(seq_len):
 
 def half_sign(config):
     return optax.chain(optax.scale_by_sign(), optax.trace(config.b1), optax.scale(0.5))
+
+def divides(config):
+    return optax.scale_by_adam(config.b1, config.b2, eps=0.0)
 
 def steps_down(config):
     return lambda step: config.learning_rate / (1 + step // 3)
@@ -93,6 +97,18 @@ def test_a_schedule_that_ends_in_nan_is_refused():
         build(config)
     config.num_steps = 5
     build(config)
+
+
+@pytest.mark.full
+def test_weights_that_an_optimizer_makes_nan_are_not_saved(tmp_path):
+    """Rows of the embedding without a gradient are 0 / 0, and a sum of squares sees no gradient."""
+    config = tmp_path / "own_config.py"
+    config.write_text(_CONFIG.replace("mine:half_sign", "mine:divides"))
+    with command_here("train") as train, pytest.raises(SystemExit) as ended:
+        train(f"--config={config}", f"--workdir={tmp_path}/run", "--config.num_steps=1")
+    expected = "state after step 1 has NaN or infinities in .*params/embedding.*optimizer mine:div"
+    assert re.search(expected, str(ended.value))
+    assert not list(tmp_path.glob("run/checkpoints/[0-9]*"))
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,28 @@ from fp8jax.lm.training.resume import Position
 from fp8jax.lm.training.run import Run, Stage
 from fp8jax.lm.training.step import TrainState
 
-FIRST = {"loss": 3.0, "grad_norm": 1.0, "verdict": SPIKE}
+FIRST = {"loss": 3.0, "grad_norm": 1.0, "verdict": SPIKE, "promoted": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("verdict", "events", "settled"),
-    [(SPIKE, [("repeat", 3.0), ("skip", 3.0)], 3.0), (ACCEPTED, [("repeat", 3.0)], 4.0)],
+    ("verdict", "overflow", "events", "settled"),
+    [
+        (SPIKE, 0.0, [("repeat", 3.0), ("skip", 3.0)], 3.0),
+        (ACCEPTED, 1.0, [("repeat", 3.0), ("skip", 3.0)], 3.0),  # left out, for its loss scale
+        (ACCEPTED, 0.0, [("repeat", 3.0)], 4.0),
+    ],
 )
-def test_a_repeated_step_has_its_own_numbers_only_if_it_is_accepted(verdict, events, settled):
+def test_a_repeated_step_has_its_own_numbers_only_if_it_is_accepted(
+    verdict, overflow, events, settled
+):
     run, stage = mock.Mock(spec=Run), mock.Mock(spec=Stage)
     run.ladder = Ladder.parse("repeat:1,skip:1")
     state = TrainState(0, {}, {}, {}, None)
     stage.programs = mock.Mock()
-    again = {"loss": 4.0, "grad_norm": 2.0, "verdict": verdict}
+    again = {"loss": 4.0, "grad_norm": 2.0, "verdict": verdict, "overflow": overflow}
     stage.programs.repeat_step.return_value = state, again
     metrics = mock.Mock(spec=Metrics)
     recovery = Recovery(run, mock.Mock(spec=Checkpointer), metrics, {})
     scalars = recovery.settle(7, FIRST, Position(stage=stage, state=state, seeding=False), {})
     written = [(call.args[1], call.kwargs["loss"]) for call in metrics.event.call_args_list]
-    assert (written, scalars["loss"]) == (events, settled)
+    assert (written, scalars["loss"], scalars["promoted"]) == (events, settled, 2.0)
