@@ -393,8 +393,8 @@ TRAINING = (
     M(
         "Recovery.settle",
         "dropped call",
-        "scalars = scalars if rejection_cause(again) else again",
-        "scalars = again",
+        "if not (rejection_cause(again) or overflowed(again)):",
+        "if True:",
     ),
     M(
         "_microbatch_key",
