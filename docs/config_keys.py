@@ -54,7 +54,7 @@ BEGIN = """# Config keys
 Every key of a run's config with its default. `--config.KEY=VALUE` changes it on the command line,
 `config.KEY = value` in a file that begins with `config = fp8jax.base_config()`
 ([how](running.md#configs)). An unknown key is an error that names the nearest one. Keys that are
-`None` say what they take.
+`None` say what they take; no other key may be `None`.
 
 `python docs/config_keys.py` writes this page from [`config.py`](../fp8jax/lm/training/config.py).
 """

@@ -77,18 +77,11 @@ def _found(pattern: str) -> tuple[Path, ...]:
         own = glob.escape(str(folder)) + "/" + inside
     else:
         own = os.path.expanduser(pattern)
-    again = _folders_again(own)
+    _check_folders(own)
     names = glob.glob(own, recursive=True)
     matches = set(map(Path, names))
     if broken := sorted(path for path in matches if path.is_symlink() and not path.exists()):
         raise ValueError(f"{broken[0]} is a link to {os.readlink(broken[0])}, which is not there")
-    for path in sorted(matches):
-        for folder in path.parents:
-            if folder in again:
-                raise ValueError(
-                    f"{pattern!r} has files twice, since a link makes {again[folder]} and {folder}"
-                    " one folder: remove the link, or name the folders one by one"
-                )
     paths = sorted((path for path in matches if path.is_file()), key=Path.as_posix)
     if not paths:
         hint = ""
@@ -96,15 +89,24 @@ def _found(pattern: str) -> tuple[Path, ...]:
             inside = os.path.join(pattern, "**", "*.txt")
             hint = f": it is a folder; name its files, as in {inside!r}"
         raise ValueError(f"no file matches {pattern!r}{hint}")
+    _refuse_twice(pattern, paths)
     return tuple(paths)
 
 
-def _folders_again(pattern: str) -> dict[Path, Path]:
-    """Returns the folders that `glob` may enter a second time by a link, and their first paths.
+def _refuse_twice(pattern: str, paths: Sequence[Path]) -> None:
+    """Raises ValueError if a link makes two folders of the files one, so that all come twice."""
+    first: dict[str, Path] = {}
+    for folder in dict.fromkeys(path.parent for path in paths):
+        if (same := first.setdefault(os.path.realpath(folder), folder)) != folder:
+            raise ValueError(
+                f"{pattern!r} has files twice, since a link makes {same} and {folder} one folder:"
+                " remove the link, or name the folders one by one"
+            )
 
-    Raises ValueError for a folder that it would pass over, because it may not be read, or never
-    leave, because a link leads back to it.
-    """
+
+def _check_folders(pattern: str) -> None:
+    """Raises ValueError for a folder that `glob` would pass over, because it may not be read, or
+    never leave, because a link leads back to it."""
     folder = Path(pattern)
     while re.search(r"[*?[]", str(folder)):
         folder = folder.parent
@@ -116,18 +118,15 @@ def _folders_again(pattern: str) -> dict[Path, Path]:
             )
 
     first: dict[str, str] = {}
-    again = {}
     for path, inside, _ in os.walk(folder, onerror=refuse, followlinks=True):
         same = first.setdefault(os.path.realpath(path), path)
         if same != path:
             if Path(same) in Path(path).parents:
                 raise ValueError(f"{pattern!r} has no end: {path!r} leads back to {same!r}")
-            again[Path(path)] = Path(same)
             inside.clear()
         inside[:] = [name for name in inside if not name.startswith(".")]  # as ** passes over them
         if "**" not in pattern:
             break
-    return again
 
 
 def _stem(pattern: str) -> str:

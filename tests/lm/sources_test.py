@@ -169,7 +169,7 @@ def test_a_link_to_a_folder_is_followed_but_never_twice(tmp_path, monkeypatch):
     Path("data/.hidden/a").symlink_to("../a")  # ** does not go there
     assert len(read("text:data/**/*.txt")) == 2
     Path("data/c").symlink_to("a")
-    for pattern in ("data/**/*.txt", "data/../data/**/*.txt", f"{tmp_path}/data/**/*.txt"):
+    for pattern in ("data/**/*.txt", "data/../data/*/*.txt", f"{tmp_path}/data/**/*.txt"):
         with pytest.raises(
             ValueError, match="twice, since a link makes .*data/[ac] and .*data/[ac]"
         ):

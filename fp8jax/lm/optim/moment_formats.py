@@ -33,8 +33,8 @@ numbers of a group are stored in bfloat16, there in float32.
 int8. x = code * scale with scale = max|x| / 127, to nearest. Evenly spaced numbers suit the
 momentum of Muon, of which only the matrix as a whole matters. Most second moments would be zero:
 they stay float32 beside Muon, and other optimizers that have some refuse it. So they do with
-fp8_unscaled, in which AdamW diverged (docs/results/moments.md), and with bf16 where b2 is so large
-that a second moment would never decay.
+fp8_unscaled, in which AdamW diverged (docs/results/moments.md), and with bf16 and fp8_coat where
+b2 is so large that a second moment would hardly decay.
 
 Groups lie along the last axis: 128 elements of an axis that no mesh shards (int8: 2048), and 32 of
 an axis that a mesh may shard (COAT and int8, which store more per group: 64). So no group crosses a

@@ -11,8 +11,8 @@ What goes on, and what starts anew:
     goes on     parameters; the optimizer's state with its own count (Adam's bias correction); the
                 key and the step that stochastic rounding is seeded with; amax histories, spikes and
                 the promoter's where their settings agree (optional_state.py); the place in the data
-    starts at 0 the loop's steps; the schedules of the learning rate and of the precision; what
-                recovery has spent
+    starts at 0 the loop's steps; the schedules of the learning rate, of the precision and of resets
+                (oscillation.py); what recovery has spent
 
 So a decay equals the last phase of one "wsd" run bit for bit. Each source of the data goes on with
 its own next row: no text comes again while tokenizer, seq_len, seed and the order of the sources
