@@ -626,7 +626,7 @@ def seed(loss: Callable[..., Any], model: nnx.Module, *args: Any, has_aux: bool 
 
     def loss_of(variables: Any) -> Any:
         copy = nnx.clone(model)
-        nnx.update(copy, variables[HISTORIES])
+        nnx.update(copy, to_max_combining(variables[HISTORIES]))
         return loss(copy, *args)
 
     filled = updates.seed(loss_of, {HISTORIES: _histories(nnx.state(model))}, has_aux=has_aux)

@@ -357,6 +357,18 @@ def amaxes_of(layer, x):
 WAYS = ["called", "remat", "jit", "scan", "scan over remat", "fori_loop"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("how", WAYS)
+def test_seeding_takes_the_largest_amax_of_all_calls(how):
+    """Where each call has arrays of its own, JAX would add their answers."""
+    model = Repeated(how)
+    x, w = jax.device_get(amaxes_of(model.layer, data(0)))
+    fp8jax.nnx.seed(lambda model, x: model(x).mean(), model, data(0))
+    found = {path[-1]: history for path, history in histories_of(model).items()}
+    np.testing.assert_allclose(found["x_amax_history"][0], x, rtol=1e-6)
+    np.testing.assert_allclose(found["w_amax_history"][0], w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("how", WAYS)
 def test_the_history_is_the_largest_amax_of_all_calls(how):
     model, expected = Repeated(how), []

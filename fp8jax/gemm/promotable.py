@@ -95,6 +95,7 @@ def promotable_dot(
     low: Recipe,
     high: Recipe,
     backend: str | None = None,
+    seeded: bool = True,
 ) -> Float[Array, "*rows N"]:
     """Returns x w in x's dtype, quantized by recipe `high` if `promoted`, else by `low`.
 
@@ -105,6 +106,7 @@ def promotable_dot(
         the recipe that runs.
       promoted: a flag on the device.
       backend: a key of `BACKENDS`, or None for the fastest that can run each recipe.
+      seeded: False takes the amaxes of the operands themselves where histories of `low` are empty.
 
     Raises:
       ValueError: if `high` has histories, one of the recipes shares scales between weights, or
@@ -124,7 +126,7 @@ def promotable_dot(
     options: Any = dict(backend=backend, whole=bool(x.size and weight.value.size))
     without = dataclasses.replace(weight, histories={})
     pair = (
-        gemm_settings(low, (weight,), x.dtype, **options),
+        gemm_settings(low, (weight,), x.dtype, seeded=seeded, **options),
         gemm_settings(high, (without,), x.dtype, **options),
     )
     *rows, k = x.shape

@@ -124,6 +124,19 @@ def test_another_workdir(data, tmp_path):
     assert seconds < GONE_S and not (tmp_path / "other").exists()
 
 
+def test_a_workdir_of_which_one_process_sees_checkpoints(data, tmp_path):
+    """Of a run on one node, in a folder of its own: the other node waited for its share."""
+    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
+    flags = run_flags(data, tmp_path / "run")
+    errors, seconds = run_pair(flags, each=((), (f"--workdir={tmp_path / 'other'}",)))
+    line = (
+        f"the processes differ: newest checkpoint of the workdir is 5 in process 0 on {HOST} "
+        f"and none in process 1 on {HOST}"
+    )
+    assert [ends(error) for error in errors] == [line] * 2
+    assert seconds < GONE_S and not (tmp_path / "other").exists()
+
+
 def test_a_lock_that_another_run_holds(data, tmp_path):
     with lock_workdir(tmp_path):
         errors, seconds = run_pair(run_flags(data, tmp_path))

@@ -30,11 +30,12 @@ def arrays():
     return jnp.asarray(x.reshape(2, 16, 128)), jnp.asarray(w), jnp.asarray(g.reshape(2, 16, 64))
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high"))
-def switched(x, w, state, g, key, promoted, *, low, high):
+@functools.partial(jax.jit, static_argnames=("low", "high", "seeded"))
+def switched(x, w, state, g, key, promoted, *, low, high, seeded=True):
+    recipes = dict(low=RECIPES[low], high=RECIPES[high])
     y, back = jax.vjp(
         lambda x, w, state: promotable_dot(
-            x, Weight(w, state, key), promoted, low=RECIPES[low], high=RECIPES[high]
+            x, Weight(w, state, key), promoted, **recipes, seeded=seeded
         ),
         x,
         w,
@@ -67,6 +68,18 @@ def test_it_is_one_of_the_two_products(low, high, promoted):
         amax = {"x": x, "w": w, "g": g}[operand]
         assert new[0] == np.abs(np.asarray(amax, np.float32)).max()
         np.testing.assert_array_equal(new[1:], state[operand][:-1])
+
+
+@pytest.mark.full
+def test_empty_histories_take_the_amaxes_of_the_operands():
+    """In the first step of a run, as without promotions: fp8_current has these scales."""
+    x, w, g = arrays()
+    key, state = jax.random.key(7), init_state("fp8_delayed")
+    pair = dict(low="fp8_delayed", high="bf16", seeded=False)
+    got = switched(x, w, state, g, key, jnp.asarray(False), **pair)
+    expected = alone(x, w, {}, g, key, recipe="fp8_current")
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def test_what_is_kept_is_x_once():

@@ -144,6 +144,7 @@ class Linears:
             low=as_recipe(layer.recipe),
             high=promotion.policy.recipe(self._path_of(name)),
             backend=self.backend,
+            seeded=self.seeded,
         )
         return add_bias(y, bias)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
@@ -363,7 +364,13 @@ class Checkpointer:
         if jax.process_count() > 1:
             # Only one process reads the files. All must come to the same verdict, or they would
             # restore different steps.
-            sound = multihost_utils.broadcast_one_to_all(reason is None)
+            said = np.array([step, reason is None], np.int32)
+            first, sound = multihost_utils.broadcast_one_to_all(said).tolist()
+            if first != step:
+                raise RuntimeError(
+                    f"process 0 reads checkpoint {first} of {self._directory}, this one {step}: its"
+                    " file system shows an old state of the folder. Start the run again"
+                )
             if not sound and reason is None:
                 reason = "found damaged by process 0"
         return reason
@@ -418,11 +425,10 @@ class Checkpointer:
                 logging.warning("moved checkpoint %d to %s", step, aside)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("fp8jax.checkpoint: moved aside")
-        for step in stale:  # the run may save a step of this number again
-            for key in [key for key in self._sound if key[0] == step]:
-                del self._sound[key]
-            self._metrics.pop(step, None)
-            self._damaged.discard(step)
+        # The run may save a step of such a number again. Other processes need not have listed it.
+        self._sound = {key: found for key, found in self._sound.items() if key[0] <= self._tip}
+        self._metrics = {step: found for step, found in self._metrics.items() if step <= self._tip}
+        self._damaged = {step for step in self._damaged if step <= self._tip}
         if self._manager is None:
             policies: list[Any] = [ocp.checkpoint_managers.LatestN(self._keep)]
             if self._keep_best:
@@ -460,9 +466,14 @@ class Checkpointer:
             self._commit_failure, self.failure = error, self.failure or error
 
 
-def has_steps(directory: Path) -> bool:
-    """Whether a directory of checkpoints has a committed step, sound or not."""
-    return directory.is_dir() and any(path.name.isdigit() for path in directory.iterdir())
+def newest_step(directory: Path) -> int | None:
+    """Returns the newest committed step in a directory of checkpoints, sound or not; None if there
+    is none."""
+    if not directory.is_dir():
+        return None
+    return max(
+        (int(path.name) for path in directory.iterdir() if path.name.isdigit()), default=None
+    )
 
 
 def _files_of(trees: Iterable[str] | None) -> str | tuple[str, ...]:

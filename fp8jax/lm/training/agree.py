@@ -118,6 +118,11 @@ def run_facts(run: Run) -> Facts:
     return policies | {"tokenizer": run.tokenizer.fingerprint, "mesh": repr(dict(run.mesh.shape))}
 
 
+def step_facts(newest: int | None) -> Facts:
+    """Returns which checkpoint a run would go on from."""
+    return {"newest checkpoint of the workdir": "none" if newest is None else str(newest)}
+
+
 def data_facts(corpus: Corpus) -> Facts:
     """Returns what tells the tokens of all sources."""
     return {"data": corpus.fingerprint}

@@ -87,7 +87,7 @@ def with_steps(
         return counted, corpus
     counted.num_steps = -(-config.num_epochs * len(corpus.train) // config.batch_size)
     logging.info(
-        "num_epochs=%d of %d rows are num_steps=%d of %d rows; num_steps=%d is not read",
+        "num_epochs=%d of %d rows are num_steps=%d of %d rows; num_steps=%s is not read",
         config.num_epochs,
         len(corpus.train),
         counted.num_steps,

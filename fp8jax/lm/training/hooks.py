@@ -159,10 +159,18 @@ def enter_stage(tools: Tools, now: Now) -> None:
     before, following = now.position.stage, now.run.at(now.step)
     if following is before:
         return
-    state = enter_policy(now.position.state, following.state, following.carried)
-    now.position = Position(stage=following, state=state, seeding=following.seeds)
+    # A rollback may have gone to before the last stage: what a stage carries is that of the one
+    # before it, and a stage without a step has seeded nothing.
+    state = now.position.state
+    passed = [s for s in now.run.stages if before.begins < s.begins <= following.begins]
+    for stage in passed:
+        state = enter_policy(state, stage.state, stage.carried)
+    seeding = bool(jax.tree.leaves(following.state.histories)) and any(
+        stage.seeds for stage in passed
+    )
+    now.position = Position(stage=following, state=state, seeding=seeding)
     names = {"from": before.policy.name, "to": following.policy.name}
-    tools.metrics.event(now.step - 1, Event.PRECISION_SWITCH, **names, seeding=following.seeds)
+    tools.metrics.event(now.step - 1, Event.PRECISION_SWITCH, **names, seeding=seeding)
     settings = now.run.settings
     if not (settings.require_fp8_gemms or settings.require_fp8_gathers):
         tools.programs.unchecked = [following]
@@ -315,6 +323,7 @@ def _save(tools: Tools, now: Now, step: int, valid_loss: float | None) -> None:
         "data": tools.corpus.fingerprint,
         "recovery": tools.recovery.spent,
         "amaxes": tools.watch.amaxes,
+        "seeding": now.position.seeding,
         "position": tools.data_position.advanced(_rows_read(tools, now, step)).to_json(),
     }
     items = checkpoint_items(now.run, now.position.state)
@@ -331,13 +340,17 @@ def _refuse_not_finite(optimizer: str, step: int, items: dict[str, Any]) -> None
     Those of this package do not. A rejected step has changed nothing.
     """
 
-    def floats(leaf: Array) -> Array | None:
-        return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None
+    def without_infinities(leaf: Array) -> Array | None:
+        """Returns a float array of the state, where a bound may be infinite from the start."""
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.where(jnp.isinf(leaf), 0, leaf) if is_float else None
 
-    state = {"params": items[PARAMS], "opt_state": items["state"]["opt_state"]}
+    state = jax.tree.map(without_infinities, items["state"]["opt_state"])
     try:
-        refuse_not_finite(jax.tree.map(floats, state), f"the state after step {step}")
+        where = f"the state after step {step}"
+        refuse_not_finite({"params": items[PARAMS], "opt_state": state}, where)
     except ValueError as error:
         raise NonFiniteError(
-            f"{error}, by optimizer {optimizer}: loss and gradients were finite. It was not saved"
+            f"{error}, by optimizer {optimizer}: a step with a loss or gradient that is not finite"
+            " changes nothing. It was not saved"
         ) from error

@@ -34,13 +34,20 @@ from fp8jax.lm.data.urls import is_url
 from fp8jax.lm.inference.memory_check import require_memory
 from fp8jax.lm.interop.folders import keep_small_files, kept_differences
 from fp8jax.lm.model.transformer import count_params
-from fp8jax.lm.records.checkpoint import Checkpointer, has_steps
+from fp8jax.lm.records.checkpoint import Checkpointer, newest_step
 from fp8jax.lm.records.events import Event
 from fp8jax.lm.records.jsonl import each_line
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.records.sinks import open_sink
 from fp8jax.lm.training import hooks
-from fp8jax.lm.training.agree import config_facts, data_facts, lock_together, run_facts, together
+from fp8jax.lm.training.agree import (
+    config_facts,
+    data_facts,
+    lock_together,
+    run_facts,
+    step_facts,
+    together,
+)
 from fp8jax.lm.training.build import build
 from fp8jax.lm.training.channel import SAVING_S, Channel
 from fp8jax.lm.training.console import best_of, closing_line, labeled, start_lines
@@ -165,12 +172,15 @@ def _train_in(
     together("config", lambda: None, lambda _: config_facts(config))
     xla.set_compilation_cache()
     config, corpus = together("num_steps", lambda: with_steps(config, data))
+    # Before the workdir decides what is built; whether it is shared, its lock says later.
+    checkpoints = Path(workdir, "checkpoints")
+    newest = together("checkpoints", lambda: newest_step(checkpoints), step_facts)
     run = together("run", lambda: _built(as_begun(config, Path(workdir))), run_facts)
     settings = run.settings
     # Refused before the lock, whose file would be left.
     refuse_conversion(Path(workdir))
-    checkpoints, initial_state = Path(workdir, "checkpoints"), None
-    if not has_steps(checkpoints):
+    initial_state = None
+    if newest is None:
         if run.initial_weights is not None:
             run.initial_weights.check(run.tokenizer)
         if settings.initial_state:

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from fp8jax.lm.corpus import Corpus
 from fp8jax.lm.interop.config_json import load_json
-from fp8jax.lm.records.checkpoint import Checkpointer, Restored, has_steps
+from fp8jax.lm.records.checkpoint import Checkpointer, Restored, newest_step
 from fp8jax.lm.records.differences import config_difference, listed
 from fp8jax.lm.records.run_checkpoint import CONVERTED_FROM, PARAMS, require_version
 from fp8jax.lm.training.epochs import require_same_epochs
@@ -42,7 +42,7 @@ class Position:
 def as_begun(config: ConfigDict, workdir: Path) -> ConfigDict:
     """The config with the remat and unroll of the run in `workdir`, where it does not say them."""
     folder = workdir / "checkpoints"
-    if all(config[key] is not None for key in KEYS) or not has_steps(folder):
+    if all(config[key] is not None for key in KEYS) or newest_step(folder) is None:
         return config
     with Checkpointer(folder, every=1, keep=1, keep_best=0) as checkpointer:
         newest = checkpointer.read_meta(only=())
@@ -151,7 +151,9 @@ def initial_position(run: Run, restored: Restored | None) -> Position:
             fresh = jax.device_put(part.fresh(), shardings)
             state = dataclasses.replace(state, **{part.field: fresh})
     if same_policy:
-        return Position(stage=stage, state=state, seeding=_are_empty(state.histories))
+        # Only a part of them may be new. Older checkpoints do not say it, nor those of other runs.
+        seeding = "seeding" in restored.meta and restored.meta["seeding"]
+        return Position(stage=stage, state=state, seeding=seeding or _are_empty(state.histories))
     state = enter_policy(state, stage.state, frozenset())
     return Position(stage=stage, state=state, seeding=bool(leaves_by_path(state.histories)))
 

@@ -155,6 +155,20 @@ def test_a_rollback_goes_to_before_a_change_of_the_config(data, tmp_path):
     assert back["step"] == 14 and read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 15
 
 
+@pytest.mark.full
+def test_a_rollback_over_a_whole_stage_seeds_anew(data, tmp_path):
+    """The checkpoint is of the first stage; the second, 5 and 6, gave the third its histories."""
+    run = tiny_run(data, tmp_path, num_steps=8, checkpoint__every=4, recovery__ladder="rollback:1")
+    stages = '((0.5,"fp8_delayed"),(0.75,"fp8_delayed:backward=bf16"))'
+    train(run, f"--config.precision_schedule={stages}", "--inject=nan_loss@7")
+    (back,) = events(tmp_path, "rollback")
+    switches = [(e["step"], e["to"], e["seeding"]) for e in events(tmp_path, "precision_switch")]
+    last = "fp8_delayed:backward=bf16"
+    assert back["step"] == 7
+    assert switches == [(4, "fp8_delayed", True), (6, last, False), (7, last, True)]
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["step"] == 8
+
+
 def test_faults_are_parsed():
     found = Faults.parse("nan_loss@3,spike@5x2").faults
     assert [(f.kind, f.step, f.count) for f in found] == [("nan_loss", 3, 1), ("spike", 5, 2)]

@@ -2,14 +2,16 @@
 
 from unittest import mock
 
+import jax.numpy as jnp
 import pytest
 
-from fp8jax.lm.records.checkpoint import Checkpointer
+from fp8jax.lm.records.checkpoint import Checkpointer, Restored
 from fp8jax.lm.records.metrics import Metrics
 from fp8jax.lm.stability.bad_steps import ACCEPTED, SPIKE
 from fp8jax.lm.training.ladder import Ladder
+from fp8jax.lm.training.optional_state import OptionalState
 from fp8jax.lm.training.recovery import Recovery
-from fp8jax.lm.training.resume import Position
+from fp8jax.lm.training.resume import Position, initial_position
 from fp8jax.lm.training.run import Run, Stage
 from fp8jax.lm.training.step import TrainState
 
@@ -38,3 +40,22 @@ def test_a_repeated_step_has_its_own_numbers_only_if_it_is_accepted(
     scalars = recovery.settle(7, FIRST, Position(stage=stage, state=state, seeding=False), {})
     written = [(call.args[1], call.kwargs["loss"]) for call in metrics.event.call_args_list]
     assert (written, scalars["loss"], scalars["promoted"]) == (events, settled, 2.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("meta", "seeds"),
+    [({"seeding": True}, True), ({"seeding": False}, False), ({}, False)],
+)
+def test_a_checkpoint_says_whether_the_next_step_seeds(meta, seeds):
+    """The first step of a stage was rejected, and some of its histories go on from the last one."""
+    run, stage = mock.Mock(spec=Run), mock.Mock(spec=Stage)
+    stage.state, run.at.return_value = TrainState(0, {}, {}, {}, None), stage
+    run.optional_state = (
+        OptionalState(field="histories", item="histories", key=lambda *_: None, fresh=None),
+    )
+    histories = {"old": jnp.ones(2), "new": jnp.zeros(2)}
+    state = {"step": 3, "opt_state": {}, "key": None}
+    arrays = {"params": {}, "state": state, "histories": histories}
+    restored = Restored(step=3, arrays=arrays, meta=meta)
+    assert initial_position(run, restored).seeding is seeds
