@@ -113,28 +113,30 @@ def test_other_data_under_the_same_name(data, tmp_path):
     assert seconds < GONE_S
 
 
-def test_another_workdir(data, tmp_path):
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (
+            None,
+            "workdir is shared in process 0 on HOST and not shared (OTHER) in process 1 on HOST",
+        ),
+        # Of a run on one node, in a folder of its own: the other node waited for its share.
+        (
+            "5",
+            "newest checkpoint of the workdir is 5 in process 0 on HOST"
+            " and none in process 1 on HOST",
+        ),
+    ],
+)
+def test_another_workdir(data, tmp_path, step, line):
+    if step is not None:
+        (tmp_path / "run/checkpoints" / step).mkdir(parents=True)
     flags = run_flags(data, tmp_path / "run")
-    errors, seconds = run_pair(flags, each=((), (f"--workdir={tmp_path / 'other'}",)))
-    line = (
-        f"the processes differ: workdir is shared in process 0 on {HOST} "
-        f"and not shared ({tmp_path}/other) in process 1 on {HOST}"
-    )
-    assert [ends(error) for error in errors] == [line] * 2
-    assert seconds < GONE_S and not (tmp_path / "other").exists()
-
-
-def test_a_workdir_of_which_one_process_sees_checkpoints(data, tmp_path):
-    """Of a run on one node, in a folder of its own: the other node waited for its share."""
-    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
-    flags = run_flags(data, tmp_path / "run")
-    errors, seconds = run_pair(flags, each=((), (f"--workdir={tmp_path / 'other'}",)))
-    line = (
-        f"the processes differ: newest checkpoint of the workdir is 5 in process 0 on {HOST} "
-        f"and none in process 1 on {HOST}"
-    )
-    assert [ends(error) for error in errors] == [line] * 2
-    assert seconds < GONE_S and not (tmp_path / "other").exists()
+    other = tmp_path / "other"
+    errors, seconds = run_pair(flags, each=((), (f"--workdir={other}",)))
+    line = line.replace("HOST", HOST).replace("OTHER", str(other))
+    assert [ends(error) for error in errors] == [f"the processes differ: {line}"] * 2
+    assert seconds < GONE_S and not other.exists()
 
 
 def test_a_lock_that_another_run_holds(data, tmp_path):

@@ -98,8 +98,10 @@ class InitialWeights:
         if theirs is not None and (other := difference(ours, theirs)):
             logging.warning(
                 "the weights of %s were trained with another tokenizer, whose ids mean other text:"
-                " %s", self.source, other,
-            )  # fmt: skip
+                " %s",
+                self.source,
+                other,
+            )
 
     def read(self, abstract: Any) -> Any:
         """Returns the parameters, with the dtypes and shardings of a tree of abstract ones.

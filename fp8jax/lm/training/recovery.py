@@ -74,7 +74,7 @@ class Recovery:
                 position.state, out = programs.repeat_step(position.state, batch, numbers)
                 again = {name: float(value) for name, value in jax.device_get(out).items()}
                 if not (rejection_cause(again) or overflowed(again)):
-                    scalars = {k: v for k, v in scalars.items() if k != "verdict"} | again
+                    scalars = scalars | again  # which has no promotions
                 continue
             if rung == Event.ROLLBACK:
                 self._roll_back(position)

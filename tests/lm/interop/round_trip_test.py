@@ -110,6 +110,13 @@ def test_weights_are_rounded_to_nearest_and_too_large_ones_are_refused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bf16", "hf"]
 
 
+def readers(workdir, sound):
+    """What reads the weights of a workdir, which are of the same model as `sound`."""
+    shapes = jax.tree.map(abstract_leaf, sound.variables["params"])
+    initial = InitialWeights(str(workdir), sound.model.config)
+    return (lambda: load_model(str(workdir)), lambda: initial.read(shapes))
+
+
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     """All of them, from a folder and from a workdir, and before a step of training."""
     config = config_json("qwen2")  # tied
@@ -138,11 +145,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     with Checkpointer(tmp_path / "workdir/checkpoints", every=1, keep=1, keep_best=0) as written:
         _, meta = written.read_meta()
         written.save(1, {"params": params}, meta, None)
-    workdir = str(tmp_path / "workdir")
-    for refused in (
-        lambda: load_model(workdir),
-        lambda: InitialWeights(workdir, sound.model.config).read(shapes),
-    ):
+    for refused in readers(tmp_path / "workdir", sound):
         with pytest.raises(ValueError, match="workdir has NaN or infinities in final_norm/scale$"):
             refused()
     with pytest.raises(ValueError, match="model.norm.weight has NaN or infinities: nothing to exp"):
@@ -152,11 +155,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
 @pytest.mark.full
 def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
     """As a run that goes on removes old ones: an older one would be taken without a word."""
-    spec = (
-        f"hf:{write_folder(tmp_path / 'hf', config_json('qwen2'), tensors(config_json('qwen2')))}"
-    )
-    sound = convert.import_folder(spec, tmp_path / "workdir")
-    shapes = jax.tree.map(abstract_leaf, sound.variables["params"])
+    config = config_json("qwen2")
+    folder = write_folder(tmp_path / "hf", config, tensors(config))
+    sound = convert.import_folder(f"hf:{folder}", tmp_path / "workdir")
     with Checkpointer(tmp_path / "workdir/checkpoints", every=1, keep=2, keep_best=0) as written:
         _, meta = written.read_meta()
         written.save(1, {"params": sound.variables["params"]}, meta, None)
@@ -166,11 +167,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path, monkeypatch):
         return restore(self, items, at_most=at_most - 1, only=only)
 
     monkeypatch.setattr(Checkpointer, "restore", restore_older)
-    workdir = str(tmp_path / "workdir")
-    for read_it in (
-        lambda: load_model(workdir),
-        lambda: InitialWeights(workdir, sound.model.config).read(shapes),
-    ):
+    for read_it in readers(tmp_path / "workdir", sound):
         with pytest.raises(ValueError, match="workdir: checkpoint 1 was removed while it was read"):
             read_it()
 
